@@ -1,0 +1,75 @@
+"""Every error Rarebit raises on purpose.
+
+    RarebitError
+    ├── SettingsError           a setting is unknown, of the wrong type or out of range   (ValueError)
+    ├── DataError               data is empty, of the wrong dtype, or out of range        (ValueError)
+    ├── TableError              a table cannot be changed as asked                        (ValueError)
+    │   ├── NoTableError        a method matched no table of the model
+    │   └── UnsupportedTableError   a matched table does something a method cannot keep
+    ├── OptimizerError          an optimizer would leave a table untrained                (ValueError)
+    ├── TrainingError           training cannot go on                                     (RuntimeError)
+    ├── ModelFileError          a saved model is missing, damaged or of another shape     (ValueError)
+    └── MissingExtraError       an optional package is not installed                      (ImportError)
+
+A message says what was expected, what came and what to do. The command line prints it as one
+paragraph and exits with code 2.
+"""
+
+__all__ = [
+    "DataError",
+    "MissingExtraError",
+    "ModelFileError",
+    "NoTableError",
+    "OptimizerError",
+    "RarebitError",
+    "SettingsError",
+    "TableError",
+    "TrainingError",
+    "UnsupportedTableError",
+]
+
+
+class RarebitError(Exception):
+    """Base of all errors that Rarebit raises on purpose."""
+
+
+class SettingsError(RarebitError, ValueError):
+    """A setting is unknown, of the wrong type or out of range."""
+
+
+class DataError(RarebitError, ValueError):
+    """Data is empty, of the wrong dtype, or out of range."""
+
+
+class TableError(RarebitError, ValueError):
+    """A table cannot be changed as asked."""
+
+
+class NoTableError(TableError):
+    """A method matched no table of the model."""
+
+
+class UnsupportedTableError(TableError):
+    """A matched table does something that a method cannot keep."""
+
+
+class OptimizerError(RarebitError, ValueError):
+    """An optimizer would leave a trainable table untrained."""
+
+
+class TrainingError(RarebitError, RuntimeError):
+    """Training cannot go on."""
+
+
+class ModelFileError(RarebitError, ValueError):
+    """A saved model is missing, damaged, or of another architecture."""
+
+
+class MissingExtraError(RarebitError, ImportError):
+    """An optional package is not installed."""
+
+    def __init__(self, package: str, extra: str, purpose: str) -> None:
+        super().__init__(
+            f"{purpose} needs the package {package!r}, which is not installed; "
+            f"install it with: pip install 'rarebit[{extra}]'"
+        )
