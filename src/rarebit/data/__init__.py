@@ -1,0 +1,1 @@
+"""Raw files to encoded arrays to batches."""
