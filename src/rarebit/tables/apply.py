@@ -1,0 +1,257 @@
+"""Change the tables of a model in place: `apply_` a method, `merge_` it back to plain tables."""
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import reduce
+from typing import TypeAlias
+
+from torch import nn
+from torch.optim import Optimizer
+
+from rarebit.errors import NoTableError, UnsupportedTableError
+from rarebit.tables.bag import Bag, plain_bag
+from rarebit.tables.collection import TableCollection
+from rarebit.tables.find import (
+    FieldSite,
+    ModuleSite,
+    Site,
+    TableInfo,
+    find_sites,
+    find_tables,
+    refuse_wrapped_model,
+)
+from rarebit.tables.optimizer_state import Exchange, exchange_parameters
+from rarebit.settings import suggest
+from rarebit.tables.table import AnyTable, Method, Table, methods_of, wrap
+
+__all__ = ["TableChanges", "apply_", "merge_", "restore_methods"]
+
+Where: TypeAlias = Callable[[TableInfo], bool]
+
+MAX_LINES = 8
+
+
+@dataclass(frozen=True)
+class TableChanges:
+    """What a call changed, and what it left alone and why. False when nothing changed."""
+
+    title: str
+    """The call, in words."""
+    before: tuple[TableInfo, ...]
+    """The changed tables as they were."""
+    after: tuple[TableInfo, ...]
+    """The same tables as they are now."""
+    skipped: tuple[tuple[str, str], ...]
+    """The tables left alone: name and reason."""
+
+    def __bool__(self) -> bool:
+        return bool(self.after)
+
+    def __str__(self) -> str:
+        stored = [sum(t.num_parameters for t in tables) for tables in (self.before, self.after)]
+        total = len(self.after) + len(self.skipped)
+        if not self.after:
+            return "\n".join([f"{self.title}: nothing to do in {total} tables", *self._reasons()])
+        head = (
+            f"{self.title}: {len(self.after)} of {total} tables, "
+            f"{stored[0]:,} -> {stored[1]:,} weights stored"
+        )
+        lines = [
+            f"  {old.name}  {old.rows:,} x {old.width}, {old.num_parameters:,} -> {new.num_parameters:,}"
+            for old, new in zip(self.before, self.after, strict=True)
+        ]
+        return "\n".join([head, *_shorten(lines), *self._reasons()])
+
+    def _reasons(self) -> list[str]:
+        by_reason = defaultdict(list)
+        for name, reason in self.skipped:
+            by_reason[reason].append(name)
+        return [
+            f"  left alone, {reason}: {', '.join(names[:3])}"
+            + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+            for reason, names in by_reason.items()
+        ]
+
+
+def apply_(
+    model: nn.Module,
+    method: Method,
+    *,
+    where: Where | None = None,
+    min_width: int = 2,
+    optimizer: Optimizer | None = None,
+    verbose: bool = True,
+) -> TableChanges:
+    """Apply a method to the tables of a model, in place, and return what changed.
+
+    `where` chooses tables by name, rows or width. Tables narrower than `min_width` are left alone:
+    first-order weights have width 1. With `optimizer`, its parameters are exchanged for the new
+    ones and the state that still fits is kept; without, build the optimizer after this call.
+    Either all chosen tables change or, on an error, none.
+
+    >>> model = nn.Sequential(nn.Embedding(1000, 8))
+    >>> from rarebit import Hashing
+    >>> changes = apply_(model, Hashing(buckets=100))
+    Hashing(buckets=100): 1 of 1 tables, 8,000 -> 800 weights stored
+      0  1,000 x 8, 8,000 -> 800
+    """
+    refuse_wrapped_model(model)
+    sites = find_sites(model)
+    chosen, skipped = _choose(sites, method, where, min_width)
+    if not chosen:
+        raise NoTableError(_nothing_matched(method, sites, skipped))
+    for site in chosen:
+        if site.info.refusal:
+            raise UnsupportedTableError(
+                f"{method} cannot be applied to {site.info.name!r}: {site.info.refusal}. "
+                f"Leave it out with where=lambda t: t.name != {site.info.name!r}"
+            )
+    tables = [wrap(site.table, method) for site in chosen]
+    return _put(model, str(method), chosen, tables, skipped, optimizer, verbose)
+
+
+def merge_(
+    model: nn.Module,
+    *,
+    where: Where | None = None,
+    optimizer: Optimizer | None = None,
+    verbose: bool = True,
+) -> TableChanges:
+    """Turn the tables made by methods back into plain torch tables with the same rows, in place.
+
+    The report is false when there was nothing left to merge. A table that wraps another is folded
+    with all it wraps.
+
+    >>> from rarebit import LowRank
+    >>> model = nn.Sequential(nn.Embedding(1000, 8))
+    >>> changes = apply_(model, LowRank(rank=2), verbose=False)
+    >>> bool(merge_(model, verbose=False)), bool(merge_(model, verbose=False))
+    (True, False)
+    """
+    refuse_wrapped_model(model)
+    chosen, tables, skipped = [], [], []
+    for site in find_sites(model):
+        if not isinstance(site.table, Table):
+            skipped.append((site.info.name, "already plain"))
+        elif where is not None and not where(site.info):
+            skipped.append((site.info.name, "not chosen"))
+        elif site.info.refusal:
+            raise UnsupportedTableError(f"cannot merge {site.info.name!r}: {site.info.refusal}")
+        else:
+            chosen.append(site)
+            tables.append(site.table.merge())
+    return _put(model, "merge", chosen, tables, skipped, optimizer, verbose)
+
+
+def restore_methods(model: nn.Module, methods: Mapping[str, Sequence[Method]]) -> None:
+    """Apply to each named table the methods it had when it was saved; its weights come after."""
+    sites = {site.info.name: site for site in find_sites(model)}
+    unknown = [name for name in methods if name not in sites]
+    if unknown:
+        raise NoTableError(f"there is no table {unknown[0]!r}{suggest(unknown[0], list(sites))}")
+    pending = {
+        name: tuple(steps)
+        for name, steps in methods.items()
+        if methods_of(sites[name].table) != tuple(steps)
+    }
+    tables = [reduce(wrap, steps, sites[name].table) for name, steps in pending.items()]
+    _put(model, "restore", [sites[name] for name in pending], tables, [], None, verbose=False)
+
+
+def _choose(
+    sites: Iterable[Site], method: Method, where: Where | None, min_width: int
+) -> tuple[list[Site], list[tuple[str, str]]]:
+    chosen, skipped = [], []
+    for site in sites:
+        reason = _reason_to_skip(site.info, method, where, min_width)
+        if reason is None:
+            chosen.append(site)
+        else:
+            skipped.append((site.info.name, reason))
+    return chosen, skipped
+
+
+def _reason_to_skip(
+    info: TableInfo, method: Method, where: Where | None, min_width: int
+) -> str | None:
+    if info.width < min_width:
+        return f"narrower than min_width={min_width}"
+    if where is not None and not where(info):
+        return "not chosen"
+    return method.unsuited(info.rows, info.width)
+
+
+def _nothing_matched(
+    method: Method, sites: Sequence[Site], skipped: Iterable[tuple[str, str]]
+) -> str:
+    if not sites:
+        return f"{method} matched no table: the model has no nn.Embedding and no nn.EmbeddingBag"
+    reasons = [f"{name} ({reason})" for name, reason in skipped]
+    more = f" and {len(reasons) - MAX_LINES} more" if len(reasons) > MAX_LINES else ""
+    return f"{method} matched no table; the model has {', '.join(reasons[:MAX_LINES])}{more}"
+
+
+def _put(
+    model: nn.Module,
+    title: str,
+    sites: Sequence[Site],
+    tables: Sequence[AnyTable],
+    skipped: Sequence[tuple[str, str]],
+    optimizer: Optimizer | None,
+    verbose: bool,
+) -> TableChanges:
+    """Put the new tables where the old ones were, tell the optimizer, and report."""
+    by_collection: dict[TableCollection, dict[int, AnyTable]] = defaultdict(dict)
+    exchanges = []
+    for site, table in zip(sites, tables, strict=True):
+        if isinstance(site, FieldSite):
+            by_collection[site.collection][site.index] = table
+        else:
+            exchanges.append(_replace_module(site, table))
+    for collection, changed in by_collection.items():
+        old = list(collection.parameters())
+        moves = collection.replace(changed)
+        exchanges.append(Exchange(old, list(collection.parameters()), moves))
+    if optimizer is not None:
+        exchange_parameters(optimizer, exchanges, model)
+    now = {info.name: info for info in find_tables(model)}
+    changes = TableChanges(
+        title=title,
+        before=tuple(site.info for site in sites),
+        after=tuple(now[site.info.name] for site in sites),
+        skipped=tuple(skipped),
+    )
+    if verbose:
+        print(changes)
+    return changes
+
+
+def _replace_module(site: ModuleSite, table: AnyTable) -> Exchange:
+    module: nn.Module = table
+    if isinstance(site.module, nn.EmbeddingBag):
+        assert isinstance(table, Table)
+        module = Bag(
+            table,
+            mode=site.module.mode,
+            include_last_offset=bool(site.module.include_last_offset),
+        )
+    elif isinstance(site.module, Bag):
+        if isinstance(table, nn.Embedding):
+            module = plain_bag(site.module, table)
+        else:
+            module = Bag(
+                table,
+                mode=site.module.mode,
+                include_last_offset=site.module.include_last_offset,
+            )
+    module.train(site.module.training)
+    for parent, attribute in site.places:
+        setattr(parent, attribute, module)
+    return Exchange(list(site.module.parameters()), list(module.parameters()), [])
+
+
+def _shorten(lines: list[str]) -> list[str]:
+    if len(lines) <= MAX_LINES:
+        return lines
+    return [*lines[: MAX_LINES - 1], f"  and {len(lines) - MAX_LINES + 1} more"]

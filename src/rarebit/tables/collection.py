@@ -1,0 +1,159 @@
+"""All tables of a model's fields: one lookup a step, yet each field is a table of its own.
+
+A collection keeps one stack per kind of table. Changing some fields splits a stack; merging them
+joins equal stacks again.
+"""
+
+from collections.abc import Mapping, Sequence, Set
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from rarebit.data.schema import PADDING, Field
+from rarebit.tables.stack import PlainStack, Stack, stack_key, stack_tables
+from rarebit.tables.table import AnyTable
+
+__all__ = ["RowMove", "TableCollection"]
+
+
+class RowMove(NamedTuple):
+    """Plain rows that went from one parameter to another, as when a stack was split."""
+
+    source: Tensor
+    source_rows: slice
+    target: Tensor
+    target_rows: slice
+
+
+class TableCollection(nn.Module):
+    """The tables of several fields: ids `(B, S)` to rows `(B, F, D)`, multi-valued fields pooled.
+
+    >>> fields = (Field(name="user", rows=9), Field(name="tags", kind="multi", rows=5, max_length=3))
+    >>> tables = TableCollection(fields, dim=4)
+    >>> tables(torch.tensor([[8, 1, 4, 0]])).shape
+    torch.Size([1, 2, 4])
+    """
+
+    slot_order: Tensor | None
+    """The slots in the order the stacks read them; None when one stack reads them as they lie."""
+    slot_place: Tensor | None
+    """For each slot, its place in that order."""
+
+    def __init__(self, fields: Sequence[Field], dim: int, *, std: float = 0.01) -> None:
+        super().__init__()
+        self.fields = tuple(fields)
+        self.dim = dim
+        self.members: tuple[tuple[int, ...], ...] = ()
+        self.stacks = nn.ModuleList()
+        self.register_buffer("slot_order", None, persistent=False)
+        self.register_buffer("slot_place", None, persistent=False)
+        self._arrange([_new_table(field, dim, std) for field in self.fields])
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """Return one row a field, `(B, S)` to `(B, F, D)`."""
+        return self._pool(self._look_up(ids), ids)
+
+    def tables(self) -> list[AnyTable]:
+        """Return the table of each field, in order. Weights are shared, not copied."""
+        tables: dict[int, AnyTable] = {}
+        for members, stack in zip(self.members, self._stacks(), strict=True):
+            tables |= zip(members, stack.split(), strict=True)
+        return [tables[index] for index in range(len(self.fields))]
+
+    def replace(self, tables: Mapping[int, AnyTable]) -> list[RowMove]:
+        """Put other tables in place of some fields' and regroup the stacks.
+
+        Returns the rows of unchanged plain tables that moved, so that an optimizer's state can.
+        """
+        before = self._plain_rows()
+        self._arrange(
+            [tables.get(index, table) for index, table in enumerate(self.tables())], set(tables)
+        )
+        after = self._plain_rows()
+        kept = [index for index in before if index in after and index not in tables]
+        moves = [RowMove(*before[index], *after[index]) for index in kept]
+        return [move for move in moves if move.source is not move.target]
+
+    def _look_up(self, ids: Tensor) -> Tensor:
+        stacks = self._stacks()
+        if self.slot_order is None or self.slot_place is None:
+            rows: Tensor = stacks[0](ids)
+            return rows
+        lengths = [sum(stack.lengths) for stack in stacks]
+        columns = ids.index_select(1, self.slot_order).split(lengths, dim=1)
+        stacked = torch.cat([stack(ids) for stack, ids in zip(stacks, columns, strict=True)], dim=1)
+        return stacked.index_select(1, self.slot_place)
+
+    def _pool(self, rows: Tensor, ids: Tensor) -> Tensor:
+        """Pool the slots of multi-valued fields, `(B, S, D)` to `(B, F, D)`."""
+        if all(field.kind != "multi" for field in self.fields):
+            return rows
+        lengths = [field.max_length for field in self.fields]
+        pooled = [
+            _pool_slots(columns, slots, field) if field.kind == "multi" else columns
+            for field, columns, slots in zip(
+                self.fields, rows.split(lengths, dim=1), ids.split(lengths, dim=1), strict=True
+            )
+        ]
+        return torch.cat(pooled, dim=1)
+
+    def _arrange(self, tables: Sequence[AnyTable], changed: Set[int] = frozenset()) -> None:
+        """Group the tables into stacks; a stack whose members did not change is kept as it is."""
+        groups: dict[tuple[object, ...], list[int]] = {}
+        for index, table in enumerate(tables):
+            groups.setdefault(stack_key(table), []).append(index)
+        old = dict(zip(self.members, self._stacks(), strict=True))
+        self.members = tuple(tuple(group) for group in groups.values())
+        self.stacks = nn.ModuleList(
+            old[members]
+            if members in old and not changed & set(members)
+            else stack_tables([tables[i] for i in members], [self.fields[i].max_length for i in members])
+            for members in self.members
+        )
+        self.slot_order = self._order_slots()
+        self.slot_place = None if self.slot_order is None else torch.argsort(self.slot_order)
+
+    def _order_slots(self) -> Tensor | None:
+        if len(self.members) == 1:
+            return None
+        ends = torch.tensor([field.max_length for field in self.fields]).cumsum(0).tolist()
+        slots = [
+            torch.arange(ends[index] - self.fields[index].max_length, ends[index])
+            for members in self.members
+            for index in members
+        ]
+        device = next(self.parameters()).device
+        return torch.cat(slots).to(device)
+
+    def _plain_rows(self) -> dict[int, tuple[Tensor, slice]]:
+        """For each field that lies in a plain stack: the parameter and its rows there."""
+        found = {}
+        for members, stack in zip(self.members, self._stacks(), strict=True):
+            if not isinstance(stack, PlainStack):
+                continue
+            start = 0
+            for index, size in zip(members, stack.sizes, strict=True):
+                found[index] = (stack.embedding.weight, slice(start, start + size))
+                start += size
+        return found
+
+    def _stacks(self) -> list[Stack]:
+        return [stack for stack in self.stacks if isinstance(stack, Stack)]
+
+
+def _new_table(field: Field, dim: int, std: float) -> nn.Embedding:
+    padding = PADDING if field.kind == "multi" else None
+    weight = torch.randn(field.rows, dim).mul_(std)
+    if padding is not None:
+        weight[padding] = 0.0
+    table: nn.Embedding = nn.Embedding.from_pretrained(weight, freeze=False, padding_idx=padding)
+    return table
+
+
+def _pool_slots(rows: Tensor, ids: Tensor, field: Field) -> Tensor:
+    """Return the sum or mean of the rows that are no padding, `(B, L, D)` to `(B, 1, D)`."""
+    weights = (ids != PADDING).to(rows.dtype)
+    if field.pooling == "mean":
+        weights = weights / weights.sum(dim=1, keepdim=True).clamp(min=1.0)
+    return (rows * weights.unsqueeze(-1)).sum(dim=1, keepdim=True)

@@ -1,0 +1,266 @@
+"""Where the tables of a model are, what they look like, and why one of them cannot be changed."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Literal, TypeAlias
+
+import torch
+from torch import nn
+
+from rarebit.errors import UnsupportedTableError
+from rarebit.tables.bag import Bag, table_of_bag
+from rarebit.tables.collection import TableCollection
+from rarebit.tables.table import AnyTable, Table, is_trainable, methods_of
+
+__all__ = [
+    "FieldSite",
+    "ModuleSite",
+    "Site",
+    "TableInfo",
+    "find_sites",
+    "find_tables",
+    "refuse_wrapped_model",
+    "table_parameters",
+]
+
+TableModule: TypeAlias = nn.Embedding | nn.EmbeddingBag | Table | Bag
+
+
+@dataclass(frozen=True)
+class TableInfo:
+    """What a table is, for choosing it: `where=lambda t: t.rows > 100 and t.field == "user"`."""
+
+    name: str
+    """Where the table is in the model, such as `backbone.tables.user`."""
+    rows: int
+    """How many ids it has a row for."""
+    width: int
+    """How long a row is."""
+    kind: Literal["embedding", "bag", "field"]
+    """An `nn.Embedding`, an `nn.EmbeddingBag`, or one field of a stacked table."""
+    methods: tuple[str, ...]
+    """The methods applied to it, in order."""
+    trainable: bool
+    """Whether training changes it."""
+    num_parameters: int
+    """Weights it stores."""
+    num_bytes: int
+    """Bytes of those weights."""
+    refusal: str | None
+    """Why no method can be applied to it, in words; None when one can."""
+
+    @property
+    def field(self) -> str:
+        """The last part of the name: the field or attribute it is called by."""
+        return self.name.rpartition(".")[2]
+
+
+@dataclass(frozen=True)
+class ModuleSite:
+    """A table that is a module of its own, and every place in the model that holds it."""
+
+    module: TableModule
+    places: list[tuple[nn.Module, str]]
+    info: TableInfo
+
+    @property
+    def table(self) -> AnyTable:
+        """The table, out of its bag."""
+        if isinstance(self.module, nn.EmbeddingBag | Bag):
+            return table_of_bag(self.module)
+        return self.module
+
+
+@dataclass(frozen=True)
+class FieldSite:
+    """A table that is one field of a collection."""
+
+    collection: TableCollection
+    index: int
+    table: AnyTable = field(repr=False)
+    info: TableInfo
+
+
+Site: TypeAlias = ModuleSite | FieldSite
+
+
+def find_tables(model: nn.Module) -> list[TableInfo]:
+    """Return every table of a model: each `nn.Embedding` and `nn.EmbeddingBag`, each field of a stack.
+
+    >>> [(table.name, table.rows, table.width) for table in find_tables(nn.Sequential(nn.Embedding(9, 4)))]
+    [('0', 9, 4)]
+    """
+    return [site.info for site in find_sites(model)]
+
+
+def find_sites(model: nn.Module) -> list[Site]:
+    """Return every table with the place it can be replaced at."""
+    owners = _owners(model)
+    sites: list[Site] = []
+    for names, module in _table_modules(model):
+        if isinstance(module, TableCollection):
+            sites += _field_sites(names[0], module)
+        else:
+            refusal = _refusal(names, module, owners)
+            sites.append(ModuleSite(module, _places(model, names), _module_info(names[0], module, refusal)))
+    return sites
+
+
+def table_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
+    """Return the parameters of all tables by name, each once."""
+    found = {}
+    for names, module in _table_modules(model):
+        for name, parameter in module.named_parameters(prefix=names[0]):
+            found[name] = parameter
+    return found
+
+
+def refuse_wrapped_model(model: nn.Module) -> None:
+    """Raise when the model is compiled, scripted or wrapped: its tables can no longer be replaced."""
+    for name, module in model.named_modules():
+        reason = _wrapping(module)
+        if reason:
+            where = f"{name!r} in the model" if name else "the model"
+            raise UnsupportedTableError(
+                f"{where} {reason}; change the tables first, then compile or wrap it"
+            )
+
+
+def _wrapping(module: nn.Module) -> str | None:
+    kind = type(module).__name__
+    if kind == "OptimizedModule" or getattr(module, "_compiled_call_impl", None) is not None:
+        return "is compiled, and a compiled module keeps calling its old tables"
+    if isinstance(module, torch.jit.ScriptModule):
+        return "is a TorchScript module, whose parts cannot be replaced"
+    if kind in ("DistributedDataParallel", "FullyShardedDataParallel", "DataParallel"):
+        return f"is wrapped in {kind}, which has already registered its parameters"
+    return None
+
+
+def _table_modules(
+    model: nn.Module,
+) -> Iterator[tuple[list[str], TableModule | TableCollection]]:
+    """Yield each table or collection once, with all its names; never what lies inside one."""
+    names: dict[nn.Module, list[str]] = {}
+    inside: tuple[str, ...] = ()
+    for name, module in model.named_modules(remove_duplicate=False):
+        if inside and name.startswith(inside):
+            continue
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag | Table | Bag | TableCollection):
+            names.setdefault(module, []).append(name)
+            inside = (*inside, f"{name}." if name else "")
+    for module, found in names.items():
+        assert isinstance(module, nn.Embedding | nn.EmbeddingBag | Table | Bag | TableCollection)
+        yield found, module
+
+
+def _places(model: nn.Module, names: list[str]) -> list[tuple[nn.Module, str]]:
+    places = []
+    for name in names:
+        parent, _, attribute = name.rpartition(".")
+        if name:
+            places.append((model.get_submodule(parent), attribute))
+    return places
+
+
+def _owners(model: nn.Module) -> dict[nn.Parameter, list[str]]:
+    """For each parameter, every name it goes by: more than one means tied weights."""
+    owners: dict[nn.Parameter, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        owners.setdefault(parameter, []).append(name)
+    return owners
+
+
+def _refusal(
+    names: list[str], module: TableModule, owners: dict[nn.Parameter, list[str]]
+) -> str | None:
+    """Say in one sentence why this table cannot be changed; None when it can."""
+    if isinstance(module, Table | Bag):
+        return _hook_refusal(module)
+    exact = nn.Embedding if isinstance(module, nn.Embedding) else nn.EmbeddingBag
+    if type(module) is not exact:
+        return (
+            f"it is a {type(module).__name__}, a subclass of nn.{exact.__name__} "
+            "that may look rows up in its own way"
+        )
+    if names == [""]:
+        return "it is the whole model, so there is nothing to replace it in: put it in a module"
+    if module.max_norm is not None:
+        return f"max_norm={module.max_norm:g} rewrites rows at every lookup"
+    if module.scale_grad_by_freq:
+        return "scale_grad_by_freq=True rescales the gradient of a plain table only"
+    return (
+        _weight_refusal(names, module, owners) or _hook_refusal(module) or _padding_refusal(module)
+    )
+
+
+def _weight_refusal(
+    names: list[str],
+    module: nn.Embedding | nn.EmbeddingBag,
+    owners: dict[nn.Parameter, list[str]],
+) -> str | None:
+    weight = module.weight
+    if type(weight) is not nn.Parameter or weight.is_meta:
+        return f"its weight is a {type(weight).__name__} on {weight.device}, no ordinary parameter"
+    own = {f"{name}.weight" for name in names}
+    tied = [name for name in owners.get(weight, []) if name not in own]
+    if tied:
+        return f"its weight is tied to {tied[0]!r}, which would keep the old one"
+    return None
+
+
+def _hook_refusal(module: nn.Module) -> str | None:
+    kinds = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+    if any(getattr(module, kind, None) for kind in kinds):
+        return "it has hooks, which a replacement would not run: remove them first"
+    for parameter in module.parameters():
+        if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
+            return "its weight has gradient hooks, which a replacement would not run"
+    return None
+
+
+def _padding_refusal(module: nn.Embedding | nn.EmbeddingBag) -> str | None:
+    # A bag leaves padding out, whatever its row holds; an embedding hands the row out.
+    if isinstance(module, nn.EmbeddingBag) or module.padding_idx is None:
+        return None
+    if bool(module.weight[module.padding_idx].any()):
+        return f"its padding row {module.padding_idx} is not zero; set it to zero first"
+    return None
+
+
+def _module_info(name: str, module: TableModule, refusal: str | None) -> TableInfo:
+    kind: Literal["embedding", "bag"] = (
+        "bag" if isinstance(module, nn.EmbeddingBag | Bag) else "embedding"
+    )
+    table = module.table if isinstance(module, Bag) else module
+    methods = () if isinstance(table, nn.EmbeddingBag) else methods_of(table)
+    return TableInfo(
+        name=name,
+        rows=module.num_embeddings,
+        width=module.embedding_dim,
+        kind=kind,
+        methods=tuple(map(str, methods)),
+        trainable=is_trainable(module),
+        num_parameters=sum(p.numel() for p in module.parameters()),
+        num_bytes=sum(p.nbytes for p in module.parameters()),
+        refusal=refusal,
+    )
+
+
+def _field_sites(prefix: str, collection: TableCollection) -> Iterator[FieldSite]:
+    start = f"{prefix}." if prefix else ""
+    refusal = _hook_refusal(collection)
+    for index, table in enumerate(collection.tables()):
+        name = start + collection.fields[index].name
+        info = TableInfo(
+            name=name,
+            rows=table.num_embeddings,
+            width=table.embedding_dim,
+            kind="field",
+            methods=tuple(map(str, methods_of(table))),
+            trainable=is_trainable(table),
+            num_parameters=sum(p.numel() for p in table.parameters()),
+            num_bytes=sum(p.nbytes for p in table.parameters()),
+            refusal=refusal,
+        )
+        yield FieldSite(collection, index, table, info)

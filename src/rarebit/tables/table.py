@@ -1,0 +1,159 @@
+"""The table protocol: `rows(ids) -> (..., D)` is the equation, written once.
+
+The full table, merging and counting are derived from `rows`, so they cannot drift from it.
+`nn.Embedding` *is* the plain table; there is no class of ours for it. A technique's table wraps
+another table (`inner`), plain or not, so techniques compose:
+
+    HashedTable                 rows(ids) = inner(ids % buckets)
+    └── LowRankTable            rows(ids) = inner(ids) @ right
+        └── nn.Embedding        the weights that are really stored
+
+Shapes: N rows of the table, D its width.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, TypeAlias
+
+import torch
+from torch import Tensor, nn
+
+if TYPE_CHECKING:
+    from rarebit.tables.stack import Stack
+
+__all__ = [
+    "AnyTable",
+    "Method",
+    "Table",
+    "full_table",
+    "is_trainable",
+    "methods_of",
+    "plain_like",
+    "wrap",
+]
+
+# Ids looked up at once when a whole table is built: bounds the memory of what `rows` computes.
+CHUNK = 1 << 16
+
+
+class Table(nn.Module, ABC):
+    """A table made by a method: a module that maps ids to rows like `nn.Embedding` does."""
+
+    inner: "AnyTable"
+    """The table that holds what is stored."""
+
+    def __init__(
+        self,
+        method: "Method",
+        inner: "AnyTable",
+        *,
+        num_embeddings: int,
+        embedding_dim: int,
+        padding_idx: int | None,
+    ) -> None:
+        super().__init__()
+        self.method = method
+        self.inner = inner
+        self.num_embeddings = num_embeddings
+        self.embedding_dim = embedding_dim
+        self.padding_idx = padding_idx
+
+    @abstractmethod
+    def rows(self, ids: Tensor) -> Tensor:
+        """Return the rows of these ids, `(...)` to `(..., D)`, touching no others."""
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """Return the rows of these ids; the padding row is zero and gets no gradient."""
+        # Row arithmetic stays in the table's own precision: a table is stored in float32 and
+        # half-precision products would be folded into it by `merge`.
+        with torch.autocast(ids.device.type, enabled=False):
+            rows = self.rows(ids)
+        if self.padding_idx is None:
+            return rows
+        return rows.masked_fill((ids == self.padding_idx).unsqueeze(-1), 0.0)
+
+    @property
+    def weight(self) -> Tensor:
+        """The full table `(N, D)`, differentiable. It costs what the table costs: not for a step."""
+        device = next(self.parameters()).device
+        return torch.as_tensor(self(torch.arange(self.num_embeddings, device=device)))
+
+    @property
+    def sparse(self) -> bool:
+        """Whether the stored weights get sparse gradients."""
+        return self.inner.sparse
+
+    @property
+    def methods(self) -> tuple["Method", ...]:
+        """The methods that made this table, in the order they were applied."""
+        return (*methods_of(self.inner), self.method)
+
+    def receive(self, method: "Method") -> "Table":
+        """Return this table with one more method applied on top of its rows."""
+        return method.wrap(self)
+
+    def merge(self) -> nn.Embedding:
+        """Return a plain table with the same rows; whatever this table wraps is folded in."""
+        return plain_like(self, full_table(self), padding_idx=self.padding_idx)
+
+    def extra_repr(self) -> str:
+        """Show the shape the way `nn.Embedding` does."""
+        return f"{self.num_embeddings}, {self.embedding_dim}"
+
+
+AnyTable: TypeAlias = nn.Embedding | Table
+
+
+class Method(ABC):
+    """A technique for tables: frozen settings that know how to wrap a table.
+
+    Subclasses are frozen dataclasses, one a file in `methods/`; the file's name is the method's.
+    """
+
+    @abstractmethod
+    def wrap(self, base: AnyTable) -> Table:
+        """Return a table of the same shape as `base`, started from its rows."""
+
+    def stack(self, tables: Sequence[Table], lengths: Sequence[int]) -> "Stack":
+        """Return these tables behind one lookup; override where one batched operation will do."""
+        from rarebit.tables.stack import LoopStack
+
+        return LoopStack(tables, lengths)
+
+    def unsuited(self, rows: int, width: int) -> str | None:
+        """Say why a table of this shape is better left alone, or None."""
+        del rows, width
+        return None
+
+
+def wrap(base: AnyTable, method: Method) -> Table:
+    """Return the table with a method applied to it."""
+    return base.receive(method) if isinstance(base, Table) else method.wrap(base)
+
+
+def methods_of(table: AnyTable) -> tuple[Method, ...]:
+    """Return the methods applied to a table, none for a plain one."""
+    return table.methods if isinstance(table, Table) else ()
+
+
+def is_trainable(table: nn.Module) -> bool:
+    """Return whether any weight of the table is trained."""
+    return any(parameter.requires_grad for parameter in table.parameters())
+
+
+def full_table(table: AnyTable) -> Tensor:
+    """Return all rows `(N, D)` without a gradient, built in chunks of bounded memory."""
+    if isinstance(table, nn.Embedding):
+        return table.weight.detach()
+    with torch.no_grad():
+        device = next(table.parameters()).device
+        ids = torch.arange(table.num_embeddings, device=device)
+        return torch.cat([table(chunk) for chunk in ids.split(CHUNK)])
+
+
+def plain_like(base: AnyTable, weight: Tensor, *, padding_idx: int | None = None) -> nn.Embedding:
+    """Return a plain table with this weight, trained as `base` is: sparse or not, frozen or not."""
+    table: nn.Embedding = nn.Embedding.from_pretrained(
+        weight, freeze=not is_trainable(base), padding_idx=padding_idx, sparse=base.sparse
+    )
+    return table.train(base.training)
