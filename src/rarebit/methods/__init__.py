@@ -1,0 +1,52 @@
+"""One technique, one file. The file's name is the method's name on disk and on the command line."""
+
+import importlib
+import pkgutil
+from collections.abc import Mapping
+from typing import Any
+
+from rarebit.errors import SettingsError
+from rarebit.settings import from_mapping, suggest, to_mapping
+from rarebit.tables.table import Method
+
+__all__ = ["method_class", "method_from_mapping", "method_names", "method_to_mapping"]
+
+
+def method_names() -> list[str]:
+    """Return the names of all methods: the files of this folder.
+
+    >>> "hashing" in method_names()
+    True
+    """
+    return sorted(module.name for module in pkgutil.iter_modules(__path__))
+
+
+def method_class(name: str) -> type[Method]:
+    """Return the settings class of a method by its name."""
+    file = name.replace("-", "_")
+    if file not in method_names():
+        raise SettingsError(f"unknown method {name!r}{suggest(name, method_names())}")
+    module = importlib.import_module(f"{__name__}.{file}")
+    for attribute in module.__all__:
+        found = getattr(module, attribute)
+        if isinstance(found, type) and issubclass(found, Method):
+            return found
+    raise AssertionError(f"methods/{file}.py lists no Method in __all__")
+
+
+def method_from_mapping(values: Mapping[str, Any]) -> Method:
+    """Build a method from plain values: `method = "hashing"` and its settings.
+
+    >>> method_from_mapping({"method": "hashing", "buckets": 100})
+    Hashing(buckets=100)
+    """
+    values = dict(values)
+    name = values.pop("method", None)
+    if not isinstance(name, str):
+        raise SettingsError(f'a method is named by the key "method", got {sorted(values)}')
+    return from_mapping(method_class(name), values, where=f"method {name}")
+
+
+def method_to_mapping(method: Method) -> dict[str, Any]:
+    """Return a method as plain values, to be read back by `method_from_mapping`."""
+    return {"method": type(method).__module__.rpartition(".")[2], **to_mapping(method)}
