@@ -1,0 +1,1 @@
+"""Field embeddings `(..., F, D)` to features. An optional leading axis holds embedding sets."""
