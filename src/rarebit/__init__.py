@@ -1,0 +1,17 @@
+"""Embedding tables that are better on rare items, smaller, and able to grow."""
+
+from rarebit.data.dataset import Batch, Dataset, Splits
+from rarebit.data.schema import Field, Schema
+from rarebit.methods.hashing import Hashing
+from rarebit.methods.low_rank import LowRank
+from rarebit.tables.apply import TableChanges, apply_, merge_
+from rarebit.tables.find import TableInfo, find_tables
+from rarebit.tables.optimizer_state import check
+from rarebit.tables.table import Method, Table
+from rarebit.training.evaluate import Evaluation, evaluate, predict
+from rarebit.training.fit import History, fit
+from rarebit.training.model_file import load_model, save_model
+from rarebit.training.optimizers import optimizer
+from rarebit.training.settings import Training
+
+__version__ = "0.1.0"

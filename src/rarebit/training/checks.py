@@ -1,0 +1,43 @@
+"""Does the data fit the model and the loss? Asked once, before any training."""
+
+import torch
+from torch import nn
+
+from rarebit.data.dataset import Dataset
+from rarebit.errors import DataError
+from rarebit.models._base import RankingModel
+
+__all__ = ["check_labels", "check_schema"]
+
+
+def check_schema(model: nn.Module, data: Dataset) -> None:
+    """Raise when a model of ours was built for other fields than the data has."""
+    if not isinstance(model, RankingModel) or model.schema == data.schema:
+        return
+    theirs = {field.name: field for field in model.schema.fields}
+    for field in data.schema.fields:
+        if theirs.get(field.name) != field:
+            raise DataError(
+                f"the model was built for other data: it has {theirs.get(field.name)}, "
+                f"the data has {field}"
+            )
+    raise DataError(
+        f"the model was built for the fields {list(theirs)}, "
+        f"the data has {[field.name for field in data.schema.fields]}"
+    )
+
+
+def check_labels(data: Dataset, name: str, *, are_chances: bool, both_classes: bool) -> None:
+    """Raise when labels cannot be learned from or ranked by. `name` is what to call the data."""
+    lowest, highest = (float(bound) for bound in torch.aminmax(data.label))
+    if are_chances and not 0.0 <= lowest <= highest <= 1.0:
+        raise DataError(
+            f"labels must lie in [0, 1] for this loss, the {name} data has "
+            f"{lowest:g} to {highest:g}; pass loss= for other targets"
+        )
+    if both_classes and (highest <= 0.5 or lowest > 0.5):
+        raise DataError(
+            f"all {len(data):,} labels of the {name} data are of one class "
+            f"({'clicked' if lowest > 0.5 else 'not clicked'}), so AUC is undefined and there is "
+            "nothing to learn to rank; check the label column and the split"
+        )

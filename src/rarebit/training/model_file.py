@@ -1,0 +1,221 @@
+"""A model as a folder: `weights.safetensors` and `model.json`. Never pickle.
+
+`model.json` says what to build before the weights fit: for a model of ours its name, settings and
+fields; for every table, the methods applied to it. It also holds the checksum of the weights, so
+that a damaged or half-written folder is told from a good one.
+"""
+
+import hashlib
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from rarebit.data.schema import Schema
+from rarebit.errors import ModelFileError, RarebitError
+from rarebit.methods import method_from_mapping, method_names, method_to_mapping
+from rarebit.models import build_model
+from rarebit.models._base import RankingModel
+from rarebit.tables.apply import restore_methods
+from rarebit.tables.find import find_sites
+from rarebit.tables.table import methods_of
+
+__all__ = ["FORMAT", "load_model", "save_model"]
+
+FORMAT = 1
+DESCRIPTION, WEIGHTS = "model.json", "weights.safetensors"
+MAX_DESCRIPTION_BYTES = 64 << 20
+
+
+def save_model(model: nn.Module, folder: str | os.PathLike[str]) -> Path:
+    """Write a model to a folder, which is made if need be, and return it.
+
+    >>> import tempfile
+    >>> model = nn.Sequential(nn.Embedding(9, 4))
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     saved = save_model(model, folder)
+    ...     copy = load_model(folder, into=nn.Sequential(nn.Embedding(9, 4)))
+    >>> bool((copy[0].weight == model[0].weight).all())
+    True
+    """
+    folder = Path(folder)
+    tensors, aliases = _distinct_tensors(model)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        partial = folder / f"{WEIGHTS}.partial"
+        save_file(tensors, partial)
+        description = _describe(model) | {"aliases": aliases, "sha256": _checksum(partial)}
+        os.replace(partial, folder / WEIGHTS)
+        partial = folder / f"{DESCRIPTION}.partial"
+        partial.write_text(json.dumps(description, indent=1) + "\n", encoding="utf-8")
+        os.replace(partial, folder / DESCRIPTION)
+    except (OSError, SafetensorError) as error:
+        raise ModelFileError(
+            f"cannot write the model to {str(folder)!r}: {error}; choose a folder you may write to"
+        ) from None
+    return folder
+
+
+def load_model(
+    folder: str | os.PathLike[str],
+    *,
+    into: nn.Module | None = None,
+    device: torch.device | str = "cpu",
+) -> nn.Module:
+    """Read a model from a folder. A model of your own is read `into` a fresh one of its class.
+
+    The methods that were applied when it was saved are applied again before the weights are read.
+    """
+    folder = Path(folder)
+    description = _read_description(folder)
+    tensors = _read_weights(folder, description)
+    model = into if into is not None else _build(folder, description)
+    methods = _saved_methods(folder, description)
+    try:
+        restore_methods(model, methods)
+    except RarebitError as error:
+        raise ModelFileError(f"{str(folder)!r} is a model of another kind: {error}") from None
+    _load_weights(folder, model, tensors)
+    return model.to(device)
+
+
+def _describe(model: nn.Module) -> dict[str, Any]:
+    from rarebit import __version__
+
+    ours = isinstance(model, RankingModel)
+    return {
+        "format": FORMAT,
+        "rarebit": __version__,
+        "class": type(model).__name__,
+        "model": _name_of(model) if isinstance(model, RankingModel) else None,
+        "settings": model.settings if ours else None,
+        "schema": model.schema.to_mapping() if isinstance(model, RankingModel) else None,
+        "methods": {
+            site.info.name: [_method_to_mapping(method) for method in methods_of(site.table)]
+            for site in find_sites(model)
+            if methods_of(site.table)
+        },
+    }
+
+
+def _name_of(model: RankingModel) -> str | None:
+    module = type(model).__module__
+    return module.rpartition(".")[2] if module.startswith("rarebit.models.") else None
+
+
+def _method_to_mapping(method: Any) -> dict[str, Any]:
+    values = method_to_mapping(method)
+    if values["method"] not in method_names():
+        raise ModelFileError(
+            f"{method} is a method of your own, which load_model could not find again; "
+            "merge_ the model before saving it, or save its state_dict yourself"
+        )
+    return values
+
+
+def _distinct_tensors(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """Return the tensors to write, and for each tied one the name it is written under."""
+    tensors: dict[str, Tensor] = {}
+    aliases: dict[str, str] = {}
+    seen: dict[tuple[object, ...], str] = {}
+    for name, tensor in model.state_dict().items():
+        place = (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, tensor.device)
+        if tensor.numel() and place in seen:
+            aliases[name] = seen[place]
+        else:
+            seen[place] = name
+            tensors[name] = tensor.detach().cpu().contiguous()
+    return tensors, aliases
+
+
+def _read_description(folder: Path) -> dict[str, Any]:
+    path = folder / DESCRIPTION
+    try:
+        if path.stat().st_size > MAX_DESCRIPTION_BYTES:
+            raise ModelFileError(f"{str(path)!r} is too large to be a description of a model")
+        description = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ModelFileError(
+            f"{str(folder)!r} holds no saved model: {DESCRIPTION} is missing"
+        ) from None
+    except OSError as error:
+        raise ModelFileError(f"cannot read {str(path)!r}: {error.strerror}") from None
+    except ValueError as error:  # both JSON and UTF-8 errors
+        raise ModelFileError(f"{str(path)!r} is damaged: {error}; save the model again") from None
+    if not isinstance(description, dict) or not isinstance(description.get("format"), int):
+        raise ModelFileError(f"{str(path)!r} does not describe a model of Rarebit")
+    if description["format"] > FORMAT:
+        raise ModelFileError(
+            f"{str(folder)!r} was saved in format {description['format']} by Rarebit "
+            f"{description.get('rarebit')}; this version reads up to format {FORMAT}: upgrade it"
+        )
+    return description
+
+
+def _read_weights(folder: Path, description: Mapping[str, Any]) -> dict[str, Tensor]:
+    path = folder / WEIGHTS
+    try:
+        if _checksum(path) != description.get("sha256"):
+            raise ModelFileError(
+                f"{str(path)!r} is damaged or belongs to another save: its checksum is not the one "
+                f"in {DESCRIPTION}; save the model again or take an older copy"
+            )
+        tensors = load_file(path)
+    except FileNotFoundError:
+        raise ModelFileError(f"{str(folder)!r} is incomplete: {WEIGHTS} is missing") from None
+    except (OSError, SafetensorError) as error:
+        raise ModelFileError(f"cannot read {str(path)!r}: {error}") from None
+    aliases = description.get("aliases", {})
+    return tensors | {alias: tensors[name] for alias, name in aliases.items() if name in tensors}
+
+
+def _build(folder: Path, description: Mapping[str, Any]) -> nn.Module:
+    if not description.get("model"):
+        raise ModelFileError(
+            f"{str(folder)!r} holds a {description.get('class')}, a class of your own: "
+            f"load it with load_model(folder, into={description.get('class')}(...))"
+        )
+    try:
+        schema = Schema.from_mapping(description["schema"])
+        return build_model(description["model"], schema, description["settings"])
+    except (RarebitError, KeyError, TypeError, AttributeError) as error:
+        raise ModelFileError(
+            f"{str(folder)!r} does not describe a model this version knows: {error}"
+        ) from None
+
+
+def _saved_methods(folder: Path, description: Mapping[str, Any]) -> dict[str, list[Any]]:
+    try:
+        saved = description["methods"].items()
+        return {name: [method_from_mapping(values) for values in steps] for name, steps in saved}
+    except (RarebitError, KeyError, TypeError, AttributeError) as error:
+        raise ModelFileError(f"{str(folder)!r} names methods that cannot be read: {error}") from None
+
+
+def _load_weights(folder: Path, model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
+    wanted = model.state_dict()
+    problems = [f"{name} is not in the file" for name in wanted if name not in tensors]
+    problems += [f"the model has no {name}" for name in tensors if name not in wanted]
+    problems += [
+        f"{name} is {tuple(tensors[name].shape)} in the file and {tuple(wanted[name].shape)} here"
+        for name in wanted
+        if name in tensors and tensors[name].shape != wanted[name].shape
+    ]
+    if problems:
+        more = f" (and {len(problems) - 3} more)" if len(problems) > 3 else ""
+        raise ModelFileError(
+            f"{str(folder)!r} is a model of another architecture than {type(model).__name__}: "
+            f"{'; '.join(problems[:3])}{more}"
+        )
+    model.load_state_dict(dict(tensors))
+
+
+def _checksum(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

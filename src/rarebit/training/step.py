@@ -1,0 +1,70 @@
+"""One training step, and what is remembered of it on the device."""
+
+from collections.abc import Callable
+from typing import TypeAlias
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.optim import Optimizer
+
+from rarebit.data.dataset import Batch
+from rarebit.errors import TrainingError
+from rarebit.training.evaluate import Forward, device_of, score
+from rarebit.training.settings import Precision
+
+__all__ = ["Loss", "TrainingStep"]
+
+Loss: TypeAlias = Callable[[Tensor, Tensor], Tensor]
+"""Scores `(B,)` and labels `(B,)` to one number, the mean over the rows."""
+
+
+class TrainingStep:
+    """One step: forward, loss, backward, update. Nothing in it waits for the device."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer,
+        loss: Loss = F.binary_cross_entropy_with_logits,
+        *,
+        forward: Forward | None = None,
+        precision: Precision = "float32",
+    ) -> None:
+        self.model, self.optimizer, self.loss, self.forward = model, optimizer, loss, forward
+        self.half = precision == "bfloat16"
+        self.device = device_of(model)
+        self.steps = 0
+        self.loss_sum = torch.zeros((), dtype=torch.float64, device=self.device)
+        self.bad_step = torch.full((), -1, device=self.device)
+
+    def __call__(self, batch: Batch) -> None:
+        """Train on one batch."""
+        with torch.autocast(self.device.type, torch.bfloat16, enabled=self.half):
+            logits = score(self.model, batch, self.forward)
+        loss = self.loss(logits.to(torch.promote_types(logits.dtype, torch.float32)), batch.label)
+        loss.backward()  # type: ignore[no-untyped-call]  # torch leaves it untyped
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        self._remember(loss.detach(), len(batch))
+
+    def _remember(self, loss: Tensor, rows: int) -> None:
+        self.steps += 1
+        self.loss_sum += loss.double() * rows
+        first_bad = (self.bad_step < 0) & ~torch.isfinite(loss)
+        self.bad_step = torch.where(first_bad, self.steps, self.bad_step)
+
+    def raise_if_not_finite(self) -> None:
+        """Raise with the number of the first step whose loss was not finite."""
+        step = int(self.bad_step)
+        if step >= 0:
+            raise TrainingError(
+                f"the loss was not finite at step {step}; lower the learning rate, "
+                "or look for extreme numbers in the data"
+            )
+
+    def take_mean_loss(self, rows: int) -> float:
+        """Return the mean loss since the last call."""
+        mean = float(self.loss_sum) / rows
+        self.loss_sum.zero_()
+        return mean
