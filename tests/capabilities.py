@@ -1,0 +1,53 @@
+"""What a test may need beyond the package: a GPU, a data set, an optional package.
+
+A test marked here is skipped where the capability is missing, and the skip names it; the summary at
+the end of a run lists what was not exercised.
+
+    @needs_cuda
+    def test_on_the_gpu(): ...
+
+    @needs_real_data("ml-1m")
+    def test_movielens():
+        ratings = real_data("ml-1m") / "ratings.dat"
+"""
+
+import importlib.util
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+PREFIX = "capability: "
+"""What the reason of every such skip starts with."""
+
+
+def reason(name: str, why: str) -> str:
+    """Return the reason of a skip, in the form that the summary reads."""
+    return f"{PREFIX}{name}: {why}"
+
+
+def needs(name: str, available: bool, why: str) -> pytest.MarkDecorator:
+    """Return a mark that skips a test, by the name of what it needs, where that is missing."""
+    return pytest.mark.skipif(not available, reason=reason(name, why))
+
+
+def needs_package(name: str) -> pytest.MarkDecorator:
+    """Return a mark for tests of an optional package."""
+    found = importlib.util.find_spec(name) is not None
+    return needs(f"package {name}", found, "it is not installed")
+
+
+def needs_real_data(name: str) -> pytest.MarkDecorator:
+    """Return a mark for tests of a real data set: a file or folder of that name in RAREBIT_DATA."""
+    if "RAREBIT_DATA" not in os.environ:
+        return needs(f"real data {name}", False, "RAREBIT_DATA is not set")
+    return needs(f"real data {name}", real_data(name).exists(), "RAREBIT_DATA does not hold it")
+
+
+def real_data(name: str) -> Path:
+    """Return where a real data set is; only for tests that need it."""
+    return Path(os.environ["RAREBIT_DATA"]) / name
+
+
+needs_cuda = needs("CUDA", torch.cuda.is_available(), "no CUDA device is visible")
