@@ -1,0 +1,1 @@
+"""The command line. Each command is a thin call of one Python function."""

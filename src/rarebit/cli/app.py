@@ -1,0 +1,262 @@
+"""The commands of `rarebit`."""
+
+import csv
+import itertools
+import json
+import sys
+import tomllib
+from pathlib import Path
+from typing import Annotated, Any, NoReturn
+
+import torch
+import typer
+
+from rarebit import __version__
+from rarebit.bench import bench_names, run_bench
+from rarebit.cli.show import BarProgress, console, errors, show_evaluation, show_run
+from rarebit.data.dataset import Dataset, Splits
+from rarebit.data.synthetic import SyntheticLog, generate
+from rarebit.errors import ModelFileError, RarebitError, SettingsError
+from rarebit.models import model_names
+from rarebit.settings import read_toml, suggest
+from rarebit.training.evaluate import evaluate, predict
+from rarebit.training.model_file import load_model
+from rarebit.training.run import RunResult, RunSettings, read_run, run
+
+__all__ = ["app", "start"]
+
+EXAMPLES = """[bold]Examples[/bold]
+
+rarebit demo
+
+rarebit train --model dcn_v2 --epochs 3 --out runs/first
+
+rarebit train --config run.toml --set training.lr=0.003
+
+rarebit predict --model runs/first --out scores.csv
+
+rarebit bench train --json
+"""
+
+DEMO = {"model": {"name": "deepfm", "hidden": [128, 128]}, "training": {"epochs": 3}}
+DEMO_FOLDER = Path("runs/demo")
+
+app = typer.Typer(
+    name="rarebit",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="rich",
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+DeviceOption = Annotated[str, typer.Option(help="cpu, cuda, or auto: a GPU where there is one.")]
+
+
+def start() -> None:
+    """Run a command; a user's mistake is one paragraph and exit code 2, never a traceback."""
+    try:
+        app(prog_name="rarebit")
+    except RarebitError as error:
+        _stop(str(error), code=2)
+    except KeyboardInterrupt:
+        _stop("interrupted; nothing was saved", code=130)
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        console.print(__version__)
+        raise typer.Exit
+
+
+@app.callback(epilog=EXAMPLES)
+def _rarebit(
+    version: Annotated[
+        bool,
+        typer.Option(
+            "--version", callback=_show_version, is_eager=True, help="Print the version and stop."
+        ),
+    ] = False,
+) -> None:
+    """Embedding tables that are better on rare items, smaller, and able to grow."""
+    del version
+
+
+@app.command()
+def demo(
+    rows: Annotated[int, typer.Option(help="Rows of the generated click log.")] = 1_000_000,
+    device: DeviceOption = "auto",
+) -> None:
+    """Generate the built-in click log, train DeepFM on it, and say what to try next."""
+    settings = RunSettings.from_mapping({**DEMO, "data": {"rows": rows}})
+    result = _train(settings, DEMO_FOLDER, device)
+    gap = (result.test.rarest_ceiling, result.test.rarest)
+    if all(metrics is not None and metrics.auc is not None for metrics in gap):
+        console.print(
+            "\nThe model is furthest from what is possible on rows of rare values: "
+            "that is what Rarebit's methods are for."
+        )
+    console.print(
+        f"""
+What to try next:
+  rarebit predict --model {DEMO_FOLDER}          score the test split again with the saved model
+  rarebit train --model dcn_v2            another model: {", ".join(model_names())}
+  rarebit train --help                    every option, and how to write a settings file
+  rarebit bench train                     how fast a training step is beside hand-written torch
+In Python: rb.apply_(model, rb.LowRank(rank=4)) on a model of your own; the README shows how.""",
+        markup=False,
+    )
+
+
+@app.command()
+def train(  # noqa: PLR0917  # typer calls it by name
+    model: Annotated[
+        str | None, typer.Option(help=f"One of {', '.join(model_names())}; deepfm if not given.")
+    ] = None,
+    data: Annotated[
+        str | None, typer.Option(help="synthetic, the built-in click log; the default.")
+    ] = None,
+    config: Annotated[
+        Path | None, typer.Option(help="A TOML file: [model], [data], [training], [[methods]].")
+    ] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="Folder for the run; a new one below runs/ if not given.")
+    ] = None,
+    rows: Annotated[int | None, typer.Option(help="Rows of the generated click log.")] = None,
+    epochs: Annotated[int | None, typer.Option(help="Most passes over the data.")] = None,
+    batch_size: Annotated[int | None, typer.Option(help="Rows a step.")] = None,
+    lr: Annotated[float | None, typer.Option(help="Learning rate.")] = None,
+    seed: Annotated[int | None, typer.Option(help="Initial weights and order of the rows.")] = None,
+    set_: Annotated[
+        list[str] | None,
+        typer.Option("--set", help="Any other setting, as section.name=value. May be repeated."),
+    ] = None,
+    device: DeviceOption = "auto",
+) -> None:
+    """Train a ranking model and keep it in a folder. Options win over the settings file."""
+    values = read_toml(config) if config is not None else {}
+    _override(values, "model", "name", model)
+    _override(values, "data", "source", data)
+    _override(values, "data", "rows", rows)
+    for name, value in {"epochs": epochs, "batch_size": batch_size, "lr": lr, "seed": seed}.items():
+        _override(values, "training", name, value)
+    for assignment in set_ or []:
+        _override(values, *_parse_assignment(assignment))
+    settings = RunSettings.from_mapping(values)
+    result = _train(settings, out or _new_folder(settings.model), device)
+    console.print(
+        f"\nSaved in {result.folder}. Score with: rarebit predict --model {result.folder}"
+    )
+
+
+@app.command(name="predict")
+def predict_(
+    model: Annotated[Path, typer.Option(help="Folder of a run, as rarebit train leaves it.")],
+    split: Annotated[
+        str, typer.Option(help="Which split to score: train, valid or test.")
+    ] = "test",
+    out: Annotated[
+        Path | None, typer.Option(help="Write row, score and label of every row to this CSV file.")
+    ] = None,
+    device: DeviceOption = "auto",
+) -> None:
+    """Score a split of the click log a model was trained on, and measure the scores."""
+    if split not in Splits._fields:
+        raise SettingsError(f"unknown split {split!r}{suggest(split, Splits._fields)}")
+    settings = read_run(model)
+    loaded = load_model(model, device=_device(device))
+    splits = _generate(settings.data)
+    chosen: Dataset = getattr(splits, split)
+    if out is not None:
+        _write_scores(out, torch.sigmoid(predict(loaded, chosen)), chosen)
+        console.print(f"{len(chosen):,} scores in {out}")
+    evaluation = evaluate(loaded, chosen, counts=splits.train.counts())
+    show_evaluation(evaluation, f"{settings.model} from {model}, {split} split")
+
+
+@app.command()
+def bench(
+    name: Annotated[str, typer.Argument(help=f"One of {', '.join(bench_names())}.")],
+    json_: Annotated[
+        bool, typer.Option("--json", help="Print nothing but the result as one JSON object.")
+    ] = False,
+) -> None:
+    """Measure something beside its reference in one interleaved run. The last line is JSON."""
+    result = run_bench(name, say=_be_quiet if json_ else errors.print)
+    print(json.dumps(result))
+
+
+def _train(settings: RunSettings, folder: Path, device: str) -> RunResult:
+    with BarProgress() as progress:
+        result = run(
+            settings,
+            folder=folder,
+            device=_device(device),
+            progress=progress,
+            data_progress=progress.rows,
+            say=errors.print,
+        )
+    show_run(result, f"{settings.model} on the test split of the built-in click log")
+    return result
+
+
+def _generate(log: SyntheticLog) -> Splits:
+    with BarProgress() as progress:
+        return generate(log, progress=progress.rows)
+
+
+def _device(name: str) -> torch.device:
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if name not in ("cpu", "cuda"):
+        raise SettingsError(f"device must be cpu, cuda or auto, got {name!r}")
+    if name == "cuda" and not torch.cuda.is_available():
+        raise SettingsError("device cuda was asked for, but torch sees no GPU here")
+    return torch.device(name)
+
+
+def _override(values: dict[str, Any], section: str, name: str, value: object) -> None:
+    """Put one value into a section, where it was given."""
+    if value is None:
+        return
+    if not isinstance(values.setdefault(section, {}), dict):
+        raise SettingsError(f"[{section}] must be a table, got {values[section]!r}")
+    values[section][name] = value
+
+
+def _parse_assignment(text: str) -> tuple[str, str, object]:
+    """Read `section.name=value`; the value is TOML, or a word."""
+    key, equals, value = text.partition("=")
+    section, dot, name = key.strip().partition(".")
+    if not (equals and dot and section and name):
+        raise SettingsError(f"--set takes section.name=value, got {text!r}")
+    try:
+        return section, name, tomllib.loads(f"value = {value}")["value"]
+    except tomllib.TOMLDecodeError:
+        return section, name, value.strip()
+
+
+def _new_folder(model: str) -> Path:
+    """Return the first folder runs/MODEL-N that is not there yet."""
+    names = (Path("runs") / f"{model}-{number}" for number in itertools.count(1))
+    return next(folder for folder in names if not folder.exists())
+
+
+def _write_scores(path: Path, scores: torch.Tensor, data: Dataset) -> None:
+    try:
+        with path.open("w", newline="", encoding="utf-8") as file:
+            writer = csv.writer(file)
+            writer.writerow(["row", "score", "label"])
+            labels = data.label.int().tolist()
+            writer.writerows(zip(itertools.count(), scores.tolist(), labels, strict=False))
+    except OSError as error:
+        raise ModelFileError(f"cannot write {str(path)!r}: {error.strerror}") from None
+
+
+def _be_quiet(line: str) -> None:
+    del line
+
+
+def _stop(message: str, *, code: int) -> NoReturn:
+    errors.print(f"rarebit: {message}", markup=False, soft_wrap=True)
+    sys.exit(code)

@@ -1,0 +1,125 @@
+"""What the command line shows: tables, progress bars, errors."""
+
+from types import TracebackType
+from typing import Self
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
+from rich.progress import Progress as Bars
+from rich.table import Table
+
+from rarebit.training.evaluate import Evaluation
+from rarebit.training.metrics import Metrics
+from rarebit.training.progress import EpochRecord
+from rarebit.training.run import RunResult
+
+__all__ = ["BarProgress", "console", "errors", "show_evaluation", "show_run", "size"]
+
+console = Console(highlight=False)
+errors = Console(stderr=True, highlight=False)
+
+
+class BarProgress:
+    """A progress bar for generating data and for every epoch, with the validation metric beside it."""
+
+    def __init__(self) -> None:
+        self.bars = Bars(
+            TextColumn("{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeRemainingColumn(),
+            TextColumn("{task.fields[note]}"),
+            console=errors,
+        )
+        self.task = self.bars.add_task("", total=None, visible=False, note="")
+
+    def __enter__(self) -> Self:
+        self.bars.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.bars.stop()
+
+    def rows(self, done: int, total: int) -> None:
+        """Show how many rows of the log are generated."""
+        if self.bars.tasks[self.task].description != "click log":
+            self.task = self.bars.add_task("click log", total=total, note="")
+        self.bars.update(self.task, completed=done)
+
+    def start_epoch(self, epoch: int, epochs: int, rows: int) -> None:
+        """Show a new bar for an epoch."""
+        self.task = self.bars.add_task(f"epoch {epoch}/{epochs}", total=rows, note="")
+
+    def advance(self, rows: int) -> None:
+        """Move the bar on."""
+        self.bars.advance(self.task, rows)
+
+    def finish_epoch(self, record: EpochRecord) -> None:
+        """Write the epoch's result beside its bar."""
+        note = f"loss {record.train_loss:.4f}"
+        if record.valid is not None:
+            note += f", valid AUC {_number(record.valid.auc)}"
+        self.bars.update(self.task, note=note)
+
+
+def show_run(result: RunResult, title: str) -> None:
+    """Print the table at the end of a run."""
+    table = _table(title)
+    _add_metrics(table, result.test)
+    table.add_row("parameters", f"{result.num_parameters:,}")
+    table.add_row("bytes of tables", size(result.table_bytes))
+    table.add_row("training speed", f"{result.history.samples_per_second:,.0f} samples/s")
+    console.print(table)
+    best, epochs = result.history.best_epoch, len(result.history.epochs)
+    console.print(f"Weights of epoch {best} of {epochs}, the best on the validation split.")
+
+
+def show_evaluation(evaluation: Evaluation, title: str) -> None:
+    """Print the metrics of a model on some data."""
+    table = _table(title)
+    _add_metrics(table, evaluation)
+    console.print(table)
+
+
+def size(num_bytes: int) -> str:
+    """Return bytes for people.
+
+    >>> size(3_400_000)
+    '3.4 MB'
+    """
+    for unit, factor in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if num_bytes >= factor:
+            return f"{num_bytes / factor:.1f} {unit}"
+    return f"{num_bytes} bytes"
+
+
+def _table(title: str) -> Table:
+    table = Table(title=title, title_justify="left", show_header=False)
+    table.add_column()
+    table.add_column(justify="right")
+    return table
+
+
+def _add_metrics(table: Table, test: Evaluation) -> None:
+    table.add_row("AUC", _auc(test.overall))
+    if test.ceiling is not None:
+        table.add_row("  best any model could reach", _auc(test.ceiling))
+    if test.rarest is not None:
+        table.add_row("AUC on the rarest fifth", _auc(test.rarest))
+    if test.rarest_ceiling is not None:
+        table.add_row("  best any model could reach there", _auc(test.rarest_ceiling))
+    table.add_row("logloss", f"{test.logloss:.4f}")
+    table.add_row("PR-AUC", _number(test.pr_auc))
+
+
+def _auc(metrics: Metrics) -> str:
+    return _number(metrics.auc)
+
+
+def _number(value: float | None) -> str:
+    return "undefined: all labels are of one class" if value is None else f"{value:.4f}"

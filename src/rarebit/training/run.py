@@ -1,0 +1,197 @@
+"""One training run from settings to a folder: data, model, methods, training, test.
+
+What `rarebit train` does, as one function. The folder it leaves holds the model
+(`model.json`, `weights.safetensors`) and what the run was and gave (`run.json`).
+"""
+
+import dataclasses
+import json
+import os
+import platform
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from rarebit.data.synthetic import SyntheticLog, generate
+from rarebit.errors import ModelFileError, SettingsError
+from rarebit.methods import method_from_mapping, method_to_mapping
+from rarebit.models import build_model, model_settings
+from rarebit.settings import from_mapping, suggest, to_mapping
+from rarebit.tables.apply import apply_
+from rarebit.tables.find import table_parameters
+from rarebit.tables.table import Method
+from rarebit.training.evaluate import Evaluation, evaluate
+from rarebit.training.fit import History, fit
+from rarebit.training.model_file import save_model
+from rarebit.training.progress import Progress
+from rarebit.training.settings import Training
+
+__all__ = ["RunResult", "RunSettings", "read_run", "run"]
+
+RUN_FILE = "run.json"
+SECTIONS = ("model", "data", "training", "methods")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunSettings:
+    """Everything a run depends on.
+
+    >>> RunSettings.from_mapping({"model": {"name": "fm", "dim": 8}, "training": {"epochs": 1}}).model
+    'fm'
+    """
+
+    model: str = "deepfm"
+    """The model's name."""
+    model_settings: Mapping[str, Any] = field(default_factory=dict)
+    """What the model is built with, such as `dim`."""
+    data: SyntheticLog = SyntheticLog()
+    """The click log."""
+    training: Training = Training()
+    """How to train. Its seed also draws the initial weights."""
+    methods: tuple[Method, ...] = ()
+    """Methods applied to the model's tables before training, in order."""
+
+    def __post_init__(self) -> None:
+        model_settings(self.model, self.model_settings)
+
+    @classmethod
+    def from_mapping(cls, values: Mapping[str, Any]) -> "RunSettings":
+        """Read settings as a TOML file holds them: [model], [data], [training], [[methods]]."""
+        for section in values:
+            if section not in SECTIONS:
+                raise SettingsError(f"unknown section {section!r}{suggest(section, SECTIONS)}")
+        for section in ("model", "data", "training"):
+            if not isinstance(values.get(section, {}), Mapping):
+                raise SettingsError(f"[{section}] must be a table, got {values[section]!r}")
+        model, data = dict(values.get("model", {})), dict(values.get("data", {}))
+        source = data.pop("source", "synthetic")
+        if source != "synthetic":
+            raise SettingsError(f"data must be 'synthetic', the built-in click log, got {source!r}")
+        return cls(
+            model=str(model.pop("name", "deepfm")),
+            model_settings=model,
+            data=from_mapping(SyntheticLog, data, where="data"),
+            training=from_mapping(Training, values.get("training", {}), where="training"),
+            methods=tuple(method_from_mapping(method) for method in values.get("methods", ())),
+        )
+
+    def to_mapping(self) -> dict[str, Any]:
+        """Return the settings as a TOML file would hold them."""
+        return {
+            "model": {"name": self.model, **self.model_settings},
+            "data": {"source": "synthetic", **to_mapping(self.data)},
+            "training": to_mapping(self.training),
+            "methods": [method_to_mapping(method) for method in self.methods],
+        }
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunResult:
+    """What a run gave."""
+
+    model: nn.Module
+    history: History
+    test: Evaluation
+    num_parameters: int
+    """Weights of the whole model."""
+    table_bytes: int
+    """Bytes of its tables."""
+    folder: Path | None
+    """Where it was written."""
+
+
+def run(
+    settings: RunSettings,
+    *,
+    folder: str | os.PathLike[str] | None = None,
+    device: torch.device | str = "cpu",
+    progress: Progress | bool = True,
+    data_progress: Callable[[int, int], None] | None = None,
+    say: Callable[[str], None] = print,
+) -> RunResult:
+    """Generate the data, build and train the model, measure it on the test split, and write it.
+
+    >>> small = RunSettings.from_mapping({
+    ...     "model": {"name": "fm", "dim": 2}, "data": {"rows": 2000}, "training": {"epochs": 1}})
+    >>> run(small, progress=False, say=lambda line: None).test.overall.rows
+    200
+    """
+    out = None if folder is None else _make_folder(Path(folder))
+    splits = generate(settings.data, progress=data_progress)
+    torch.manual_seed(settings.training.seed)
+    model = build_model(settings.model, splits.train.schema, settings.model_settings)
+    for method in settings.methods:
+        say(str(apply_(model, method, verbose=False)))
+    model.to(device)
+    history = fit(model, splits.train, splits.valid, settings=settings.training, progress=progress)
+    result = RunResult(
+        model=model,
+        history=history,
+        test=evaluate(model, splits.test, counts=splits.train.counts()),
+        num_parameters=sum(parameter.numel() for parameter in model.parameters()),
+        table_bytes=sum(parameter.nbytes for parameter in table_parameters(model).values()),
+        folder=out,
+    )
+    if out is not None:
+        save_model(model, out)
+        _write(out / RUN_FILE, _describe(settings, result))
+    return result
+
+
+def read_run(folder: str | os.PathLike[str]) -> RunSettings:
+    """Return the settings of the run that wrote a folder."""
+    path = Path(folder) / RUN_FILE
+    try:
+        return RunSettings.from_mapping(json.loads(path.read_text(encoding="utf-8"))["settings"])
+    except FileNotFoundError:
+        raise ModelFileError(
+            f"{str(folder)!r} holds no run: {RUN_FILE} is missing; train one with rarebit train"
+        ) from None
+    except OSError as error:
+        raise ModelFileError(f"cannot read {str(path)!r}: {error.strerror}") from None
+    except (ValueError, KeyError, TypeError) as error:
+        raise ModelFileError(f"{str(path)!r} is damaged: {error}") from None
+
+
+def _describe(settings: RunSettings, result: RunResult) -> dict[str, Any]:
+    from rarebit import __version__
+
+    return {
+        "settings": settings.to_mapping(),
+        "test": dataclasses.asdict(result.test),
+        "history": dataclasses.asdict(result.history),
+        "num_parameters": result.num_parameters,
+        "table_bytes": result.table_bytes,
+        "versions": {
+            "rarebit": __version__,
+            "torch": torch.__version__,
+            "python": platform.python_version(),
+        },
+    }
+
+
+def _make_folder(folder: Path) -> Path:
+    """Make the folder before hours of training, not after: it may not be writable."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        probe = folder / ".writable"
+        probe.touch()
+        probe.unlink()
+    except OSError as error:
+        raise ModelFileError(
+            f"cannot write to the folder {str(folder)!r}: {error.strerror}; choose another one"
+        ) from None
+    return folder
+
+
+def _write(path: Path, values: Mapping[str, Any]) -> None:
+    partial = path.with_name(f"{path.name}.partial")
+    try:
+        partial.write_text(json.dumps(values, indent=1) + "\n", encoding="utf-8")
+        partial.replace(path)
+    except OSError as error:
+        raise ModelFileError(f"cannot write {str(path)!r}: {error.strerror}") from None
