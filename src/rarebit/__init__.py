@@ -2,6 +2,7 @@
 
 from rarebit.data.dataset import Batch, Dataset, Splits
 from rarebit.data.schema import Field, Schema
+from rarebit.data.synthetic import SyntheticLog, generate
 from rarebit.methods.hashing import Hashing
 from rarebit.methods.low_rank import LowRank
 from rarebit.tables.apply import TableChanges, apply_, merge_
@@ -10,8 +11,44 @@ from rarebit.tables.optimizer_state import check
 from rarebit.tables.table import Method, Table
 from rarebit.training.evaluate import Evaluation, evaluate, predict
 from rarebit.training.fit import History, fit
+from rarebit.training.metrics import Metrics
 from rarebit.training.model_file import load_model, save_model
 from rarebit.training.optimizers import optimizer
+from rarebit.training.run import RunResult, RunSettings, run
 from rarebit.training.settings import Training
 
 __version__ = "0.1.0"
+
+__all__ = [
+    "Batch",
+    "Dataset",
+    "Evaluation",
+    "Field",
+    "Hashing",
+    "History",
+    "LowRank",
+    "Method",
+    "Metrics",
+    "RunResult",
+    "RunSettings",
+    "Schema",
+    "Splits",
+    "SyntheticLog",
+    "Table",
+    "TableChanges",
+    "TableInfo",
+    "Training",
+    "__version__",
+    "apply_",
+    "check",
+    "evaluate",
+    "find_tables",
+    "fit",
+    "generate",
+    "load_model",
+    "merge_",
+    "optimizer",
+    "predict",
+    "run",
+    "save_model",
+]

@@ -6,18 +6,32 @@ Every settings class in Rarebit is a `@dataclass(frozen=True, kw_only=True)` tha
 
 import dataclasses
 import difflib
+import inspect
 import tomllib
 import types
 import typing
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
+from numbers import Integral
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 from rarebit.errors import SettingsError
 
-__all__ = ["from_mapping", "read_toml", "require", "suggest", "to_mapping", "updated"]
+__all__ = [
+    "check_types",
+    "from_mapping",
+    "keyword_arguments",
+    "read_toml",
+    "require",
+    "suggest",
+    "to_mapping",
+    "updated",
+]
 
 T = TypeVar("T")
+
+MAX_EXACT = 1 << 53
+"""Up to here, every whole number is a float."""
 
 
 def require(condition: bool, message: str) -> None:
@@ -45,16 +59,38 @@ def from_mapping(settings: type[T], values: Mapping[str, Any], *, where: str = "
     """
     hints = typing.get_type_hints(settings)
     known = [field.name for field in dataclasses.fields(settings) if field.init]  # type: ignore[arg-type]  # T is a dataclass
+    converted = _checked(values, {name: hints[name] for name in known}, settings.__name__, where)
+    missing = [name for name in _required(settings) if name not in converted]
     place = f"{where}: " if where else ""
-    for key in values:
-        if key not in known:
-            raise SettingsError(
-                f"{place}unknown setting {key!r} for {settings.__name__}{suggest(key, known)}"
-            )
-    converted = {
-        key: _convert(value, hints[key], f"{place}{key}") for key, value in values.items()
-    }
+    require(not missing, f"{place}{settings.__name__} needs {', '.join(missing)}")
     return settings(**converted)
+
+
+def check_types(settings: Any, *, where: str = "") -> None:
+    """Raise when a value is not of its annotated type: the first line of a `__post_init__`.
+
+    What can be converted without loss (a list to a tuple, a whole number to a float) is converted.
+    """
+    place = f"{where}: " if where else ""
+    hints = typing.get_type_hints(type(settings))
+    for field in dataclasses.fields(settings):
+        value = _convert(getattr(settings, field.name), hints[field.name], f"{place}{field.name}")
+        object.__setattr__(settings, field.name, value)
+
+
+def keyword_arguments(
+    function: Callable[..., Any], values: Mapping[str, Any], *, where: str
+) -> dict[str, Any]:
+    """Return the values as keyword arguments of a function, refusing unknown ones and wrong types.
+
+    >>> def build(*, dim: int = 16) -> None: ...
+    >>> keyword_arguments(build, {"dim": 8}, where="model")
+    {'dim': 8}
+    """
+    hints = typing.get_type_hints(function)
+    parameters = inspect.signature(function).parameters.values()
+    known = {p.name: hints[p.name] for p in parameters if p.kind is p.KEYWORD_ONLY}
+    return _checked(values, known, where, where)
 
 
 def updated(settings: T, overrides: Mapping[str, Any]) -> T:
@@ -88,6 +124,28 @@ def read_toml(path: Path) -> dict[str, Any]:
         raise SettingsError(f"cannot read {str(path)!r}: {error.strerror}") from None
 
 
+def _checked(
+    values: Mapping[str, Any], known: Mapping[str, Any], owner: str, where: str
+) -> dict[str, Any]:
+    """Return the values converted to the known names' types."""
+    place = f"{where}: " if where else ""
+    for key in values:
+        if key not in known:
+            raise SettingsError(f"{place}unknown setting {key!r} for {owner}{suggest(key, known)}")
+    return {key: _convert(value, known[key], f"{place}{key}") for key, value in values.items()}
+
+
+def _required(settings: type[Any]) -> list[str]:
+    """Return the names of the settings without a default."""
+    return [
+        field.name
+        for field in dataclasses.fields(settings)
+        if field.init
+        and field.default is dataclasses.MISSING
+        and field.default_factory is dataclasses.MISSING
+    ]
+
+
 def _plain(value: Any) -> Any:
     if isinstance(value, tuple | list):
         return [_plain(item) for item in value]
@@ -109,10 +167,15 @@ def _convert(value: Any, hint: Any, name: str) -> Any:
             f"{name} must be one of {', '.join(map(repr, arguments))}, got {value!r}",
         )
         return value
-    if origin is tuple and isinstance(value, list | tuple):
+    if origin in (tuple, Sequence):
+        require(isinstance(value, list | tuple), f"{name} must be a list, got {value!r}")
         return tuple(_convert(item, arguments[0], name) for item in value)
-    if hint is float and isinstance(value, int) and not isinstance(value, bool):
-        return float(value)
+    if not isinstance(value, bool) and isinstance(value, Integral):  # numpy's integers, too
+        whole = int(value)
+        if hint is int:
+            return whole
+        if hint is float and abs(whole) <= MAX_EXACT:
+            return float(whole)
     if dataclasses.is_dataclass(hint) and isinstance(value, Mapping):
         return from_mapping(typing.cast(type[Any], hint), value, where=name)
     expected = origin or hint

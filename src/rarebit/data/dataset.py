@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -92,7 +92,9 @@ class Dataset:
         >>> [(field.name, field.kind) for field in data.schema.fields]
         [('user', 'categorical'), ('price', 'numeric')]
         """
-        tensors = {name: _tensor(column) for name, column in columns.items()}
+        tensors = {
+            name: _tensor(f"the column {name!r}", column) for name, column in columns.items()
+        }
         schema = schema or _infer_schema(tensors)
         names = [field.name for field in schema.fields]
         for name in names:
@@ -188,31 +190,49 @@ def batch_bounds(num_rows: int, batch_size: int) -> list[tuple[int, int]]:
 
 def shuffled_order(num_rows: int, *, seed: int, epoch: int) -> Tensor:
     """Return the order of the rows in one epoch: a permutation that depends on seed and epoch only."""
-    generator = torch.Generator().manual_seed((seed << 32) + epoch)
+    # torch's generator looks at 32 bits of its seed only, so seed and epoch are mixed into them
+    mixed = np.random.SeedSequence([seed, epoch]).generate_state(1)
+    generator = torch.Generator().manual_seed(int(mixed[0]))
     return torch.randperm(num_rows, generator=generator)
 
 
-def _tensor(values: ArrayLike | Tensor) -> Tensor:
+def _tensor(name: str, values: ArrayLike | Tensor) -> Tensor:
+    """Return the values as a tensor of a type that torch can compute with."""
     if isinstance(values, Tensor):
-        return values
+        if values.is_complex():
+            raise DataError(f"{name} must hold integers or floats, got {values.dtype}")
+        is_wide = values.dtype in (torch.uint16, torch.uint32, torch.uint64)
+        return values.long() if is_wide else values
     array = np.asarray(values)
     if array.dtype.kind not in "biuf":
         raise DataError(
-            f"columns hold integers or floats, got {array.dtype}; encode strings as ids first"
+            f"{name} must hold integers or floats, got {array.dtype}; encode strings as ids first"
         )
-    return torch.from_numpy(np.ascontiguousarray(array))
+    # a copy where the array is read-only, which a tensor cannot be
+    return torch.from_numpy(np.require(array, _torch_dtype(array.dtype), ["C", "W"]))
+
+
+def _torch_dtype(dtype: np.dtype[Any]) -> np.dtype[Any]:
+    """Return the closest type that torch can compute with, in this machine's byte order."""
+    if dtype.kind == "u" and dtype.itemsize > 1:
+        return np.dtype(np.int64)
+    if dtype.kind == "f" and dtype.itemsize > 8:
+        return np.dtype(np.float64)
+    return dtype.newbyteorder("=")
 
 
 def _ids(values: ArrayLike | Tensor) -> Tensor:
-    ids = _tensor(values)
-    if ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool:
+    ids = _tensor("ids", values)
+    if ids.is_floating_point() or ids.dtype == torch.bool:
         raise DataError(
             f"ids must be integers, got {ids.dtype}; floats cannot hold large ids exactly"
         )
     if ids.dim() != 2:
         raise DataError(f"ids must be (rows, slots), got the shape {tuple(ids.shape)}")
-    if ids.numel() and ids.dtype != torch.int32 and int(ids.max()) > torch.iinfo(torch.int32).max:
-        raise DataError(f"ids must fit 32 bits, got {int(ids.max())}")
+    if ids.numel() and ids.dtype != torch.int32:
+        for extreme in (int(bound) for bound in ids.aminmax()):
+            if not -(1 << 31) <= extreme < 1 << 31:
+                raise DataError(f"ids must fit 32 bits, got {extreme}")
     return ids.to(torch.int32)
 
 
@@ -221,7 +241,7 @@ def _floats(
 ) -> Tensor:
     if values is None:
         return torch.zeros(shape, device=device)
-    floats = _tensor(values).to(device, torch.float32)
+    floats = _tensor(name, values).to(device, torch.float32)
     if tuple(floats.shape) != shape:
         raise DataError(f"{name} must have the shape {shape}, got {tuple(floats.shape)}")
     if not bool(torch.isfinite(floats).all()):
@@ -239,7 +259,7 @@ def _infer_schema(tensors: Mapping[str, Tensor]) -> Schema:
         if column.is_floating_point():
             fields.append(Field(name=name, kind="numeric"))
             continue
-        rows = int(column.max()) + 1 if column.numel() else 1
+        rows = max(int(column.max()), 0) + 1 if column.numel() else 1
         if column.dim() == 2:
             length = column.shape[1]
             fields.append(Field(name=name, kind="multi", rows=rows, max_length=length))
@@ -270,6 +290,9 @@ def _columns(column: Tensor, field: Field) -> Tensor:
 
 
 def _check_same_length(tensors: Mapping[str, Tensor]) -> None:
+    for name, column in tensors.items():
+        if column.dim() == 0:
+            raise DataError(f"the column {name!r} needs one value a row, got a single number")
     lengths = {name: len(column) for name, column in tensors.items()}
     if len(set(lengths.values())) > 1:
         raise DataError(f"all columns must have the same number of rows, got {lengths}")

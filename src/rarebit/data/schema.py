@@ -16,7 +16,7 @@ from functools import cached_property
 from typing import Any, Literal
 
 from rarebit.errors import DataError
-from rarebit.settings import from_mapping, require, suggest, to_mapping
+from rarebit.settings import check_types, from_mapping, require, suggest, to_mapping
 
 __all__ = ["FIRST_VALUE", "MISSING", "PADDING", "UNKNOWN", "Field", "Schema"]
 
@@ -45,6 +45,7 @@ class Field:
     """How the rows of a multi-valued field become one."""
 
     def __post_init__(self) -> None:
+        check_types(self, where=str(self.name))
         require(bool(self.name), "a field needs a name, got name=''")
         if self.kind == "numeric":
             require(
@@ -73,6 +74,7 @@ class Schema:
     fields: tuple[Field, ...]
 
     def __post_init__(self) -> None:
+        check_types(self)
         require(len(self.fields) > 0, "a schema needs at least one field, got none")
         repeated = [
             name for name, n in Counter(field.name for field in self.fields).items() if n > 1

@@ -30,6 +30,8 @@ class CrossNetwork(nn.Module):
         self, num_fields: int, dim: int, num_layers: int, *, num_sets: int | None = None
     ) -> None:
         super().__init__()
+        require(num_fields >= 1, f"num_fields must be at least 1, got num_fields={num_fields}")
+        require(dim >= 1, f"dim must be at least 1, got dim={dim}")
         require(num_layers >= 1, f"num_layers must be at least 1, got num_layers={num_layers}")
         width = num_fields * dim
         sets = () if num_sets is None else (num_sets,)

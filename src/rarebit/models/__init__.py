@@ -1,7 +1,6 @@
 """One model, one short file. The file's name is the model's name; machinery starts with `_`."""
 
 import importlib
-import inspect
 import pkgutil
 from collections.abc import Mapping
 from typing import Any
@@ -9,9 +8,9 @@ from typing import Any
 from rarebit.data.schema import Schema
 from rarebit.errors import SettingsError
 from rarebit.models._base import RankingModel
-from rarebit.settings import suggest
+from rarebit.settings import keyword_arguments, suggest
 
-__all__ = ["build_model", "model_class", "model_names"]
+__all__ = ["build_model", "model_class", "model_names", "model_settings"]
 
 
 def model_names() -> list[str]:
@@ -37,7 +36,9 @@ def model_class(name: str) -> type[RankingModel]:
     raise AssertionError(f"models/{file}.py lists no RankingModel in __all__")
 
 
-def build_model(name: str, schema: Schema, settings: Mapping[str, Any] | None = None) -> RankingModel:
+def build_model(
+    name: str, schema: Schema, settings: Mapping[str, Any] | None = None
+) -> RankingModel:
     """Build a model by name for the fields of a data set.
 
     >>> from rarebit import Field
@@ -45,9 +46,9 @@ def build_model(name: str, schema: Schema, settings: Mapping[str, Any] | None = 
     >>> type(build_model("deepfm", schema, {"dim": 4})).__name__
     'DeepFM'
     """
-    cls, settings = model_class(name), dict(settings or {})
-    known = [key for key in inspect.signature(cls).parameters if key != "schema"]
-    for key in settings:
-        if key not in known:
-            raise SettingsError(f"model {name}: unknown setting {key!r}{suggest(key, known)}")
-    return cls(schema, **settings)
+    return model_class(name)(schema, **model_settings(name, settings or {}))
+
+
+def model_settings(name: str, values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings of a model, checked: names, and types."""
+    return keyword_arguments(model_class(name).__init__, values, where=f"model {name}")

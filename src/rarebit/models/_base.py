@@ -67,7 +67,8 @@ class Backbone(nn.Module):
         rows: Tensor = self.tables(batch.ids)
         if self.numeric is None:
             return rows
-        return torch.cat([rows, batch.numeric.unsqueeze(-1) * self.numeric], dim=1)
+        numbers = batch.numeric.to(self.numeric.dtype)
+        return torch.cat([rows, numbers.unsqueeze(-1) * self.numeric], dim=1)
 
     def forward(self, batch: Batch) -> Tensor | tuple[Tensor, ...]:
         """Return the features of the interaction."""
@@ -92,7 +93,9 @@ class FirstOrder(nn.Module):
     def forward(self, batch: Batch) -> Tensor:
         """Return the sum of the weights of a row."""
         score: Tensor = self.tables(batch.ids).sum(dim=(1, 2)) + self.bias
-        return score if self.numeric is None else score + batch.numeric @ self.numeric
+        if self.numeric is None:
+            return score
+        return score + batch.numeric.to(self.numeric.dtype) @ self.numeric
 
 
 def _check(schema: Schema, dim: int) -> None:

@@ -1,5 +1,7 @@
 """DCN-V2: a cross network, then a fully connected one (Wang et al., 2021, "stacked").
 
+The score of a row:
+
     score = MLP(x_L)        x_{l+1} = x_0 * (W_l x_l + b_l) + x_l
 
     x_0        all fields side by side

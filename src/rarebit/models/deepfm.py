@@ -1,5 +1,7 @@
 """DeepFM: a factorization machine and a network over the same embeddings (Guo et al., 2017).
 
+The score of a row:
+
     score = FM(v) + MLP([v_1, ..., v_F])
 
     FM's first order   `wide`
@@ -33,11 +35,12 @@ class DeepFM(RankingModel):
         dropout: float = 0.0,
         batch_norm: bool = False,
     ) -> None:
-        mlp = MLP(len(schema.fields) * dim, hidden, dropout=dropout, batch_norm=batch_norm)
         super().__init__(
             schema,
             backbone=Backbone(schema, dim, Parallel(FactorizationMachine(), Concatenation())),
-            head=DeepFMHead(mlp),
+            head=DeepFMHead(
+                MLP(len(schema.fields) * dim, hidden, dropout=dropout, batch_norm=batch_norm)
+            ),
             wide=FirstOrder(schema),
             settings={
                 "dim": dim,

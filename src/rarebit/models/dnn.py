@@ -1,5 +1,7 @@
 """DNN: embeddings and a fully connected network (Covington et al., 2016).
 
+The score of a row:
+
     score = MLP([v_1, ..., v_F])
 """
 

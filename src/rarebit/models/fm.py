@@ -1,5 +1,7 @@
 """FM: factorization machine (Rendle, 2010).
 
+The score of a row:
+
     score = w_0 + sum_i w_i + sum over i < j of <v_i, v_j>
 
     w_0, w_i   `wide`

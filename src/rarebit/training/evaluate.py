@@ -70,14 +70,15 @@ def predict(
     torch.Size([3])
     """
     check_schema(model, data)
-    was_training = model.training
+    was_training = [module for module in model.modules() if module.training]
     model.eval()
     try:
         with torch.no_grad():
             data = data.to(device_of(model))
             scores = [score(model, batch, forward) for batch in data.batches(batch_size)]
     finally:
-        model.train(was_training)
+        for module in was_training:  # one by one: a frozen part stays in evaluation mode
+            module.training = True
     return torch.cat(scores)
 
 
@@ -97,7 +98,8 @@ def evaluate(
     >>> evaluate(FM(data.schema, dim=4), data, counts=data.counts()).overall.rows
     4
     """
-    logits = predict(model, data, batch_size=batch_size, forward=forward).float()
+    logits = predict(model, data, batch_size=batch_size, forward=forward)
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     if not bool(torch.isfinite(logits).all()):
         row = int((~torch.isfinite(logits)).nonzero()[0])
         raise TrainingError(
@@ -137,7 +139,8 @@ def rarity(data: Dataset, counts: Mapping[str, Tensor]) -> Tensor:
             evidence += (seen * present).sum(dim=1) / present.sum(dim=1).clamp(min=1.0)
         else:
             evidence += seen[:, 0]
-    return evidence
+    # Equal sums in another order differ in the last digit; ties are to be broken by row order.
+    return evidence.round(decimals=9)
 
 
 def score(model: nn.Module, batch: Batch, forward: Forward | None) -> Tensor:

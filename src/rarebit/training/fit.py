@@ -1,6 +1,7 @@
 """The training loop: shuffle, step, validate, keep the best."""
 
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,7 +12,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from rarebit.data.dataset import Dataset, shuffled_order
 from rarebit.errors import DataError
-from rarebit.settings import updated
+from rarebit.settings import require, updated
 from rarebit.tables.optimizer_state import check
 from rarebit.training.checks import check_labels, check_schema
 from rarebit.training.evaluate import Forward, device_of, evaluate
@@ -27,6 +28,8 @@ TELL_EVERY = 10
 """Steps between two calls of the progress bar."""
 LOOK_EVERY = 100
 """Steps between two looks at whether the loss is still finite: a look waits for the device."""
+OPTIMIZER_SETTINGS = ("lr", "table_lr", "weight_decay", "table_weight_decay", "momentum")
+"""What only an optimizer that `fit` builds listens to."""
 
 
 @dataclass
@@ -70,6 +73,8 @@ def fit(
     """
     if isinstance(optimizer, str):
         overrides["optimizer"], optimizer = optimizer, None
+    elif optimizer is not None:
+        _refuse_unused(overrides)
     settings = updated(settings, overrides)
     tell = progress if not isinstance(progress, bool) else LineProgress() if progress else Silence()
     _check_data(model, train, valid, settings, loss)
@@ -130,13 +135,15 @@ class _Best:
         self.sign = 1.0 if settings.monitor == "auc" else -1.0
         self.value, self.epoch = float("-inf"), None  # type: float, int | None
         self.weights: dict[str, Tensor] = {}
-        self.plateau = ReduceLROnPlateau(
-            optimizer,
-            mode="max",
-            factor=min(settings.plateau_factor, 0.999),  # torch refuses 1, which means never here
-            patience=settings.plateau_patience - 1,
-            threshold=0.0,
-        )
+        self.plateau = None
+        if settings.plateau_factor < 1.0:
+            self.plateau = ReduceLROnPlateau(
+                optimizer,
+                mode="max",
+                factor=settings.plateau_factor,
+                patience=settings.plateau_patience - 1,
+                threshold=0.0,
+            )
 
     def has_stalled(self, epoch: int, value: float) -> bool:
         """Take note of an epoch's validation metric; return whether to stop."""
@@ -144,7 +151,7 @@ class _Best:
         if value > self.value:
             self.value, self.epoch = value, epoch
             self.weights = {k: v.detach().clone() for k, v in self.model.state_dict().items()}
-        if self.settings.plateau_factor < 1.0:
+        if self.plateau is not None:
             self.plateau.step(value)
         waited = epoch - (self.epoch or 0)
         return self.settings.patience is not None and waited >= self.settings.patience
@@ -154,6 +161,16 @@ class _Best:
         if self.weights:
             self.model.load_state_dict(self.weights)
         return self.epoch
+
+
+def _refuse_unused(overrides: Mapping[str, Any]) -> None:
+    """Raise for settings that an optimizer of the user's own would not listen to."""
+    unused = [name for name in overrides if name in OPTIMIZER_SETTINGS]
+    require(
+        not unused,
+        f"{', '.join(unused)} would not be used: the optimizer given has its own. Set it there, or "
+        "pass the optimizer's kind, such as optimizer='adam'",
+    )
 
 
 def _optimizer(model: nn.Module, settings: Training) -> Optimizer:

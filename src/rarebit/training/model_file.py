@@ -9,6 +9,7 @@ import hashlib
 import json
 import os
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +19,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from rarebit.data.schema import Schema
-from rarebit.errors import ModelFileError, RarebitError
-from rarebit.methods import method_from_mapping, method_names, method_to_mapping
-from rarebit.models import build_model
+from rarebit.errors import ModelFileError
+from rarebit.methods import method_class, method_from_mapping, method_names, method_to_mapping
+from rarebit.models import build_model, model_names
 from rarebit.models._base import RankingModel
 from rarebit.tables.apply import restore_methods
 from rarebit.tables.find import find_sites
@@ -31,6 +32,9 @@ __all__ = ["FORMAT", "load_model", "save_model"]
 FORMAT = 1
 DESCRIPTION, WEIGHTS = "model.json", "weights.safetensors"
 MAX_DESCRIPTION_BYTES = 64 << 20
+
+# What values of the wrong kind raise, RarebitError among them: no description may do worse.
+NONSENSE = (AttributeError, LookupError, RuntimeError, TypeError, ValueError)
 
 
 def save_model(model: nn.Module, folder: str | os.PathLike[str]) -> Path:
@@ -46,16 +50,19 @@ def save_model(model: nn.Module, folder: str | os.PathLike[str]) -> Path:
     """
     folder = Path(folder)
     tensors, aliases = _distinct_tensors(model)
+    description = _describe(model) | {"aliases": aliases}
+    weights, text = folder / f"{WEIGHTS}.partial", folder / f"{DESCRIPTION}.partial"
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        partial = folder / f"{WEIGHTS}.partial"
-        save_file(tensors, partial)
-        description = _describe(model) | {"aliases": aliases, "sha256": _checksum(partial)}
-        os.replace(partial, folder / WEIGHTS)
-        partial = folder / f"{DESCRIPTION}.partial"
-        partial.write_text(json.dumps(description, indent=1) + "\n", encoding="utf-8")
-        os.replace(partial, folder / DESCRIPTION)
+        save_file(tensors, weights)
+        description["sha256"] = _checksum(weights)
+        text.write_text(json.dumps(description, indent=1) + "\n", encoding="utf-8")
+        weights.replace(folder / WEIGHTS)
+        text.replace(folder / DESCRIPTION)
     except (OSError, SafetensorError) as error:
+        with suppress(OSError):
+            weights.unlink(missing_ok=True)
+            text.unlink(missing_ok=True)
         raise ModelFileError(
             f"cannot write the model to {str(folder)!r}: {error}; choose a folder you may write to"
         ) from None
@@ -71,15 +78,27 @@ def load_model(
     """Read a model from a folder. A model of your own is read `into` a fresh one of its class.
 
     The methods that were applied when it was saved are applied again before the weights are read.
+    Weights keep the precision they were saved in.
+
+    >>> import tempfile
+    >>> from rarebit import Field
+    >>> from rarebit.models.fm import FM
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     saved = save_model(FM(Schema((Field(name="user", rows=9),)), dim=4), folder)
+    ...     model = load_model(folder)
+    >>> model.settings
+    {'dim': 4}
     """
     folder = Path(folder)
     description = _read_description(folder)
     tensors = _read_weights(folder, description)
-    model = into if into is not None else _build(folder, description)
+    model = _build(folder, description) if into is None else into
+    if isinstance(into, RankingModel):
+        _check_fields(folder, into, description)
     methods = _saved_methods(folder, description)
     try:
         restore_methods(model, methods)
-    except RarebitError as error:
+    except NONSENSE as error:
         raise ModelFileError(f"{str(folder)!r} is a model of another kind: {error}") from None
     _load_weights(folder, model, tensors)
     return model.to(device)
@@ -88,13 +107,12 @@ def load_model(
 def _describe(model: nn.Module) -> dict[str, Any]:
     from rarebit import __version__
 
-    ours = isinstance(model, RankingModel)
     return {
         "format": FORMAT,
         "rarebit": __version__,
         "class": type(model).__name__,
         "model": _name_of(model) if isinstance(model, RankingModel) else None,
-        "settings": model.settings if ours else None,
+        "settings": _plain_settings(model) if isinstance(model, RankingModel) else None,
         "schema": model.schema.to_mapping() if isinstance(model, RankingModel) else None,
         "methods": {
             site.info.name: [_method_to_mapping(method) for method in methods_of(site.table)]
@@ -105,13 +123,25 @@ def _describe(model: nn.Module) -> dict[str, Any]:
 
 
 def _name_of(model: RankingModel) -> str | None:
-    module = type(model).__module__
-    return module.rpartition(".")[2] if module.startswith("rarebit.models.") else None
+    """Return the name that `build_model` knows the model by; None for a class of the user's own."""
+    package, _, name = type(model).__module__.rpartition(".")
+    return name if package == "rarebit.models" and name in model_names() else None
+
+
+def _plain_settings(model: RankingModel) -> Any:
+    """Return the settings as JSON holds them; numpy's numbers become plain ones."""
+    try:
+        return json.loads(json.dumps(model.settings, default=lambda number: number.item()))
+    except (AttributeError, TypeError, ValueError) as error:
+        raise ModelFileError(
+            f"the settings of {type(model).__name__} cannot be written as JSON: {error}"
+        ) from None
 
 
 def _method_to_mapping(method: Any) -> dict[str, Any]:
     values = method_to_mapping(method)
-    if values["method"] not in method_names():
+    name = values["method"]
+    if name not in method_names() or type(method) is not method_class(name):
         raise ModelFileError(
             f"{method} is a method of your own, which load_model could not find again; "
             "merge_ the model before saving it, or save its state_dict yourself"
@@ -124,13 +154,18 @@ def _distinct_tensors(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, st
     tensors: dict[str, Tensor] = {}
     aliases: dict[str, str] = {}
     seen: dict[tuple[object, ...], str] = {}
+    storages: set[int] = set()
     for name, tensor in model.state_dict().items():
         place = (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, tensor.device)
         if tensor.numel() and place in seen:
             aliases[name] = seen[place]
         else:
             seen[place] = name
-            tensors[name] = tensor.detach().cpu().contiguous()
+            written = tensor.detach().cpu().contiguous()
+            storage = written.untyped_storage().data_ptr()
+            # a part of another tensor, which safetensors refuses, is written on its own
+            tensors[name] = written.clone() if storage in storages else written
+            storages.add(storage)
     return tensors, aliases
 
 
@@ -146,7 +181,7 @@ def _read_description(folder: Path) -> dict[str, Any]:
         ) from None
     except OSError as error:
         raise ModelFileError(f"cannot read {str(path)!r}: {error.strerror}") from None
-    except ValueError as error:  # both JSON and UTF-8 errors
+    except (ValueError, RecursionError) as error:  # JSON that is wrong, not UTF-8, or too deep
         raise ModelFileError(f"{str(path)!r} is damaged: {error}; save the model again") from None
     if not isinstance(description, dict) or not isinstance(description.get("format"), int):
         raise ModelFileError(f"{str(path)!r} does not describe a model of Rarebit")
@@ -171,8 +206,11 @@ def _read_weights(folder: Path, description: Mapping[str, Any]) -> dict[str, Ten
         raise ModelFileError(f"{str(folder)!r} is incomplete: {WEIGHTS} is missing") from None
     except (OSError, SafetensorError) as error:
         raise ModelFileError(f"cannot read {str(path)!r}: {error}") from None
-    aliases = description.get("aliases", {})
-    return tensors | {alias: tensors[name] for alias, name in aliases.items() if name in tensors}
+    try:
+        aliases = {alias: tensors[name] for alias, name in description["aliases"].items()}
+    except NONSENSE as error:
+        raise ModelFileError(f"{str(folder)!r} names tied weights it lacks: {error}") from None
+    return tensors | aliases
 
 
 def _build(folder: Path, description: Mapping[str, Any]) -> nn.Module:
@@ -184,18 +222,37 @@ def _build(folder: Path, description: Mapping[str, Any]) -> nn.Module:
     try:
         schema = Schema.from_mapping(description["schema"])
         return build_model(description["model"], schema, description["settings"])
-    except (RarebitError, KeyError, TypeError, AttributeError) as error:
+    except NONSENSE as error:
         raise ModelFileError(
             f"{str(folder)!r} does not describe a model this version knows: {error}"
         ) from None
+
+
+def _check_fields(folder: Path, into: RankingModel, description: Mapping[str, Any]) -> None:
+    """Weights of other fields may have the same shape, so they are told apart by name and rows."""
+    try:
+        saved = Schema.from_mapping(description["schema"])
+    except NONSENSE as error:
+        raise ModelFileError(f"{str(folder)!r} was not saved from such a model: {error}") from None
+    if saved != into.schema:
+        raise ModelFileError(
+            f"{str(folder)!r} is a model of other fields: {_list_fields(saved)} in the file, "
+            f"{_list_fields(into.schema)} here"
+        )
+
+
+def _list_fields(schema: Schema) -> str:
+    return ", ".join(f"{field.name} ({field.rows} rows)" for field in schema.fields)
 
 
 def _saved_methods(folder: Path, description: Mapping[str, Any]) -> dict[str, list[Any]]:
     try:
         saved = description["methods"].items()
         return {name: [method_from_mapping(values) for values in steps] for name, steps in saved}
-    except (RarebitError, KeyError, TypeError, AttributeError) as error:
-        raise ModelFileError(f"{str(folder)!r} names methods that cannot be read: {error}") from None
+    except NONSENSE as error:
+        raise ModelFileError(
+            f"{str(folder)!r} names methods that cannot be read: {error}"
+        ) from None
 
 
 def _load_weights(folder: Path, model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
@@ -213,6 +270,9 @@ def _load_weights(folder: Path, model: nn.Module, tensors: Mapping[str, Tensor])
             f"{str(folder)!r} is a model of another architecture than {type(model).__name__}: "
             f"{'; '.join(problems[:3])}{more}"
         )
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if name in tensors:
+            tensor.data = tensor.data.to(tensors[name].dtype)
     model.load_state_dict(dict(tensors))
 
 

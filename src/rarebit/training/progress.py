@@ -58,8 +58,7 @@ class LineProgress(Silence):
     def finish_epoch(self, record: EpochRecord) -> None:
         """Print what the epoch gave."""
         valid = "" if record.valid is None else f", valid {record.valid}"
-        print(
+        sys.stderr.write(
             f"epoch {record.epoch}: train loss {record.train_loss:.5f}{valid}, "
-            f"{record.samples_per_second:,.0f} samples/s",
-            file=sys.stderr,
+            f"{record.samples_per_second:,.0f} samples/s\n"
         )

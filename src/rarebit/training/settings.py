@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal
 
-from rarebit.settings import require
+from rarebit.settings import check_types, require
 from rarebit.training.optimizers import Kind
 
 __all__ = ["Precision", "Training"]
@@ -49,6 +49,7 @@ class Training:
     """Order of the rows, with the epoch."""
 
     def __post_init__(self) -> None:
+        check_types(self)
         for name in ("epochs", "batch_size", "plateau_patience"):
             value = getattr(self, name)
             require(value >= 1, f"{name} must be at least 1, got {name}={value}")

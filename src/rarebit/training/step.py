@@ -37,13 +37,15 @@ class TrainingStep:
         self.steps = 0
         self.loss_sum = torch.zeros((), dtype=torch.float64, device=self.device)
         self.bad_step = torch.full((), -1, device=self.device)
+        optimizer.zero_grad(set_to_none=True)  # what the caller left would be in the first step
 
     def __call__(self, batch: Batch) -> None:
         """Train on one batch."""
         with torch.autocast(self.device.type, torch.bfloat16, enabled=self.half):
             logits = score(self.model, batch, self.forward)
-        loss = self.loss(logits.to(torch.promote_types(logits.dtype, torch.float32)), batch.label)
-        loss.backward()  # type: ignore[no-untyped-call]  # torch leaves it untyped
+        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        loss = self.loss(logits, batch.label.to(logits.dtype))
+        loss.backward()
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         self._remember(loss.detach(), len(batch))
