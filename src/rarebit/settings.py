@@ -90,7 +90,7 @@ def keyword_arguments(
     hints = typing.get_type_hints(function)
     parameters = inspect.signature(function).parameters.values()
     known = {p.name: hints[p.name] for p in parameters if p.kind is p.KEYWORD_ONLY}
-    return _checked(values, known, where, where)
+    return _checked(values, known, "", where)
 
 
 def updated(settings: T, overrides: Mapping[str, Any]) -> T:
@@ -131,7 +131,8 @@ def _checked(
     place = f"{where}: " if where else ""
     for key in values:
         if key not in known:
-            raise SettingsError(f"{place}unknown setting {key!r} for {owner}{suggest(key, known)}")
+            whose = f" for {owner}" if owner else ""
+            raise SettingsError(f"{place}unknown setting {key!r}{whose}{suggest(key, known)}")
     return {key: _convert(value, known[key], f"{place}{key}") for key, value in values.items()}
 
 

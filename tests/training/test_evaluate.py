@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from rarebit import Dataset, Field, Schema, evaluate, predict
-from rarebit.errors import DataError, TrainingError
+from rarebit.errors import DataError, SettingsError, TrainingError
 from rarebit.models.deepfm import DeepFM
 from rarebit.models.fm import FM
 from rarebit.training.evaluate import rarity
@@ -279,3 +279,18 @@ def test_data_of_other_fields_is_refused_by_name():
     wider = Schema((*SCHEMA.fields, Field(name="age", kind="numeric")))
     with pytest.raises(DataError, match=r"the fields \['user', 'tags', 'score', 'age'\], the data"):
         evaluate(FM(wider, dim=2), data)
+
+
+def test_counts_of_other_data_are_refused():
+    data = Dataset.from_columns({"user": [0, 1, 2]}, label=[0, 1, 0])
+    model = FM(data.schema, dim=2)
+    with pytest.raises(DataError, match="each of the 3 ids of 'user', got none"):
+        evaluate(model, data, counts={})
+    with pytest.raises(DataError, match="each of the 3 ids of 'user', got 2"):
+        evaluate(model, data, counts={"user": torch.ones(2)})
+
+
+def test_a_batch_has_at_least_one_row():
+    data = Dataset.from_columns({"user": [0, 1, 2]}, label=[0, 1, 0])
+    with pytest.raises(SettingsError, match="batch_size must be at least 1, got"):
+        predict(FM(data.schema, dim=2), data, batch_size=0)

@@ -59,8 +59,6 @@ def start() -> None:
         app(prog_name="rarebit")
     except RarebitError as error:
         _stop(str(error), code=2)
-    except KeyboardInterrupt:
-        _stop("interrupted; nothing was saved", code=130)
 
 
 def _show_version(wanted: bool) -> None:
@@ -187,15 +185,18 @@ def bench(
 
 
 def _train(settings: RunSettings, folder: Path, device: str) -> RunResult:
-    with BarProgress() as progress:
-        result = run(
-            settings,
-            folder=folder,
-            device=_device(device),
-            progress=progress,
-            data_progress=progress.rows,
-            say=errors.print,
-        )
+    try:
+        with BarProgress() as progress:
+            result = run(
+                settings,
+                folder=folder,
+                device=_device(device),
+                progress=progress,
+                data_progress=progress.rows,
+                say=errors.print,
+            )
+    except KeyboardInterrupt:
+        _stop("interrupted; nothing was saved", code=130)
     show_run(result, f"{settings.model} on the test split of the built-in click log")
     return result
 

@@ -20,7 +20,10 @@ errors = Console(stderr=True, highlight=False)
 
 
 class BarProgress:
-    """A progress bar for generating data and for every epoch, with the validation metric beside it."""
+    """A progress bar for generating data and for every epoch, with the validation metric beside it.
+
+    Where standard error is no terminal, a line an epoch instead.
+    """
 
     def __init__(self) -> None:
         self.bars = Bars(
@@ -30,6 +33,7 @@ class BarProgress:
             TimeRemainingColumn(),
             TextColumn("{task.fields[note]}"),
             console=errors,
+            disable=not errors.is_terminal,
         )
         self.task = self.bars.add_task("", total=None, visible=False, note="")
 
@@ -65,6 +69,8 @@ class BarProgress:
         if record.valid is not None:
             note += f", valid AUC {_number(record.valid.auc)}"
         self.bars.update(self.task, note=note)
+        if not errors.is_terminal:
+            errors.print(f"epoch {record.epoch}: {note}")
 
 
 def show_run(result: RunResult, title: str) -> None:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from rarebit.data.schema import PADDING, Field, Schema
 from rarebit.errors import DataError
-from rarebit.settings import suggest
+from rarebit.settings import require, suggest
 
 __all__ = ["Batch", "Dataset", "Splits", "batch_bounds", "shuffled_order"]
 
@@ -179,6 +179,7 @@ def batch_bounds(num_rows: int, batch_size: int) -> list[tuple[int, int]]:
     >>> batch_bounds(9, 4)
     [(0, 4), (4, 9)]
     """
+    require(batch_size >= 1, f"batch_size must be at least 1, got batch_size={batch_size}")
     bounds = [
         (start, min(start + batch_size, num_rows)) for start in range(0, num_rows, batch_size)
     ]

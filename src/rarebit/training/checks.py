@@ -1,30 +1,45 @@
 """Does the data fit the model and the loss? Asked once, before any training."""
 
+from collections.abc import Mapping
+
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from rarebit.data.dataset import Dataset
 from rarebit.errors import DataError
 from rarebit.models._base import RankingModel
 
-__all__ = ["check_labels", "check_schema"]
+__all__ = ["check_counts", "check_labels", "check_schema"]
 
 
 def check_schema(model: nn.Module, data: Dataset) -> None:
     """Raise when a model of ours was built for other fields than the data has."""
     if not isinstance(model, RankingModel) or model.schema == data.schema:
         return
-    theirs = {field.name: field for field in model.schema.fields}
+    built_for = {field.name: field for field in model.schema.fields}
     for field in data.schema.fields:
-        if theirs.get(field.name) != field:
+        if built_for.get(field.name) != field:
             raise DataError(
-                f"the model was built for other data: it has {theirs.get(field.name)}, "
+                "the model was built for other data: "
+                f"it has {built_for.get(field.name, f'no field {field.name!r}')}, "
                 f"the data has {field}"
             )
     raise DataError(
-        f"the model was built for the fields {list(theirs)}, "
+        f"the model was built for other data: it has the fields {list(built_for)}, "
         f"the data has {[field.name for field in data.schema.fields]}"
     )
+
+
+def check_counts(data: Dataset, counts: Mapping[str, Tensor]) -> None:
+    """Raise when training counts do not belong to the data's fields."""
+    for field in data.schema.table_fields:
+        count = counts.get(field.name)
+        if count is None or len(count) != field.rows:
+            came = "none" if count is None else f"{len(count)}"
+            raise DataError(
+                f"counts need one number for each of the {field.rows} ids of {field.name!r}, got "
+                f"{came}; take them from the training split: counts=train.counts()"
+            )
 
 
 def check_labels(data: Dataset, name: str, *, are_chances: bool, both_classes: bool) -> None:

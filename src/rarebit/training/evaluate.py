@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from rarebit.data.dataset import Batch, Dataset
 from rarebit.data.schema import PADDING
 from rarebit.errors import TrainingError
-from rarebit.training.checks import check_schema
+from rarebit.training.checks import check_counts, check_schema
 from rarebit.training.metrics import Metrics, measure
 
 __all__ = ["Evaluation", "Forward", "device_of", "evaluate", "predict", "rarity", "score"]
@@ -130,6 +130,7 @@ def rarity(data: Dataset, counts: Mapping[str, Tensor]) -> Tensor:
     The sum over fields of log(1 + training count); a multi-valued field counts once, by the mean
     over its values.
     """
+    check_counts(data, counts)
     evidence = torch.zeros(len(data), dtype=torch.float64, device=data.device)
     for field in data.schema.table_fields:
         ids = data.ids[:, data.schema.slots[field.name]]

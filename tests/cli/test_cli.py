@@ -1,0 +1,199 @@
+"""The command line as a user meets it: what it prints, what it leaves, how it fails."""
+
+import csv
+import json
+import os
+import pty
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import rarebit as rb
+from rarebit.__main__ import main
+
+SMALL = ["--rows", "3000", "--epochs", "1"]
+
+
+@pytest.fixture
+def call(monkeypatch, capsys, tmp_path):
+    """Run a command in a folder of its own; return exit code, standard output and error."""
+    monkeypatch.chdir(tmp_path)
+
+    def run(*words):
+        monkeypatch.setattr(sys, "argv", ["rarebit", *map(str, words)])
+        with pytest.raises(SystemExit) as stopped:
+            main()
+        out, err = capsys.readouterr()
+        return stopped.value.code or 0, out, err
+
+    return run
+
+
+def auc_in(text):
+    return re.search(r"AUC +│ +([\d.]+)", text)[1]
+
+
+def test_help_shows_commands_and_examples(call):
+    code, out, _ = call("--help")
+    assert code == 0
+    for word in ("demo", "train", "predict", "bench", "Examples", "rarebit train --model"):
+        assert word in out
+
+
+def test_version(call):
+    assert call("--version")[:2] == (0, f"{rb.__version__}\n")
+
+
+def test_train_prints_a_table_and_leaves_a_model(call):
+    code, out, err = call("train", "--model", "fm", *SMALL, "--out", "here")
+    assert code == 0
+    for row in ("AUC", "best any model", "rarest fifth", "logloss", "parameters", "samples/s"):
+        assert row in out
+    assert "epoch 1" in err
+    assert {path.name for path in Path("here").iterdir()} == {
+        "model.json",
+        "run.json",
+        "weights.safetensors",
+    }
+
+
+def test_predict_scores_the_saved_model_again(call):
+    _, trained, _ = call("train", "--model", "fm", *SMALL, "--out", "here")
+    code, out, _ = call("predict", "--model", "here", "--out", "scores.csv")
+    assert code == 0
+    assert auc_in(out) == auc_in(trained)
+    with Path("scores.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert len(rows) == 300
+    assert all(0.0 < float(row["score"]) < 1.0 for row in rows)
+    splits = rb.generate(rb.SyntheticLog(rows=3000))
+    assert [int(row["label"]) for row in rows] == splits.test.label.int().tolist()
+    expected = rb.predict(rb.load_model("here"), splits.test).sigmoid().tolist()
+    assert [float(row["score"]) for row in rows] == pytest.approx(expected, abs=1e-6)
+
+
+def test_a_settings_file_is_read_and_options_win(call):
+    Path("run.toml").write_text(
+        '[model]\nname = "dnn"\ndim = 4\nhidden = [8]\n'
+        "[data]\nrows = 2000\n[training]\nepochs = 2\nlr = 0.5\n"
+        '[[methods]]\nmethod = "hashing"\nbuckets = 50\n'
+    )
+    code, _, err = call(
+        "train", "--config", "run.toml", "--epochs", "1", "--set", "training.lr=0.01",
+        "--set", "training.monitor=logloss", "--out", "here",
+    )  # fmt: skip
+    assert code == 0, err
+    assert "Hashing(buckets=50)" in err
+    settings = json.loads(Path("here/run.json").read_text())["settings"]
+    assert settings["model"] == {"name": "dnn", "dim": 4, "hidden": [8]}
+    training = settings["training"]
+    assert (training["epochs"], training["lr"], training["monitor"]) == (1, 0.01, "logloss")
+    assert settings["methods"] == [{"method": "hashing", "buckets": 50}]
+
+
+def test_runs_without_a_name_get_folders_of_their_own(call):
+    for number in (1, 2):
+        _, out, _ = call("train", "--model", "fm", *SMALL)
+        assert f"runs/fm-{number}" in out
+        assert Path(f"runs/fm-{number}/model.json").exists()
+
+
+def test_the_same_seed_gives_the_same_run_and_another_one_another(call):
+    weights = []
+    for folder, seed in (("a", 0), ("b", 0), ("c", 1)):
+        call("train", "--model", "fm", *SMALL, "--seed", seed, "--out", folder)
+        weights.append(Path(folder, "weights.safetensors").read_bytes())
+    assert weights[0] == weights[1] != weights[2]
+
+
+def test_demo_says_what_to_try_next(call):
+    code, out, _ = call("demo", "--rows", "4000")
+    assert code == 0
+    assert "What to try next" in out
+    assert call("predict", "--model", "runs/demo")[0] == 0
+
+
+MISTAKES = {
+    "model": (["train", "--model", "deepfn"], "unknown model 'deepfn'; did you mean 'deepfm'?"),
+    "data": (["train", "--data", "criteo.csv"], "data must be 'synthetic'"),
+    "setting": (["train", "--set", "training.lrr=3"], "did you mean 'lr'?"),
+    "section": (["train", "--set", "trainng.lr=3"], "did you mean 'training'?"),
+    "model setting": (["train", "--set", "model.dimm=3"], "did you mean 'dim'?"),
+    "type": (["train", "--set", "model.hidden=3"], "hidden must be a list, got 3"),
+    "assignment": (["train", "--set", "lr"], "--set takes section.name=value"),
+    "value": (["train", "--epochs", "0"], "epochs must be at least 1, got epochs=0"),
+    "rows": (["train", "--rows", "0"], "rows"),
+    "config": (["train", "--config", "no.toml"], "'no.toml' does not exist"),
+    "device": (["train", "--device", "tpu"], "device must be cpu, cuda or auto, got 'tpu'"),
+    "folder": (["train", *SMALL, "--out", "/proc/no/such"], "cannot write to the folder"),
+    "run": (["predict", "--model", "nowhere"], "'nowhere' holds no run"),
+    "split": (["predict", "--model", "x", "--split", "tset"], "did you mean 'test'?"),
+    "bench": (["bench", "trian"], "did you mean 'train'?"),
+}
+
+
+@pytest.mark.parametrize(("words", "message"), MISTAKES.values(), ids=MISTAKES)
+def test_a_mistake_is_one_paragraph_and_exit_code_2(call, words, message):
+    code, out, err = call(*words)
+    assert code == 2
+    assert message in err
+    assert err.startswith("rarebit: ")
+    assert err.count("\n") == 1
+    assert not out
+    assert not Path("runs").exists()
+
+
+def test_methods_in_a_settings_file_are_checked(call):
+    Path("run.toml").write_text('[[methods]]\nmethod = "hasing"\n')
+    code, _, err = call("train", "--config", "run.toml")
+    assert (code, "did you mean 'hashing'?" in err) == (2, True)
+
+
+@pytest.mark.parametrize("file", ["model.json", "run.json", "weights.safetensors"])
+def test_a_damaged_run_is_told(call, file):
+    call("train", "--model", "fm", *SMALL, "--out", "here")
+    whole = Path("here", file).read_bytes()
+    Path("here", file).write_bytes(whole[: len(whole) // 2])
+    code, _, err = call("predict", "--model", "here")
+    assert (code, err.startswith("rarebit: ")) == (2, True)
+    assert "damaged" in err
+
+
+def test_a_model_is_refused_for_other_data(call):
+    call("train", "--model", "fm", *SMALL, "--out", "here")
+    run = json.loads(Path("here/run.json").read_text())
+    run["settings"]["data"]["preset"] = "criteo"
+    Path("here/run.json").write_text(json.dumps(run))
+    code, _, err = call("predict", "--model", "here")
+    assert (code, "the model was built for other data" in err) == (2, True)
+
+
+def test_an_interrupted_run_says_so_and_exits_130(tmp_path):
+    controller, terminal = pty.openpty()
+    command = [sys.executable, "-m", "rarebit", "train", "--model", "fm", "--rows", "50000"]
+    source = Path(rb.__file__).parents[1]
+    process = subprocess.Popen(
+        [*command, "--epochs", "1000", "--set", "training.patience=1000"],
+        cwd=tmp_path,
+        stderr=terminal,
+        stdout=subprocess.DEVNULL,
+        env=os.environ | {"PYTHONPATH": str(source), "TERM": "xterm"},
+    )
+    os.close(terminal)
+    seen = ""
+    while "epoch 2/1000" not in seen:
+        seen += os.read(controller, 4096).decode(errors="replace")
+    process.send_signal(signal.SIGINT)
+    try:
+        while chunk := os.read(controller, 4096):
+            seen += chunk.decode(errors="replace")
+    except OSError:  # the other end is closed: how a terminal says that the process has ended
+        pass
+    os.close(controller)
+    assert process.wait() == 130
+    assert "interrupted" in seen
+    assert "Traceback" not in seen
