@@ -16,9 +16,18 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from rarebit.settings import require
+from rarebit.settings import check_types, require
 from rarebit.tables.stack import Stack, stack_tables
-from rarebit.tables.table import AnyTable, Method, Table, full_table, methods_of, plain_like, wrap
+from rarebit.tables.table import (
+    AnyTable,
+    Method,
+    Table,
+    full_table,
+    methods_of,
+    plain_like,
+    unsuited,
+    wrap,
+)
 
 __all__ = ["HashedStack", "HashedTable", "Hashing"]
 
@@ -35,6 +44,7 @@ class Hashing(Method):
     """Rows that are kept."""
 
     def __post_init__(self) -> None:
+        check_types(self)
         require(self.buckets >= 1, f"buckets must be at least 1, got buckets={self.buckets}")
 
     def wrap(self, base: AnyTable) -> "HashedTable":
@@ -82,6 +92,10 @@ class HashedTable(Table):
         assert isinstance(self.method, Hashing)
         inner = wrap(self.inner, method)
         return HashedTable(self.method, inner, self.num_embeddings, self.padding_idx)
+
+    def unsuited(self, method: Method) -> str | None:
+        """What is applied later works on the buckets, so it must suit them."""
+        return unsuited(self.inner, method)
 
 
 class HashedStack(Stack):

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from rarebit.settings import require
+from rarebit.settings import check_types, require
 from rarebit.tables.stack import Stack, stack_tables
 from rarebit.tables.table import AnyTable, Method, Table, full_table, is_trainable, plain_like
 
@@ -37,6 +37,7 @@ class LowRank(Method):
     """Inner width: weights kept for each row."""
 
     def __post_init__(self) -> None:
+        check_types(self)
         require(self.rank >= 1, f"rank must be at least 1, got rank={self.rank}")
 
     def wrap(self, base: AnyTable) -> "LowRankTable":

@@ -9,8 +9,9 @@ from typing import TypeAlias
 from torch import nn
 from torch.optim import Optimizer
 
-from rarebit.errors import NoTableError, UnsupportedTableError
-from rarebit.tables.bag import Bag, plain_bag
+from rarebit.errors import NoTableError, OptimizerError, UnsupportedTableError
+from rarebit.settings import suggest
+from rarebit.tables.bag import Bag, bag_like
 from rarebit.tables.collection import TableCollection
 from rarebit.tables.find import (
     FieldSite,
@@ -22,8 +23,7 @@ from rarebit.tables.find import (
     refuse_wrapped_model,
 )
 from rarebit.tables.optimizer_state import Exchange, exchange_parameters
-from rarebit.settings import suggest
-from rarebit.tables.table import AnyTable, Method, Table, methods_of, wrap
+from rarebit.tables.table import AnyTable, Method, Table, methods_of, unsuited, wrap
 
 __all__ = ["TableChanges", "apply_", "merge_", "restore_methods"]
 
@@ -107,8 +107,9 @@ def apply_(
                 f"{method} cannot be applied to {site.info.name!r}: {site.info.refusal}. "
                 f"Leave it out with where=lambda t: t.name != {site.info.name!r}"
             )
-    tables = [wrap(site.table, method) for site in chosen]
-    return _put(model, str(method), chosen, tables, skipped, optimizer, verbose)
+    after = _put(model, chosen, [wrap(site.table, method) for site in chosen], optimizer)
+    before = tuple(site.info for site in chosen)
+    return _told(TableChanges(str(method), before, after, tuple(skipped)), verbose)
 
 
 def merge_(
@@ -141,7 +142,9 @@ def merge_(
         else:
             chosen.append(site)
             tables.append(site.table.merge())
-    return _put(model, "merge", chosen, tables, skipped, optimizer, verbose)
+    after = _put(model, chosen, tables, optimizer)
+    before = tuple(site.info for site in chosen)
+    return _told(TableChanges("merge", before, after, tuple(skipped)), verbose)
 
 
 def restore_methods(model: nn.Module, methods: Mapping[str, Sequence[Method]]) -> None:
@@ -156,7 +159,7 @@ def restore_methods(model: nn.Module, methods: Mapping[str, Sequence[Method]]) -
         if methods_of(sites[name].table) != tuple(steps)
     }
     tables = [reduce(wrap, steps, sites[name].table) for name, steps in pending.items()]
-    _put(model, "restore", [sites[name] for name in pending], tables, [], None, verbose=False)
+    _put(model, [sites[name] for name in pending], tables)
 
 
 def _choose(
@@ -164,7 +167,7 @@ def _choose(
 ) -> tuple[list[Site], list[tuple[str, str]]]:
     chosen, skipped = [], []
     for site in sites:
-        reason = _reason_to_skip(site.info, method, where, min_width)
+        reason = _reason_to_skip(site, method, where, min_width)
         if reason is None:
             chosen.append(site)
         else:
@@ -172,14 +175,12 @@ def _choose(
     return chosen, skipped
 
 
-def _reason_to_skip(
-    info: TableInfo, method: Method, where: Where | None, min_width: int
-) -> str | None:
-    if info.width < min_width:
+def _reason_to_skip(site: Site, method: Method, where: Where | None, min_width: int) -> str | None:
+    if site.info.width < min_width:
         return f"narrower than min_width={min_width}"
-    if where is not None and not where(info):
+    if where is not None and not where(site.info):
         return "not chosen"
-    return method.unsuited(info.rows, info.width)
+    return unsuited(site.table, method)
 
 
 def _nothing_matched(
@@ -194,14 +195,15 @@ def _nothing_matched(
 
 def _put(
     model: nn.Module,
-    title: str,
     sites: Sequence[Site],
     tables: Sequence[AnyTable],
-    skipped: Sequence[tuple[str, str]],
-    optimizer: Optimizer | None,
-    verbose: bool,
-) -> TableChanges:
-    """Put the new tables where the old ones were, tell the optimizer, and report."""
+    optimizer: Optimizer | None = None,
+) -> tuple[TableInfo, ...]:
+    """Put the new tables where the old ones were, tell the optimizer, and return what is there."""
+    if optimizer is not None and not isinstance(optimizer, Optimizer):
+        raise OptimizerError(
+            f"optimizer= takes a torch optimizer, got a {type(optimizer).__name__}"
+        )
     by_collection: dict[TableCollection, dict[int, AnyTable]] = defaultdict(dict)
     exchanges = []
     for site, table in zip(sites, tables, strict=True):
@@ -216,39 +218,24 @@ def _put(
     if optimizer is not None:
         exchange_parameters(optimizer, exchanges, model)
     now = {info.name: info for info in find_tables(model)}
-    changes = TableChanges(
-        title=title,
-        before=tuple(site.info for site in sites),
-        after=tuple(now[site.info.name] for site in sites),
-        skipped=tuple(skipped),
-    )
-    if verbose:
-        print(changes)
-    return changes
+    return tuple(now[site.info.name] for site in sites)
 
 
 def _replace_module(site: ModuleSite, table: AnyTable) -> Exchange:
-    module: nn.Module = table
-    if isinstance(site.module, nn.EmbeddingBag):
-        assert isinstance(table, Table)
-        module = Bag(
-            table,
-            mode=site.module.mode,
-            include_last_offset=bool(site.module.include_last_offset),
-        )
-    elif isinstance(site.module, Bag):
-        if isinstance(table, nn.Embedding):
-            module = plain_bag(site.module, table)
-        else:
-            module = Bag(
-                table,
-                mode=site.module.mode,
-                include_last_offset=site.module.include_last_offset,
-            )
-    module.train(site.module.training)
+    old = site.module
+    new: nn.Module = table
+    if isinstance(old, nn.EmbeddingBag | Bag):
+        new = bag_like(old, table)
+    new.train(old.training)
     for parent, attribute in site.places:
-        setattr(parent, attribute, module)
-    return Exchange(list(site.module.parameters()), list(module.parameters()), [])
+        setattr(parent, attribute, new)
+    return Exchange(list(old.parameters()), list(new.parameters()), [])
+
+
+def _told(changes: TableChanges, verbose: bool) -> TableChanges:
+    if verbose:
+        print(changes)  # noqa: T201  # what changed is what the caller wants to see
+    return changes
 
 
 def _shorten(lines: list[str]) -> list[str]:

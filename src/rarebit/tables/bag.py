@@ -8,7 +8,7 @@ from torch.nn import functional as F
 
 from rarebit.tables.table import AnyTable, Table
 
-__all__ = ["Bag", "plain_bag", "table_of_bag"]
+__all__ = ["Bag", "bag_like", "table_of_bag"]
 
 
 class Bag(nn.Module):
@@ -83,14 +83,17 @@ def table_of_bag(bag: nn.EmbeddingBag | Bag) -> AnyTable:
     return table.train(bag.training)
 
 
-def plain_bag(bag: Bag, table: nn.Embedding) -> nn.EmbeddingBag:
-    """Return an `nn.EmbeddingBag` with the rows of a plain table and the pooling of a bag."""
-    plain = nn.EmbeddingBag.from_pretrained(
+def bag_like(bag: nn.EmbeddingBag | Bag, table: AnyTable) -> nn.EmbeddingBag | Bag:
+    """Return another table with the pooling of this bag; torch's own bag around a plain table."""
+    last = bool(bag.include_last_offset)
+    if isinstance(table, Table):
+        return Bag(table, mode=bag.mode, include_last_offset=last)
+    plain: nn.EmbeddingBag = nn.EmbeddingBag.from_pretrained(
         table.weight.detach(),
         freeze=not table.weight.requires_grad,
         mode=bag.mode,
         sparse=table.sparse,
-        include_last_offset=bag.include_last_offset,
+        include_last_offset=last,
         padding_idx=table.padding_idx,
     )
-    return plain.train(bag.training)
+    return plain

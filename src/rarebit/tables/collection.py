@@ -4,7 +4,8 @@ A collection keeps one stack per kind of table. Changing some fields splits a st
 joins equal stacks again.
 """
 
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from typing import NamedTuple
 
 import torch
@@ -98,7 +99,7 @@ class TableCollection(nn.Module):
         ]
         return torch.cat(pooled, dim=1)
 
-    def _arrange(self, tables: Sequence[AnyTable], changed: Set[int] = frozenset()) -> None:
+    def _arrange(self, tables: Sequence[AnyTable], changed: AbstractSet[int] = frozenset()) -> None:
         """Group the tables into stacks; a stack whose members did not change is kept as it is."""
         groups: dict[tuple[object, ...], list[int]] = {}
         for index, table in enumerate(tables):
@@ -108,9 +109,12 @@ class TableCollection(nn.Module):
         self.stacks = nn.ModuleList(
             old[members]
             if members in old and not changed & set(members)
-            else stack_tables([tables[i] for i in members], [self.fields[i].max_length for i in members])
+            else stack_tables(
+                [tables[i] for i in members], [self.fields[i].max_length for i in members]
+            )
             for members in self.members
         )
+        self.stacks.train(self.training)
         self.slot_order = self._order_slots()
         self.slot_place = None if self.slot_order is None else torch.argsort(self.slot_order)
 

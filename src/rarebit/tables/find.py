@@ -25,6 +25,18 @@ __all__ = [
 
 TableModule: TypeAlias = nn.Embedding | nn.EmbeddingBag | Table | Bag
 
+MODULE_HOOKS = (
+    "_forward_hooks",
+    "_forward_pre_hooks",
+    "_backward_hooks",
+    "_backward_pre_hooks",
+    "_state_dict_hooks",
+    "_state_dict_pre_hooks",
+    "_load_state_dict_pre_hooks",
+    "_load_state_dict_post_hooks",
+)
+"""Where a module keeps what it calls besides itself."""
+
 
 @dataclass(frozen=True)
 class TableInfo:
@@ -99,20 +111,24 @@ def find_sites(model: nn.Module) -> list[Site]:
     sites: list[Site] = []
     for names, module in _table_modules(model):
         if isinstance(module, TableCollection):
-            sites += _field_sites(names[0], module)
+            # a collection stays where it is: what is replaced are its stacks
+            refusal = _tie_refusal(names, module, owners) or _hook_refusal(module.stacks)
+            sites += _field_sites(names[0], module, refusal)
         else:
             refusal = _refusal(names, module, owners)
-            sites.append(ModuleSite(module, _places(model, names), _module_info(names[0], module, refusal)))
+            sites.append(
+                ModuleSite(module, _places(model, names), _module_info(names[0], module, refusal))
+            )
     return sites
 
 
 def table_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
     """Return the parameters of all tables by name, each once."""
-    found = {}
-    for names, module in _table_modules(model):
-        for name, parameter in module.named_parameters(prefix=names[0]):
-            found[name] = parameter
-    return found
+    return {
+        name: parameter
+        for names, module in _table_modules(model)
+        for name, parameter in module.named_parameters(prefix=names[0])
+    }
 
 
 def refuse_wrapped_model(model: nn.Module) -> None:
@@ -175,46 +191,43 @@ def _refusal(
     names: list[str], module: TableModule, owners: dict[nn.Parameter, list[str]]
 ) -> str | None:
     """Say in one sentence why this table cannot be changed; None when it can."""
+    if names == [""]:
+        return "it is the whole model, so there is nothing to replace it in: put it in a module"
     if isinstance(module, Table | Bag):
-        return _hook_refusal(module)
+        return _tie_refusal(names, module, owners) or _hook_refusal(module)
     exact = nn.Embedding if isinstance(module, nn.Embedding) else nn.EmbeddingBag
     if type(module) is not exact:
         return (
             f"it is a {type(module).__name__}, a subclass of nn.{exact.__name__} "
             "that may look rows up in its own way"
         )
-    if names == [""]:
-        return "it is the whole model, so there is nothing to replace it in: put it in a module"
     if module.max_norm is not None:
         return f"max_norm={module.max_norm:g} rewrites rows at every lookup"
     if module.scale_grad_by_freq:
         return "scale_grad_by_freq=True rescales the gradient of a plain table only"
-    return (
-        _weight_refusal(names, module, owners) or _hook_refusal(module) or _padding_refusal(module)
-    )
-
-
-def _weight_refusal(
-    names: list[str],
-    module: nn.Embedding | nn.EmbeddingBag,
-    owners: dict[nn.Parameter, list[str]],
-) -> str | None:
     weight = module.weight
     if type(weight) is not nn.Parameter or weight.is_meta:
         return f"its weight is a {type(weight).__name__} on {weight.device}, no ordinary parameter"
-    own = {f"{name}.weight" for name in names}
-    tied = [name for name in owners.get(weight, []) if name not in own]
-    if tied:
-        return f"its weight is tied to {tied[0]!r}, which would keep the old one"
+    return _tie_refusal(names, module, owners) or _hook_refusal(module) or _padding_refusal(module)
+
+
+def _tie_refusal(
+    names: list[str], module: nn.Module, owners: dict[nn.Parameter, list[str]]
+) -> str | None:
+    own = tuple(f"{name}." if name else "" for name in names)
+    for parameter in module.parameters():
+        for name in owners[parameter]:
+            if not name.startswith(own):
+                return f"its weight is tied to {name!r}, which would keep the old one"
     return None
 
 
 def _hook_refusal(module: nn.Module) -> str | None:
-    kinds = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-    if any(getattr(module, kind, None) for kind in kinds):
+    if any(getattr(part, kind, None) for part in module.modules() for kind in MODULE_HOOKS):
         return "it has hooks, which a replacement would not run: remove them first"
+    gradients = ("_backward_hooks", "_post_accumulate_grad_hooks")
     for parameter in module.parameters():
-        if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
+        if any(getattr(parameter, kind, None) for kind in gradients):
             return "its weight has gradient hooks, which a replacement would not run"
     return None
 
@@ -247,9 +260,10 @@ def _module_info(name: str, module: TableModule, refusal: str | None) -> TableIn
     )
 
 
-def _field_sites(prefix: str, collection: TableCollection) -> Iterator[FieldSite]:
+def _field_sites(
+    prefix: str, collection: TableCollection, refusal: str | None
+) -> Iterator[FieldSite]:
     start = f"{prefix}." if prefix else ""
-    refusal = _hook_refusal(collection)
     for index, table in enumerate(collection.tables()):
         name = start + collection.fields[index].name
         info = TableInfo(

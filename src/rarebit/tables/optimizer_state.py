@@ -1,6 +1,6 @@
 """Keep an optimizer in step with a model whose tables were exchanged."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -55,24 +55,22 @@ def exchange_parameters(
     """
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     for exchange in exchanges:
-        group = _group_of(optimizer, exchange.old)
+        stay = {id(p) for p in exchange.new}
+        gone = [p for p in exchange.old if id(p) not in stay]
+        group = _group_of(optimizer, gone)
         if group is None:
             continue
-        gone = {id(p) for p in exchange.old} - {id(p) for p in exchange.new}
         held = {id(p) for g in optimizer.param_groups for p in g["params"]}
         arrived = [p for p in exchange.new if id(p) not in held]
         for parameter in arrived:
             state = _carried_state(optimizer, parameter, exchange.moves)
+            state = state or _first_state(optimizer, parameter, group)
             if state:
                 optimizer.state[parameter] = state
+        for parameter in gone:
+            optimizer.state.pop(parameter, None)
         for other in optimizer.param_groups:
-            _drop(other, gone)
-        for parameter in exchange.old:
-            if id(parameter) in gone:
-                optimizer.state.pop(parameter, None)
-        group["params"].extend(arrived)
-        if "param_names" in group:
-            group["param_names"].extend(names[id(p)] for p in arrived)
+            _exchange_in(other, exchange, arrived if other is group else [], names)
 
 
 def _group_of(optimizer: Optimizer, parameters: Sequence[nn.Parameter]) -> dict[str, Any] | None:
@@ -83,11 +81,38 @@ def _group_of(optimizer: Optimizer, parameters: Sequence[nn.Parameter]) -> dict[
     return None
 
 
-def _drop(group: dict[str, Any], gone: set[int]) -> None:
-    stay = [index for index, p in enumerate(group["params"]) if id(p) not in gone]
-    for key in ("params", "param_names"):
-        if key in group:
-            group[key] = [group[key][index] for index in stay]
+def _exchange_in(
+    group: dict[str, Any],
+    exchange: Exchange,
+    arrived: Sequence[nn.Parameter],
+    names: Mapping[int, str],
+) -> None:
+    """Put the new parameters where the old ones stood, in the model's order.
+
+    A saved state goes by position: in another order it would be read into other parameters.
+    """
+    old = list(group["params"])
+    ours = {id(p) for p in (*exchange.old, *exchange.new)}
+    here = {id(p) for p in (*old, *arrived)}
+    new = [p for p in exchange.new if id(p) in here]
+    others = [p for p in old if id(p) not in ours]
+    place = next((index for index, p in enumerate(old) if id(p) in ours), 0)
+    # in place: an optimizer may hold on to the list itself, as LBFGS does
+    group["params"][:] = [*others[:place], *new, *others[place:]]
+    if "param_names" in group:
+        known = dict(zip(map(id, old), group["param_names"], strict=True))
+        known |= {id(p): names[id(p)] for p in new}
+        group["param_names"] = [known[id(p)] for p in group["params"]]
+
+
+def _first_state(
+    optimizer: Optimizer, parameter: nn.Parameter, group: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Return what Adagrad knows of a new parameter: torch makes it with the optimizer, not later."""
+    if not isinstance(optimizer, torch.optim.Adagrad):
+        return {}
+    options = {key: group[key] for key in optimizer.defaults}
+    return dict(torch.optim.Adagrad([parameter], **options).state[parameter])
 
 
 def _carried_state(

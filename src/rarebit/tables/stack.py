@@ -101,7 +101,7 @@ def stack_key(table: AnyTable) -> tuple[object, ...]:
 def stack_tables(tables: Sequence[AnyTable], lengths: Sequence[int]) -> Stack:
     """Return equal-kind tables behind one lookup, in the method's own stacked form."""
     plain = [table for table in tables if isinstance(table, nn.Embedding)]
-    if len(plain) == len(tables):
-        return PlainStack(plain, lengths)
     made = [table for table in tables if isinstance(table, Table)]
-    return made[0].method.stack(made, lengths)
+    stack = made[0].method.stack(made, lengths) if made else PlainStack(plain, lengths)
+    # what a stack knows of its slots is made on the CPU
+    return stack.to(next(stack.parameters()).device)

@@ -29,6 +29,7 @@ __all__ = [
     "is_trainable",
     "methods_of",
     "plain_like",
+    "unsuited",
     "wrap",
 ]
 
@@ -92,6 +93,10 @@ class Table(nn.Module, ABC):
         """Return this table with one more method applied on top of its rows."""
         return method.wrap(self)
 
+    def unsuited(self, method: "Method") -> str | None:
+        """Say why this table is better left alone by a further method, or None."""
+        return method.unsuited(self.num_embeddings, self.embedding_dim)
+
     def merge(self) -> nn.Embedding:
         """Return a plain table with the same rows; whatever this table wraps is folded in."""
         return plain_like(self, full_table(self), padding_idx=self.padding_idx)
@@ -129,6 +134,13 @@ class Method(ABC):
 def wrap(base: AnyTable, method: Method) -> Table:
     """Return the table with a method applied to it."""
     return base.receive(method) if isinstance(base, Table) else method.wrap(base)
+
+
+def unsuited(base: AnyTable, method: Method) -> str | None:
+    """Say why the table is better left alone by a method, or None."""
+    if isinstance(base, Table):
+        return base.unsuited(method)
+    return method.unsuited(base.num_embeddings, base.embedding_dim)
 
 
 def methods_of(table: AnyTable) -> tuple[Method, ...]:

@@ -1,0 +1,4 @@
+import pytest
+
+# The checks are a plain module: ask for the long messages that asserts in test files have.
+pytest.register_assert_rewrite("contract.method_checks", "contract.model_checks")

@@ -1,0 +1,174 @@
+"""The contract that every file in `rarebit.methods` keeps. A new method needs one line in METHODS."""
+
+import json
+from collections.abc import Callable
+from dataclasses import FrozenInstanceError, dataclass, fields
+from typing import Any
+
+import pytest
+from capabilities import needs_cuda
+from contract import method_checks as checks
+
+import rarebit as rb
+from rarebit.errors import SettingsError
+from rarebit.methods import method_class, method_from_mapping, method_names, method_to_mapping
+
+EXPECTED = 2
+"""Methods there are at least: a search that finds none must not pass."""
+
+
+@dataclass(frozen=True)
+class Line:
+    """What the contract must know of a method."""
+
+    settings: dict[str, Any]
+    """Settings that suit a table of 9 rows and width 6."""
+    stored: Callable[[int, int], int]
+    """Weights stored for a table of so many rows and so wide."""
+    bad: tuple[tuple[dict[str, Any], str], ...]
+    """Settings that are refused, and a part of the message."""
+
+
+METHODS = {
+    "hashing": Line(
+        settings={"buckets": 5},
+        stored=lambda rows, width: 5 * width,
+        bad=(
+            ({"buckets": 0}, "buckets must be at least 1, got buckets=0"),
+            ({"buckets": -3}, "got buckets=-3"),
+            ({"buckets": 2.5}, "buckets must be int, got 2.5"),
+            ({"buckets": "5"}, "buckets must be int, got '5'"),
+        ),
+    ),
+    "low_rank": Line(
+        settings={"rank": 2},
+        stored=lambda rows, width: (rows + width) * 2,
+        bad=(
+            ({"rank": 0}, "rank must be at least 1, got rank=0"),
+            ({"rank": 2.5}, "rank must be int, got 2.5"),
+        ),
+    ),
+}
+
+
+def line_of(name: str) -> Line:
+    assert name in METHODS, (
+        f"methods/{name}.py is not under contract: add a line to METHODS in "
+        "tests/contract/test_methods.py with settings for a table of 9 x 6, the number of weights "
+        "it stores, and settings it refuses"
+    )
+    return METHODS[name]
+
+
+def method_of(name: str) -> rb.Method:
+    return method_class(name)(**line_of(name).settings)
+
+
+every_method = pytest.mark.parametrize("name", method_names())
+
+
+def test_all_methods_are_found_and_none_is_missing():
+    assert len(method_names()) >= EXPECTED
+    assert set(METHODS) <= set(method_names()), "METHODS names a file that is not there"
+
+
+def test_a_method_without_a_line_fails():
+    with pytest.raises(AssertionError, match=r"methods/unheard_of\.py is not under contract: add"):
+        line_of("unheard_of")
+
+
+@every_method
+@pytest.mark.parametrize("check", checks.all_checks().values(), ids=checks.all_checks())
+def test_contract(name, check):
+    check(method_of(name))
+
+
+@every_method
+def test_the_weights_stored_are_those_of_the_formula(name):
+    checks.check_count(method_of(name), line_of(name).stored)
+
+
+@every_method
+def test_settings_round_trip(name):
+    method = method_of(name)
+    values = json.loads(json.dumps(method_to_mapping(method)))
+    assert values == {"method": name} | line_of(name).settings
+    assert method_from_mapping(values) == method
+
+
+@every_method
+def test_bad_settings_are_refused(name):
+    assert line_of(name).bad, "name a setting that the method refuses"
+    for settings, message in line_of(name).bad:
+        with pytest.raises(SettingsError, match=message):
+            method_class(name)(**settings)
+        with pytest.raises(SettingsError, match=message):
+            method_from_mapping({"method": name} | settings)
+
+
+@every_method
+def test_an_unknown_setting_is_refused_with_a_suggestion(name):
+    known = fields(method_class(name))[0].name
+    with pytest.raises(SettingsError, match=f"unknown setting '{known}s'.*did you mean '{known}'"):
+        method_from_mapping({"method": name, f"{known}s": 1})
+
+
+@every_method
+def test_a_setting_of_the_wrong_type_is_refused(name):
+    for key in line_of(name).settings:
+        with pytest.raises(SettingsError, match=f"method {name}: {key} must be "):
+            method_from_mapping({"method": name} | line_of(name).settings | {key: [[]]})
+
+
+@every_method
+def test_settings_are_frozen(name):
+    method = method_of(name)
+    with pytest.raises(FrozenInstanceError):
+        setattr(method, fields(method)[0].name, 1)
+
+
+@every_method
+def test_a_method_is_public_and_its_file_says_what_it_computes(name):
+    cls = method_class(name)
+    assert getattr(rb, cls.__name__) is cls
+    assert "=" in (__import__(cls.__module__, fromlist=["_"]).__doc__ or "")
+
+
+@every_method
+def test_a_saved_model_comes_back_with_its_tables(name, tmp_path):
+    model, batch = checks.zoo_model(), checks.zoo_batch()
+    rb.apply_(model, method_of(name), where=lambda t: t.field != "item", verbose=False)
+    checks.move_(model)
+    copy = rb.load_model(rb.save_model(model, tmp_path))
+    assert rb.find_tables(copy) == rb.find_tables(model)
+    assert bool((copy(batch) == model(batch)).all())
+
+
+@needs_cuda
+@every_method
+def test_a_table_stays_on_its_device(name):
+    checks.check_dtype(method_of(name), device="cuda")
+
+
+@needs_cuda
+@every_method
+def test_all_of_a_collection_stays_on_its_device(name):
+    tables = checks.zoo_model().backbone.tables.cuda()
+    rb.apply_(tables, method_of(name), where=lambda t: t.field != "item", verbose=False)
+    places = {tensor.device.type for tensor in (*tables.parameters(), *tables.buffers())}
+    assert places == {"cuda"}
+    assert tables(checks.zoo_batch().ids.cuda()).is_cuda
+
+
+def test_an_unknown_method_is_refused_with_a_suggestion():
+    with pytest.raises(SettingsError, match="unknown method 'hashin'; did you mean 'hashing'"):
+        method_from_mapping({"method": "hashin", "buckets": 3})
+
+
+def test_a_mapping_must_name_its_method():
+    with pytest.raises(SettingsError, match='a method is named by the key "method", got'):
+        method_from_mapping({"buckets": 3})
+
+
+def test_a_method_may_be_named_with_a_hyphen():
+    assert method_from_mapping({"method": "low-rank", "rank": 3}) == rb.LowRank(rank=3)

@@ -1,0 +1,133 @@
+"""Methods on top of methods."""
+
+import pytest
+import torch
+from torch import nn
+from torch.testing import assert_close
+
+import rarebit as rb
+from rarebit.models.fm import FM
+
+HASHING, LOW_RANK = rb.Hashing(buckets=7), rb.LowRank(rank=2)
+
+FIELDS = (
+    rb.Field(name="user", rows=20),
+    rb.Field(name="tags", kind="multi", rows=9, max_length=3),
+    rb.Field(name="item", rows=11),
+)
+
+
+def move_(model: nn.Module) -> None:
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter), alpha=0.3)
+
+
+def compose(model: nn.Module, *methods: rb.Method) -> nn.Module:
+    for method in methods:
+        rb.apply_(model, method, verbose=False)
+    move_(model)
+    return model
+
+
+def ids_of(rows: int = 8) -> torch.Tensor:
+    return torch.cat([torch.randint(f.rows, (rows, f.max_length)) for f in FIELDS], dim=1)
+
+
+def test_hashing_then_low_rank_keeps_buckets_of_low_rank():
+    table = compose(nn.Sequential(nn.Embedding(20, 5)), HASHING, LOW_RANK)[0]
+    left, right = table.inner.inner.weight, table.inner.right
+    assert left.shape == (7, 2)
+    assert right.shape == (2, 5)
+    assert_close(table.weight, torch.stack([left[i % 7] @ right for i in range(20)]))
+
+
+def test_the_buckets_start_as_the_closest_of_low_rank():
+    plain = nn.Embedding(20, 5)
+    model = nn.Sequential(plain)
+    rb.apply_(model, HASHING, verbose=False)
+    rb.apply_(model, LOW_RANK, verbose=False)
+    tail = torch.linalg.svdvals(plain.weight.detach()[:7])[2:].square().sum()
+    assert_close((model[0].weight[:7] - plain.weight[:7]).square().sum().detach(), tail)
+
+
+def test_methods_are_listed_in_the_order_they_were_applied():
+    model = compose(nn.Sequential(nn.Embedding(20, 5)), HASHING, LOW_RANK)
+    (info,) = rb.find_tables(model)
+    assert info.methods == ("Hashing(buckets=7)", "LowRank(rank=2)")
+    assert info.num_parameters == (7 + 5) * 2
+
+
+def test_a_method_goes_to_the_innermost_buckets():
+    inner = rb.Hashing(buckets=4)
+    model = compose(nn.Sequential(nn.Embedding(20, 5)), HASHING, inner, LOW_RANK)
+    (info,) = rb.find_tables(model)
+    assert info.methods == (str(HASHING), str(inner), str(LOW_RANK))
+    stored = model[0].inner.inner
+    assert_close(model[0].weight, torch.stack([stored.weight[i % 7 % 4] for i in range(20)]))
+
+
+def test_low_rank_then_hashing_hashes_the_rows_of_low_rank():
+    model = nn.Sequential(nn.Embedding(20, 5))
+    rb.apply_(model, LOW_RANK, verbose=False)
+    rows = model[0].weight.detach()
+    rb.apply_(model, HASHING, verbose=False)
+    assert_close(model[0].weight.detach(), torch.stack([rows[i % 7] for i in range(20)]))
+
+
+@pytest.mark.parametrize("methods", [(HASHING, LOW_RANK), (LOW_RANK, HASHING), (HASHING, HASHING)])
+def test_merged_equals_unmerged(methods):
+    ids, offsets = torch.tensor([3, 19, 0, 3]), torch.tensor([0, 1])
+    for table in (nn.Embedding(20, 5, padding_idx=3), nn.EmbeddingBag(20, 5, padding_idx=3)):
+        arguments = (ids, offsets) if isinstance(table, nn.EmbeddingBag) else (ids,)
+        model = compose(nn.ModuleList([table]), *methods)
+        before = model[0](*arguments)
+        rb.merge_(model, verbose=False)
+        assert type(model[0]) is type(table)
+        assert_close(model[0](*arguments), before, atol=1e-6, rtol=1e-6)
+
+
+@pytest.mark.parametrize("methods", [(HASHING, LOW_RANK), (LOW_RANK, HASHING)])
+def test_a_collection_composes_as_its_tables_do(methods):
+    model = compose(FM(rb.Schema(FIELDS), dim=5), *methods).double()
+    tables, ids = model.backbone.tables, ids_of()
+    user, tags, item = tables.tables()
+    present = (ids[:, 1:4] != 0).unsqueeze(-1)
+    mean = (tags(ids[:, 1:4]) * present).sum(dim=1) / present.sum(dim=1).clamp(min=1)
+    expected = torch.stack([user(ids[:, 0]), mean, item(ids[:, 4])], dim=1)
+    assert_close(tables(ids), expected)
+    assert len(tables.stacks) == 1
+    rb.merge_(tables, verbose=False)
+    assert_close(tables(ids), expected, atol=1e-9, rtol=1e-9)
+
+
+@pytest.mark.parametrize("methods", [(HASHING, LOW_RANK), (LOW_RANK, HASHING)])
+def test_a_saved_model_has_the_same_methods_in_the_same_order(methods, tmp_path):
+    model = FM(rb.Schema(FIELDS), dim=5)
+    rb.apply_(model, methods[0], where=lambda t: t.field != "item", verbose=False)
+    rb.apply_(model, methods[1], where=lambda t: t.field != "tags", verbose=False)
+    move_(model)
+    loaded = rb.load_model(rb.save_model(model, tmp_path))
+    assert rb.find_tables(loaded) == rb.find_tables(model)
+    data = rb.Dataset(model.schema, ids_of())
+    assert bool((rb.predict(loaded, data) == rb.predict(model, data)).all())
+
+
+def test_a_table_of_ones_own_model_comes_back_composed(tmp_path):
+    model = compose(nn.Sequential(nn.Embedding(20, 5)), HASHING, LOW_RANK)
+    folder = rb.save_model(model, tmp_path)
+    loaded = rb.load_model(folder, into=nn.Sequential(nn.Embedding(20, 5)))
+    assert rb.find_tables(loaded) == rb.find_tables(model)
+    assert_close(loaded[0].weight, model[0].weight, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("method", "reason"),
+    [(rb.LowRank(rank=5), "smaller than rank 5"), (rb.Hashing(buckets=4), "no more than 4 rows")],
+)
+def test_a_method_that_does_not_suit_the_buckets_leaves_them_alone(method, reason):
+    model = nn.ModuleDict({"hashed": nn.Embedding(20, 8), "plain": nn.Embedding(20, 8)})
+    rb.apply_(model, rb.Hashing(buckets=3), where=lambda t: t.name == "hashed", verbose=False)
+    changes = rb.apply_(model, method, verbose=False)
+    assert changes.skipped == (("hashed", reason),)
+    assert [info.name for info in changes.after] == ["plain"]
