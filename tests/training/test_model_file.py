@@ -556,3 +556,31 @@ def test_settings_that_json_cannot_hold_are_refused_before_anything_is_written(t
     with pytest.raises(ModelFileError, match="the settings of MyFM cannot be written as JSON"):
         save_model(model, tmp_path / "new")
     assert not (tmp_path / "new").exists()
+
+
+def test_what_was_frozen_stays_frozen_and_loads(tmp_path):
+    model = zoo_model("fm", [])
+    apply_(model, Hashing(buckets=4), where=lambda table: table.field == "user", verbose=False)
+    model.backbone.tables.stacks[0].requires_grad_(requires_grad=False)
+    apply_(model, Hashing(buckets=4), where=lambda table: table.field == "tags", verbose=False)
+    save_model(model, tmp_path)
+    loaded = load_model(tmp_path)
+    assert_same(loaded, model)
+    assert find_tables(loaded) == find_tables(model)
+    assert [table.field for table in find_tables(loaded) if not table.trainable] == ["user"]
+
+
+def test_a_frozen_table_of_a_users_own_model_loads(tmp_path):
+    model = TwoTower()
+    model.tags.requires_grad_(requires_grad=False)
+    save_model(model, tmp_path)
+    loaded = load_model(tmp_path, into=TwoTower())
+    assert_same(loaded, model)
+    assert not loaded.tags.weight.requires_grad
+    assert loaded.user.weight.requires_grad
+
+
+def test_a_wrapped_model_cannot_be_read_into(tmp_path):
+    save_model(TwoTower(), tmp_path)
+    with pytest.raises(ModelFileError, match="is wrapped in DataParallel"):
+        load_model(tmp_path, into=nn.DataParallel(TwoTower()))

@@ -6,7 +6,8 @@
     W   `HashedTable.inner`, m rows
 
 The simplest way to a smaller table and the control for every cleverer one. A bucket starts as the
-row of the same number, so the ids below `buckets` keep what they had.
+row of the same number, so the ids below `buckets` keep what they had. Apply it before other methods:
+they then work on the buckets. Applied after one, it keeps rows and folds the method into them.
 
 Not for small tables: two frequent ids in one bucket hurt both.
 """

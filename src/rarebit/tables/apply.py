@@ -1,7 +1,7 @@
 """Change the tables of a model in place: `apply_` a method, `merge_` it back to plain tables."""
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import reduce
 from typing import TypeAlias
@@ -23,9 +23,9 @@ from rarebit.tables.find import (
     refuse_wrapped_model,
 )
 from rarebit.tables.optimizer_state import Exchange, exchange_parameters
-from rarebit.tables.table import AnyTable, Method, Table, methods_of, unsuited, wrap
+from rarebit.tables.table import AnyTable, Method, Table, is_trainable, methods_of, unsuited, wrap
 
-__all__ = ["TableChanges", "apply_", "merge_", "restore_methods"]
+__all__ = ["TableChanges", "apply_", "merge_", "restore_tables"]
 
 Where: TypeAlias = Callable[[TableInfo], bool]
 
@@ -147,19 +147,30 @@ def merge_(
     return _told(TableChanges("merge", before, after, tuple(skipped)), verbose)
 
 
-def restore_methods(model: nn.Module, methods: Mapping[str, Sequence[Method]]) -> None:
-    """Apply to each named table the methods it had when it was saved; its weights come after."""
+def restore_tables(
+    model: nn.Module, methods: Mapping[str, Sequence[Method]], frozen: Collection[str]
+) -> None:
+    """Give each named table the methods it had when it was saved, and freeze what was frozen.
+
+    The weights come after: what the tables are started from does not matter.
+    """
+    refuse_wrapped_model(model)
     sites = {site.info.name: site for site in find_sites(model)}
-    unknown = [name for name in methods if name not in sites]
-    if unknown:
-        raise NoTableError(f"there is no table {unknown[0]!r}{suggest(unknown[0], list(sites))}")
-    pending = {
-        name: tuple(steps)
-        for name, steps in methods.items()
-        if methods_of(sites[name].table) != tuple(steps)
-    }
-    tables = [reduce(wrap, steps, sites[name].table) for name, steps in pending.items()]
-    _put(model, [sites[name] for name in pending], tables)
+    for name in (*methods, *frozen):
+        if name not in sites:
+            raise NoTableError(f"there is no table {name!r}{suggest(name, list(sites))}")
+    changed, tables = [], []
+    for name, site in sites.items():
+        had = methods_of(site.table)
+        steps, freeze = tuple(methods.get(name, had)), name in frozen and site.info.trainable
+        if steps == had and not freeze:
+            continue
+        if site.info.refusal:
+            raise UnsupportedTableError(f"cannot change {name!r}: {site.info.refusal}")
+        table = site.table if steps == had else reduce(wrap, steps, site.table)
+        changed.append(site)
+        tables.append(table.requires_grad_(requires_grad=is_trainable(table) and not freeze))
+    _put(model, changed, tables)
 
 
 def _choose(

@@ -4,7 +4,8 @@ A stack takes ids `(..., S)`, per field, one column a slot (a multi-valued field
 and returns rows `(..., S, D)`. Offsets belong to the stack and are never stored. Stacks nest as
 tables nest: a method's stack holds the stack of its tables' inner tables.
 
-Any stack equals the loop over its tables; a contract test holds each method's stack to that.
+Any stack equals the loop over its tables; a contract test holds each method's stack to that. Only
+padding is left to the collection, which leaves it out when it pools a multi-valued field.
 """
 
 from abc import ABC, abstractmethod

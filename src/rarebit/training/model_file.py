@@ -23,8 +23,8 @@ from rarebit.errors import ModelFileError
 from rarebit.methods import method_class, method_from_mapping, method_names, method_to_mapping
 from rarebit.models import build_model, model_names
 from rarebit.models._base import RankingModel
-from rarebit.tables.apply import restore_methods
-from rarebit.tables.find import find_sites
+from rarebit.tables.apply import restore_tables
+from rarebit.tables.find import find_sites, find_tables
 from rarebit.tables.table import methods_of
 
 __all__ = ["FORMAT", "load_model", "save_model"]
@@ -97,7 +97,7 @@ def load_model(
         _check_fields(folder, into, description)
     methods = _saved_methods(folder, description)
     try:
-        restore_methods(model, methods)
+        restore_tables(model, methods, description.get("frozen", ()))
     except NONSENSE as error:
         raise ModelFileError(f"{str(folder)!r} is a model of another kind: {error}") from None
     _load_weights(folder, model, tensors)
@@ -119,6 +119,7 @@ def _describe(model: nn.Module) -> dict[str, Any]:
             for site in find_sites(model)
             if methods_of(site.table)
         },
+        "frozen": [info.name for info in find_tables(model) if not info.trainable],
     }
 
 
