@@ -82,7 +82,9 @@ def _rarebit(
 
 @app.command()
 def demo(
-    rows: Annotated[int, typer.Option(help="Rows of the generated click log.")] = 1_000_000,
+    rows: Annotated[
+        int, typer.Option(help="Rows of the generated click log.")
+    ] = SyntheticLog().rows,
     device: DeviceOption = "auto",
 ) -> None:
     """Generate the built-in click log, train DeepFM on it, and say what to try next."""
