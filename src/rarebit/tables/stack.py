@@ -15,6 +15,7 @@ from itertools import accumulate
 import torch
 from torch import Tensor, nn
 
+from rarebit.tables.gather import GradientMemory, gather
 from rarebit.tables.table import AnyTable, Table, is_trainable, methods_of, plain_like
 
 __all__ = ["LoopStack", "PlainStack", "Stack", "stack_key", "stack_tables"]
@@ -53,6 +54,7 @@ class PlainStack(Stack):
 
     def __init__(self, tables: Sequence[nn.Embedding], lengths: Sequence[int]) -> None:
         super().__init__(lengths)
+        self.gradient_memory = GradientMemory()
         self.sizes = tuple(table.num_embeddings for table in tables)
         self.padding = tuple(table.padding_idx for table in tables)
         first_rows = torch.tensor([0, *accumulate(self.sizes)][:-1])
@@ -64,8 +66,7 @@ class PlainStack(Stack):
 
     def rows(self, ids: Tensor) -> Tensor:
         """Return the rows by one gather."""
-        rows: Tensor = self.embedding(ids + self.offsets)
-        return rows
+        return gather(self.embedding, ids + self.offsets, self.gradient_memory)
 
     def split(self) -> list[AnyTable]:
         """Return one plain table a field; weights are shared with the stack, not copied."""

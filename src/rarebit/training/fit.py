@@ -103,6 +103,7 @@ def fit(
         if metrics is not None and best.has_stalled(epoch, getattr(metrics, settings.monitor)):
             history.stopped_early = True
             break
+    step.release()
     history.best_epoch = best.restore()
     return history
 

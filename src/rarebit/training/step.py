@@ -10,6 +10,7 @@ from torch.optim import Optimizer
 
 from rarebit.data.dataset import Batch
 from rarebit.errors import TrainingError
+from rarebit.tables.stack import PlainStack
 from rarebit.training.evaluate import Forward, device_of, score
 from rarebit.training.settings import Precision
 
@@ -34,6 +35,7 @@ class TrainingStep:
         self.model, self.optimizer, self.loss, self.forward = model, optimizer, loss, forward
         self.half = precision == "bfloat16"
         self.device = device_of(model)
+        self.stacks = [module for module in model.modules() if isinstance(module, PlainStack)]
         self.steps = 0
         self.loss_sum = torch.zeros((), dtype=torch.float64, device=self.device)
         self.bad_step = torch.full((), -1, device=self.device)
@@ -47,6 +49,8 @@ class TrainingStep:
         loss = self.loss(logits, batch.label.to(logits.dtype))
         loss.backward()
         self.optimizer.step()
+        for stack in self.stacks:
+            stack.gradient_memory.keep(stack.embedding.weight)
         self.optimizer.zero_grad(set_to_none=True)
         self._remember(loss.detach(), len(batch))
 
@@ -64,6 +68,11 @@ class TrainingStep:
                 f"the loss was not finite at step {step}; lower the learning rate, "
                 "or look for extreme numbers in the data"
             )
+
+    def release(self) -> None:
+        """Give back what is kept between two steps, after the last one."""
+        for stack in self.stacks:
+            stack.gradient_memory.release()
 
     def take_mean_loss(self, rows: int) -> float:
         """Return the mean loss since the last call."""
