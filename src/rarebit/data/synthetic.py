@@ -28,7 +28,7 @@ from rarebit.data.dataset import Dataset, Splits
 from rarebit.data.schema import FIRST_VALUE, UNKNOWN, Field, Schema
 from rarebit.data.synthetic_columns import Column, Counters, draw_column, draw_topics
 from rarebit.data.synthetic_teacher import Rows, Teacher, draw_effects
-from rarebit.settings import require, suggest
+from rarebit.settings import check_types, require
 
 __all__ = ["MIN_COUNT", "SyntheticLog", "generate"]
 
@@ -85,11 +85,7 @@ class SyntheticLog:
     """Share of the labels that are coin flips at the click rate, whatever the row."""
 
     def __post_init__(self) -> None:
-        require(
-            self.preset in _PRESETS,
-            f"preset must be one of {', '.join(map(repr, _PRESETS))}, got preset={self.preset!r}"
-            f"{suggest(str(self.preset), _PRESETS)}",
-        )
+        check_types(self)
         require(self.rows >= 10, f"rows must be at least 10, got rows={self.rows}")
         require(self.seed >= 0, f"seed must be at least 0, got seed={self.seed}")
         require(

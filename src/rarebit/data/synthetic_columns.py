@@ -53,9 +53,12 @@ class Column:
         """The field as the schema knows it."""
         if not self.num_values:
             return Field(name=self.name, kind="numeric")
-        kind = "multi" if self.max_length > 1 else "categorical"
-        rows = FIRST_VALUE + self.num_values
-        return Field(name=self.name, kind=kind, rows=rows, max_length=self.max_length)
+        return Field(
+            name=self.name,
+            kind="multi" if self.max_length > 1 else "categorical",
+            rows=FIRST_VALUE + self.num_values,
+            max_length=self.max_length,
+        )
 
     @property
     def num_frequent(self) -> int:

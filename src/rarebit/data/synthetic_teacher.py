@@ -149,18 +149,21 @@ def _sum(group: Group, rows: Rows) -> Numbers:
     return total
 
 
-def _effect(effects: Numbers, column: NDArray[np.generic]) -> Numbers:
+def _effect(effects: Numbers, column: Ids | Numbers) -> Numbers:
     """Return one field's effect in each row, `(n,)`."""
     if column.ndim == 1:
-        return effects[0] * column.astype(np.float32, copy=False)
+        weighted: Numbers = effects[0] * column.astype(np.float32, copy=False)
+        return weighted
     first, *others = column.astype(np.int64, copy=False)
+    total: Numbers = effects[first]
     if not others:
-        return effects[first]
-    total, length = effects[first], (first != PADDING).astype(np.float32)
+        return total
+    length = (first != PADDING).astype(np.float32)
     for ids in others:
         total += effects[ids]
         length += ids != PADDING
-    return total / np.maximum(length, np.float32(1))
+    total /= np.maximum(length, np.float32(1))
+    return total
 
 
 def _mean(numbers: Numbers | NDArray[np.float64]) -> float:
