@@ -3,6 +3,7 @@
 import csv
 import itertools
 import json
+import shutil
 import sys
 import tomllib
 from pathlib import Path
@@ -19,7 +20,7 @@ from rarebit.data.synthetic import SyntheticLog, generate
 from rarebit.errors import ModelFileError, RarebitError, SettingsError
 from rarebit.models import model_names
 from rarebit.settings import read_toml, suggest
-from rarebit.training.evaluate import evaluate, predict
+from rarebit.training.evaluate import Evaluation, evaluate, predict
 from rarebit.training.model_file import load_model
 from rarebit.training.run import RunResult, RunSettings, read_run, run
 
@@ -90,22 +91,18 @@ def demo(
     """Generate the built-in click log, train DeepFM on it, and say what to try next."""
     settings = RunSettings.from_mapping({**DEMO, "data": {"rows": rows}})
     result = _train(settings, DEMO_FOLDER, device)
-    gap = (result.test.rarest_ceiling, result.test.rarest)
-    if all(metrics is not None and metrics.auc is not None for metrics in gap):
-        console.print(
-            "\nThe model is furthest from what is possible on rows of rare values: "
-            "that is what Rarebit's methods are for."
-        )
-    console.print(
-        f"""
-What to try next:
-  rarebit predict --model {DEMO_FOLDER}          score the test split again with the saved model
-  rarebit train --model dcn_v2            another model: {", ".join(model_names())}
-  rarebit train --help                    every option, and how to write a settings file
-  rarebit bench train                     how fast a training step is beside hand-written torch
-In Python: rb.apply_(model, rb.LowRank(rank=4)) on a model of your own; the README shows how.""",
-        markup=False,
-    )
+    if _lags_on_rare_rows(result.test):
+        console.print("It is furthest from what is possible on rows of rare values.")
+    command = _how_to_call()
+    console.print("\nWhat to try next:")
+    for purpose, words in {
+        "score the test split again with the saved model": f"predict --model {DEMO_FOLDER}",
+        f"train another model: {', '.join(model_names())}": "train --model dcn_v2",
+        "see every option, and what a settings file may hold": "train --help",
+        "compare a training step with hand-written torch": "bench train",
+    }.items():
+        console.print(f"  {purpose}\n    {command} {words}", markup=False, soft_wrap=True)
+    console.print("The README shows how to use it on a model of your own.")
 
 
 @app.command()
@@ -144,9 +141,8 @@ def train(  # noqa: PLR0917  # typer calls it by name
         _override(values, *_parse_assignment(assignment))
     settings = RunSettings.from_mapping(values)
     result = _train(settings, out or _new_folder(settings.model), device)
-    console.print(
-        f"\nSaved in {result.folder}. Score with: rarebit predict --model {result.folder}"
-    )
+    console.print(f"\nSaved in {result.folder}. To score with it:", soft_wrap=True)
+    console.print(f"  {_how_to_call()} predict --model {result.folder}", soft_wrap=True)
 
 
 @app.command(name="predict")
@@ -237,6 +233,24 @@ def _parse_assignment(text: str) -> tuple[str, str, object]:
         return section, name, tomllib.loads(f"value = {value}")["value"]
     except tomllib.TOMLDecodeError:
         return section, name, value.strip()
+
+
+def _lags_on_rare_rows(test: Evaluation) -> bool:
+    """Return whether the model is further below its ceiling on rare rows than on all."""
+    gaps = [
+        best.auc - reached.auc
+        for best, reached in ((test.rarest_ceiling, test.rarest), (test.ceiling, test.overall))
+        if best and reached and best.auc is not None and reached.auc is not None
+    ]
+    return len(gaps) == 2 and gaps[0] > gaps[1]
+
+
+def _how_to_call() -> str:
+    """Return what to type for `rarebit`: a path where it is not on the search path."""
+    script = Path(sys.executable).with_name("rarebit")
+    if shutil.which("rarebit") or not script.exists():
+        return "rarebit"
+    return str(script.relative_to(Path.cwd()) if script.is_relative_to(Path.cwd()) else script)
 
 
 def _new_folder(model: str) -> Path:
