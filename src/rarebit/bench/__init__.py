@@ -5,10 +5,10 @@ an underscore at the end of its file: `import_.py` is "import".
 """
 
 import importlib
-import pkgutil
 
 from rarebit.bench._frame import BenchResult, Say, print_to_stderr, result_of
 from rarebit.errors import SettingsError
+from rarebit.registry import offered
 from rarebit.settings import suggest
 
 __all__ = ["BenchResult", "bench_names", "run_bench"]
@@ -34,5 +34,4 @@ def run_bench(name: str, *, say: Say = print_to_stderr) -> BenchResult:
 
 def _files() -> dict[str, str]:
     """Return the file of each bench, by the bench's name."""
-    found = [module.name for module in pkgutil.iter_modules(__path__)]
-    return {file.removesuffix("_"): file for file in found if not file.startswith("_")}
+    return {file.removesuffix("_"): file for file in offered(__path__)}

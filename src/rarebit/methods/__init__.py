@@ -1,12 +1,11 @@
 """One technique, one file. The file's name is the method's name on disk and on the command line."""
 
-import importlib
-import pkgutil
 from collections.abc import Mapping
 from typing import Any
 
 from rarebit.errors import SettingsError
-from rarebit.settings import from_mapping, suggest, to_mapping
+from rarebit.registry import find_class, offered
+from rarebit.settings import from_mapping, to_mapping
 from rarebit.tables.table import Method
 
 __all__ = ["method_class", "method_from_mapping", "method_names", "method_to_mapping"]
@@ -18,20 +17,12 @@ def method_names() -> list[str]:
     >>> "hashing" in method_names()
     True
     """
-    return sorted(module.name for module in pkgutil.iter_modules(__path__))
+    return offered(__path__)
 
 
 def method_class(name: str) -> type[Method]:
     """Return the settings class of a method by its name."""
-    file = name.replace("-", "_")
-    if file not in method_names():
-        raise SettingsError(f"unknown method {name!r}{suggest(name, method_names())}")
-    module = importlib.import_module(f"{__name__}.{file}")
-    for attribute in module.__all__:
-        found = getattr(module, attribute)
-        if isinstance(found, type) and issubclass(found, Method):
-            return found
-    raise AssertionError(f"methods/{file}.py lists no Method in __all__")
+    return find_class(__name__, name, Method, what="method")  # type: ignore[type-abstract]  # only its subclasses are found
 
 
 def method_from_mapping(values: Mapping[str, Any]) -> Method:

@@ -1,14 +1,12 @@
 """One model, one short file. The file's name is the model's name; machinery starts with `_`."""
 
-import importlib
-import pkgutil
 from collections.abc import Mapping
 from typing import Any
 
 from rarebit.data.schema import Schema
-from rarebit.errors import SettingsError
 from rarebit.models._base import RankingModel
-from rarebit.settings import keyword_arguments, suggest
+from rarebit.registry import find_class, offered
+from rarebit.settings import keyword_arguments
 
 __all__ = ["build_model", "model_class", "model_names", "model_settings"]
 
@@ -19,21 +17,12 @@ def model_names() -> list[str]:
     >>> model_names()
     ['dcn_v2', 'deepfm', 'dnn', 'fm']
     """
-    found = [module.name for module in pkgutil.iter_modules(__path__)]
-    return sorted(name for name in found if not name.startswith("_"))
+    return offered(__path__)
 
 
 def model_class(name: str) -> type[RankingModel]:
     """Return the class of a model by its name."""
-    file = name.replace("-", "_")
-    if file not in model_names():
-        raise SettingsError(f"unknown model {name!r}{suggest(name, model_names())}")
-    module = importlib.import_module(f"{__name__}.{file}")
-    for attribute in module.__all__:
-        found = getattr(module, attribute)
-        if isinstance(found, type) and issubclass(found, RankingModel):
-            return found
-    raise AssertionError(f"models/{file}.py lists no RankingModel in __all__")
+    return find_class(__name__, name, RankingModel, what="model")
 
 
 def build_model(
