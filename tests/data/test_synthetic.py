@@ -1,6 +1,7 @@
 """The generated click log: the same bits everywhere, long tails, dials that do what they say."""
 
 import hashlib
+from collections import Counter
 
 import numpy as np
 import pytest
@@ -204,12 +205,50 @@ def test_progress_ends_at_the_last_row():
     assert told == [(32_768, 70_000), (65_536, 70_000), (70_000, 70_000)]
 
 
+@pytest.mark.parametrize("rows", [20, 20_000])
+@pytest.mark.parametrize(
+    "column", [c for c in synthetic._PRESETS["default"] if c.num_values], ids=lambda c: c.name
+)
+def test_unknown_is_decided_by_training_counts_alone(column, rows):
+    counters = np.arange(rows, dtype=np.uint64)
+    drawn = draw_column(column, 0, counters, draw_topics(0, counters)).T
+    seen = Counter(drawn[: rows * 8 // 10].ravel().tolist())
+    expected = [
+        [i if i < FIRST_VALUE or seen[i] >= synthetic.MIN_COUNT else UNKNOWN for i in row]
+        for row in drawn.tolist()
+    ]
+    splits = generate(SyntheticLog(rows=rows))
+    slots = splits.train.schema.slots[column.name]
+    assert torch.cat([part.ids[:, slots] for part in splits]).tolist() == expected
+
+
+def test_a_value_that_is_missing_once_stays_missing():
+    counts = generate(SyntheticLog(rows=20)).train.counts()["city"]
+    assert counts[MISSING] == 1 < synthetic.MIN_COUNT
+
+
+def test_a_longer_log_begins_with_the_rows_of_a_shorter_one():
+    short, long = (
+        torch.cat([part.probability for part in generate(SyntheticLog(rows=rows))])
+        for rows in (500, 900)
+    )
+    assert torch.equal(short, long[:500])
+
+
+@pytest.mark.parametrize("preset", ["default", "criteo"])
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_ceiling_and_click_rate_are_those_of_a_real_log(preset, seed):
+    train = generate(SyntheticLog(rows=10_000, preset=preset, seed=seed)).train
+    assert 0.22 < float(train.label.mean()) < 0.28
+    assert 0.78 < auc(train.probability, train.label) < 0.88
+
+
 MISTAKES = [
     ({"preset": "avazu"}, "preset must be one of 'default', 'criteo', got"),
     ({"rows": 9}, "rows must be at least 10, got rows=9"),
     ({"rows": 1e6}, "rows must be int, got 1000000.0"),
     ({"seed": -1}, "seed must be at least 0, got seed=-1"),
-    ({"num_patterns": -1}, "num_patterns must be at least 0, got num_patterns=-1"),
+    ({"num_patterns": -1}, "num_patterns must lie between 0 and 100, got num_patterns=-1"),
     ({"noise": 1.5}, "noise must lie between 0 and 1, got noise=1.5"),
     ({"redundancy": -0.1}, "redundancy must lie between 0 and 1, got redundancy=-0.1"),
     ({"tail_similarity": float("nan")}, "tail_similarity must lie between 0 and 1, got"),

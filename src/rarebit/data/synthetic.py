@@ -11,7 +11,8 @@ becomes UNKNOWN in all three splits; values seen once are what trains the UNKNOW
 
 The seed decides every bit, on every machine: each random number is a hash of (seed, purpose, row),
 and floats meet exactly rounded operations only, in a fixed order. The dials change labels and
-probabilities, never the values.
+probabilities, never the values. A longer log begins with the rows of a shorter one, apart from
+which values are UNKNOWN.
 """
 
 from collections.abc import Callable, Sequence
@@ -33,6 +34,7 @@ from rarebit.settings import check_types, require
 __all__ = ["MIN_COUNT", "SyntheticLog", "generate"]
 
 MIN_COUNT = 2
+"""A value seen less often in training is UNKNOWN."""
 _CHUNK_ROWS = 2**15  # a chunk's columns stay in the processor's cache
 _SAMPLE_ROWS = 2**14
 _SAMPLE_START = 2**63  # the teacher's sample lies far behind the last row of any log
@@ -89,8 +91,8 @@ class SyntheticLog:
         require(self.rows >= 10, f"rows must be at least 10, got rows={self.rows}")
         require(self.seed >= 0, f"seed must be at least 0, got seed={self.seed}")
         require(
-            self.num_patterns >= 0,
-            f"num_patterns must be at least 0, got num_patterns={self.num_patterns}",
+            0 <= self.num_patterns <= 100,
+            f"num_patterns must lie between 0 and 100, got num_patterns={self.num_patterns}",
         )
         for name in ("tail_similarity", "redundancy", "noise"):
             value = getattr(self, name)

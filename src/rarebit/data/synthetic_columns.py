@@ -1,16 +1,17 @@
 """How the values of a generated click log are drawn: Zipf-like tails, topics, parents.
 
-Value v of a field with D values is the (v + 1)-th most frequent one, and in its row
+Value v of a field with D values is the (v + 1)-th most frequent one, and in each row
 
-    v = floor(D * u ** power)          u uniform in [0, 1): the top share x of values holds
-                                       x ** (1 / power) of the rows
-    v = v - v % T + row's topic % T    in three rows of four, T the number of the field's topics
+    v = floor(D * u ** power)       u uniform in [0, 1): the top share x of the values holds
+                                    x ** (1 / power) of the rows
+    v = v - v % T + topic % T       in three rows of four, and for v >= T only, with the row's topic
+                                    and the number T of the field's topics
 
-so values of one topic, v % T, meet in the same rows, and a topic takes a value to one of about the
-same popularity. The first T values are everybody's and the topic leaves them alone.
+so values of one topic, v % T, meet in the same rows, and a move takes v to a value of about the
+same popularity. The first T values are everybody's: no topic decides on them.
 
 A rare value (outside the most frequent fifth) has a parent: a frequent value of the same topic.
-What the two have in common beyond their topic is the teacher's business.
+What the two have in common beyond their company is up to the teacher.
 """
 
 from dataclasses import dataclass
@@ -83,7 +84,7 @@ def parent_ids(column: Column, seed: int) -> Ids:
     if topics == 1:
         return ids
     u = uniform(random_bits(stream_key(seed, "parent", column.name), ids.astype(np.uint64)))
-    # Blocks of one value a topic, by popularity. Block 0 is everybody's; parents are Zipf-like too.
+    # A block has one value a topic; block 0 is everybody's. Parents have a Zipf-like tail as well.
     blocks = 1 + (u * u * u * (column.num_frequent // topics - 1)).astype(np.int64)
     values = ids - FIRST_VALUE
     parents = FIRST_VALUE + blocks * topics + values % topics
@@ -127,8 +128,8 @@ def _draw_ids(column: Column, bits: NDArray[np.uint64], topics: Ids) -> Ids:
 
 
 def _move_to_topic(column: Column, values: Ids, bits: NDArray[np.uint64], topics: Ids) -> None:
-    within_block = column.num_topics - 1  # a mask: the number of topics is a power of two
-    moved = (values & ~within_block) | (topics & within_block)
+    topic_bits = column.num_topics - 1  # a mask: the number of topics is a power of two
+    moved = (values & ~topic_bits) | (topics & topic_bits)
     moves = (bits & _STAY_BITS) != 0
     moves &= values >= column.num_topics
     moves &= moved < column.num_values  # the last block may be cut short

@@ -29,7 +29,7 @@ from rarebit.data.synthetic_columns import Column, Ids, Numbers, parent_ids
 __all__ = ["CLICK_RATE", "Rows", "Teacher", "draw_effects", "logistic"]
 
 CLICK_RATE = 0.25
-SPREAD = 1.6
+SPREAD = 1.6  # of the scores: the best AUC is about 0.84
 MAIN, CROSS = 0.62, 0.48  # MAIN**2 + MAIN**2 + CROSS**2 = 1: a quarter of the signal is interaction
 
 Rows = Mapping[str, Ids | Numbers]
@@ -53,15 +53,13 @@ def draw_effects(
     >>> [list(group) for group in draw_effects([hour, age], **dials)]
     [['hour'], ['age']]
     """
-    groups: list[Group] = []
-    for number, members in enumerate(_deal(columns, num_patterns, seed)):
-        effects = [
-            _effects(column, number, seed, tail_similarity, redundancy) for column in members
-        ]
-        groups.append(
-            {column.name: effect for column, effect in zip(members, effects, strict=True)}
-        )
-    return groups
+    return [
+        {
+            column.name: _effects(column, number, seed, tail_similarity, redundancy)
+            for column in members
+        }
+        for number, members in enumerate(_deal(columns, num_patterns, seed))
+    ]
 
 
 def logistic(scores: NDArray[np.float64]) -> NDArray[np.float64]:
@@ -151,18 +149,15 @@ def _sum(group: Group, rows: Rows) -> Numbers:
 
 def _effect(effects: Numbers, column: Ids | Numbers) -> Numbers:
     """Return one field's effect in each row, `(n,)`."""
+    total = np.zeros(column.shape[-1], np.float32)
     if column.ndim == 1:
-        weighted: Numbers = effects[0] * column.astype(np.float32, copy=False)
-        return weighted
-    first, *others = column.astype(np.int64, copy=False)
-    total: Numbers = effects[first]
-    if not others:
+        total += effects[0] * column
         return total
-    length = (first != PADDING).astype(np.float32)
-    for ids in others:
+    for ids in column:
         total += effects[ids]
-        length += ids != PADDING
-    total /= np.maximum(length, np.float32(1))
+    if len(column) > 1:
+        num_values = (column != PADDING).sum(axis=0)
+        total /= np.maximum(num_values, 1).astype(np.float32)
     return total
 
 
