@@ -7,7 +7,7 @@ it (`rarebit.data.synthetic_teacher`). `Dataset.probability` keeps the chance: i
 ceiling that no model can pass but by luck.
 
 Rows are split 8:1:1 as they lie. A value that the training rows hold fewer than MIN_COUNT times
-becomes UNKNOWN in all three splits; values seen once are what trains the UNKNOWN row.
+becomes UNKNOWN in all three splits: those it does hold train the UNKNOWN row for the others.
 
 The seed decides every bit, on every machine: each random number is a hash of (seed, purpose, row),
 and floats meet exactly rounded operations only, in a fixed order. The dials change labels and
@@ -33,7 +33,7 @@ from rarebit.settings import check_types, require
 
 __all__ = ["MIN_COUNT", "SyntheticLog", "generate"]
 
-MIN_COUNT = 2
+MIN_COUNT = 3
 """A value seen less often in training is UNKNOWN."""
 _CHUNK_ROWS = 2**15  # a chunk's columns stay in the processor's cache
 _SAMPLE_ROWS = 2**14
@@ -48,8 +48,8 @@ _CRITEO_NAMES = (*(f"I{i}" for i in range(1, 14)), *(f"C{i}" for i in range(1, 2
 
 _PRESETS: dict[str, tuple[Column, ...]] = {
     "default": (
-        Column("user", 15_000, power=10),
-        Column("item", 3_000, power=6),
+        Column("user", 12_000, power=12),
+        Column("item", 2_500, power=8),
         Column("brand", 300, power=4),
         Column("category", 40, power=2),
         Column("city", 100, can_be_missing=True),
