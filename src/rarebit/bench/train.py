@@ -63,8 +63,8 @@ def run(say: Say) -> BenchResult:
         figures[f"ratio_tuned{end}"] = times["tuned"].median / times["ours"].median
         for side in ("reference", "ours"):
             speed = batch_size / times[side].median
-            figures[f"{side}_samples_per_second_{batch_size}"] = round(speed)
-        figures |= timing_figures(times, f"_{batch_size}")
+            figures[f"{side}_samples_per_second{end}"] = round(speed)
+        figures |= timing_figures(times, end)
     return figures
 
 
