@@ -25,6 +25,7 @@ def main() -> None:
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
+    facts = machine()  # before the runs: the commit is that of the code that runs
     results = [
         measure(model, arguments.seeds, torch.device(arguments.device))
         for model in arguments.models
@@ -33,7 +34,7 @@ def main() -> None:
     report = {
         "command": f"python benchmarks/ceiling.py --seeds {arguments.seeds}",
         "results": results,
-        "machine": machine() | {"device": device},
+        "machine": facts | {"device": device},
     }
     if arguments.out:
         arguments.out.write_text(json.dumps(report, indent=1) + "\n")
