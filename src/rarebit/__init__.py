@@ -9,8 +9,11 @@ from rarebit.tables.apply import TableChanges, apply_, merge_
 from rarebit.tables.find import TableInfo, find_tables
 from rarebit.tables.optimizer_state import check
 from rarebit.tables.table import Method, Table
+from rarebit.training.clipping import clip_grad_norm_
+from rarebit.training.ema import EMA
 from rarebit.training.evaluate import Evaluation, evaluate, predict
 from rarebit.training.fit import History, fit
+from rarebit.training.memory import MemoryEstimate, estimate_memory
 from rarebit.training.metrics import Metrics
 from rarebit.training.model_file import load_model, save_model
 from rarebit.training.optimizers import optimizer
@@ -20,6 +23,7 @@ from rarebit.training.settings import Training
 __version__ = "0.1.0"
 
 __all__ = [
+    "EMA",
     "Batch",
     "Dataset",
     "Evaluation",
@@ -27,6 +31,7 @@ __all__ = [
     "Hashing",
     "History",
     "LowRank",
+    "MemoryEstimate",
     "Method",
     "Metrics",
     "RunResult",
@@ -41,6 +46,8 @@ __all__ = [
     "__version__",
     "apply_",
     "check",
+    "clip_grad_norm_",
+    "estimate_memory",
     "evaluate",
     "find_tables",
     "fit",

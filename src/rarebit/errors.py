@@ -8,6 +8,7 @@
     │   └── UnsupportedTableError   a matched table does something a method cannot keep
     ├── OptimizerError          an optimizer would leave a table untrained                (ValueError)
     ├── TrainingError           training cannot go on                                     (RuntimeError)
+    │   └── NotEnoughMemoryError    training would need more memory than there is
     ├── ModelFileError          a saved model is missing, damaged or of another shape     (ValueError)
     └── MissingExtraError       an optional package is not installed                      (ImportError)
 
@@ -20,6 +21,7 @@ __all__ = [
     "MissingExtraError",
     "ModelFileError",
     "NoTableError",
+    "NotEnoughMemoryError",
     "OptimizerError",
     "RarebitError",
     "SettingsError",
@@ -59,6 +61,10 @@ class OptimizerError(RarebitError, ValueError):
 
 class TrainingError(RarebitError, RuntimeError):
     """Training cannot go on."""
+
+
+class NotEnoughMemoryError(TrainingError):
+    """Training would need more memory than there is."""
 
 
 class ModelFileError(RarebitError, ValueError):

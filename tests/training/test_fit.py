@@ -1,3 +1,5 @@
+from contextlib import nullcontext
+
 import pytest
 import torch
 from capabilities import needs_cuda
@@ -11,6 +13,7 @@ from rarebit.errors import DataError, OptimizerError, SettingsError, TrainingErr
 from rarebit.models.deepfm import DeepFM
 from rarebit.models.dnn import DNN
 from rarebit.models.fm import FM
+from rarebit.training.progress import Silence
 
 SCHEMA = Schema(
     (
@@ -307,9 +310,12 @@ def test_training_on_the_gpu_equals_training_on_the_cpu(kind):
         assert one.valid.auc == other.valid.auc
 
 
-class Recorder:
+class Recorder(Silence):
     def __init__(self):
         self.calls = []
+
+    def say(self, line):
+        self.calls.append(("say", line))
 
     def start_epoch(self, epoch, epochs, rows):
         self.calls.append(("start", epoch, epochs, rows))
@@ -332,6 +338,8 @@ def test_progress_is_told_of_every_row(n, batch_size):
     second = recorder.calls.index(("start", 2, 2, n))
     for part in (recorder.calls[:second], recorder.calls[second:]):
         assert sum(call[1] for call in part if call[0] == "advance") == n
+    said = [call[1] for call in recorder.calls[:2] if call[0] == "say"]
+    assert said[0].startswith("memory on cpu: ")
     finishes = [call[1] for call in recorder.calls if call[0] == "finish"]
     assert finishes == history.epochs
 
@@ -341,7 +349,8 @@ def test_a_line_an_epoch_goes_to_standard_error(capsys):
     history = fit(FM(SCHEMA, dim=2), data, data, epochs=2, patience=None)
     out, err = capsys.readouterr()
     assert out == ""
-    first, second = err.splitlines()
+    memory, first, second = err.splitlines()
+    assert memory.startswith("memory on cpu: ")
     record = history.epochs[0]
     assert first.startswith(f"epoch 1: train loss {record.train_loss:.5f}, valid {record.valid}, ")
     assert first.endswith(" samples/s")
@@ -488,24 +497,25 @@ def test_an_unknown_setting_or_kind_is_refused():
         fit(FM(SCHEMA, dim=2), some_data(), batch_size=8.0)
 
 
-def test_a_sparse_table_needs_an_optimizer_of_its_own():
+def test_a_sparse_table_trains_and_stays_sparse():
     data = users([0, 1, 2, 3], [0, 1, 0, 1])
     table, options = nn.Embedding(8, 1, sparse=True), {"epochs": 1, "progress": False}
     forward = lambda table, batch: table(batch["user"])  # noqa: E731  # a model in one line
-    with pytest.raises(
-        OptimizerError, match="sparse=True, whose gradients these optimizers cannot"
-    ):
-        fit(nn.Sequential(table), data, forward=forward, **options)
-    before = table.weight.detach().clone()
-    fit(
-        table,
-        data,
-        optimizer=torch.optim.SparseAdam(table.parameters()),
-        forward=forward,
-        **options,
-    )
-    changed = (table.weight.detach() != before)[:, 0]
-    assert changed.tolist() == [True] * 4 + [False] * 4
+    for given in ({}, {"tables": "rowwise"}, {"optimizer": torch.optim.SparseAdam([table.weight])}):
+        before = table.weight.detach().clone()
+        fit(table, data, forward=forward, **options, **given)
+        changed = (table.weight.detach() != before)[:, 0]
+        assert changed.tolist() == [True] * 4 + [False] * 4
+        assert table.sparse
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_tables_give_the_gradients_they_gave_before(fails):
+    model = FM(SCHEMA, dim=2)
+    options = {"epochs": 1, "tables": "rowwise", "progress": False}
+    with pytest.raises(ZeroDivisionError) if fails else nullcontext():
+        fit(model, some_data(), loss=(lambda x, y: 1 / 0) if fails else F.mse_loss, **options)
+    assert not any(module.sparse for module in model.modules() if isinstance(module, nn.Embedding))
 
 
 def test_a_model_without_weights_to_train_is_refused():

@@ -92,12 +92,3 @@ def test_nothing_to_train_is_an_error():
 def test_an_unknown_kind_is_refused_with_a_suggestion():
     with pytest.raises(SettingsError, match=r"unknown optimizer 'adamw'; did you mean 'adam'\?"):
         optimizer(nn.Linear(2, 2), kind="adamw")
-
-
-@pytest.mark.parametrize(
-    "table", [nn.Embedding(9, 4, sparse=True), nn.EmbeddingBag(9, 4, sparse=True)]
-)
-def test_sparse_gradients_are_refused_by_name(table):
-    model = nn.ModuleDict({"user": table})
-    with pytest.raises(OptimizerError, match="'user' was made with sparse=True, whose gradients"):
-        optimizer(model)

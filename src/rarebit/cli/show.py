@@ -55,6 +55,10 @@ class BarProgress:
             self.task = self.bars.add_task("click log", total=total, note="")
         self.bars.update(self.task, completed=done)
 
+    def say(self, line: str) -> None:
+        """Print a line above the bars."""
+        self.bars.console.print(line)
+
     def start_epoch(self, epoch: int, epochs: int, rows: int) -> None:
         """Show a new bar for an epoch."""
         self.task = self.bars.add_task(f"epoch {epoch}/{epochs}", total=rows, note="")

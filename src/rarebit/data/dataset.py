@@ -189,12 +189,17 @@ def batch_bounds(num_rows: int, batch_size: int) -> list[tuple[int, int]]:
     return bounds
 
 
-def shuffled_order(num_rows: int, *, seed: int, epoch: int) -> Tensor:
-    """Return the order of the rows in one epoch: a permutation that depends on seed and epoch only."""
+def shuffled_order(
+    num_rows: int, *, seed: int, epoch: int, device: torch.device | str = "cpu"
+) -> Tensor:
+    """Return the order of the rows in one epoch: a permutation that seed and epoch decide.
+
+    It is drawn on the device, whose kind has its own random numbers.
+    """
     # torch's generator looks at 32 bits of its seed only, so seed and epoch are mixed into them
     mixed = np.random.SeedSequence([seed, epoch]).generate_state(1)
-    generator = torch.Generator().manual_seed(int(mixed[0]))
-    return torch.randperm(num_rows, generator=generator)
+    generator = torch.Generator(device).manual_seed(int(mixed[0]))
+    return torch.randperm(num_rows, generator=generator, device=device)
 
 
 def _tensor(name: str, values: ArrayLike | Tensor) -> Tensor:

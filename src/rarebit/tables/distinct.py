@@ -7,8 +7,8 @@ A batch looks the same row up many times. Optimizers and row rules work on each 
     values   a  b  c  d  e   ->   b+d  a+c  e
 
 The number of distinct rows is only known after looking. Where that would make the host wait for the
-device, all T slots are kept: the first U hold rows, the rest hold the id -1 and zeros. Sums are taken
-in the order of the lookups, so two runs give the same bits on any number of threads.
+device, all T slots are kept: the first U hold rows, the rest hold the id -1 and zeros. On the CPU sums
+are taken in the order of the lookups, so two runs give the same bits on any number of threads.
 """
 
 from dataclasses import dataclass
@@ -40,6 +40,11 @@ class Distinct:
         """Return the sum of the lookups' values `(T, D)` in each slot; zero where there is no row."""
         if self.order.numel() == 0:
             return values
+        if values.is_cuda:
+            # A bag is summed by one thread there, which may be half the batch for a frequent row.
+            # These additions are atomic: fast, in any order.
+            sums = values.new_zeros(len(self.ids), values.shape[1])
+            return sums.index_add_(0, self.slot_of, values)
         return F.embedding_bag(self.order, values, self.starts, mode="sum")
 
     def first_lookups(self) -> Tensor:

@@ -1,4 +1,4 @@
-"""Rows of a table, with a gradient that is written into the same memory step after step.
+"""Rows of a table, and their gradient: dense in memory that stays, or one row a lookup.
 
 torch allocates a dense gradient afresh in every step. Beyond 32 MB the C library gets such memory
 from the system each time and gives it back each time, so every step pays for having all its pages
@@ -12,7 +12,9 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
-__all__ = ["GradientMemory", "gather"]
+from rarebit.tables.sparse import row_gradient
+
+__all__ = ["GradientMemory", "gather", "take_rows"]
 
 
 class GradientMemory:
@@ -33,7 +35,9 @@ class GradientMemory:
     def keep(self, weight: Tensor) -> None:
         """Take the gradient off a table after the optimizer's step, if it was made here."""
         gradient = weight.grad
-        if gradient is not None and gradient.data_ptr() == self._made:
+        if gradient is None or gradient.is_sparse:
+            return
+        if gradient.data_ptr() == self._made:
             self._spare, weight.grad = gradient.zero_(), None
 
     def release(self) -> None:
@@ -44,10 +48,53 @@ class GradientMemory:
 def gather(table: nn.Embedding, ids: Tensor, memory: GradientMemory) -> Tensor:
     """Return the rows of these ids, as `F.embedding` does, with the same gradient to the last bit."""
     # On a GPU torch's own backward is as fast, and scatter_add_ would differ from run to run there.
-    if ids.device.type != "cpu" or table.sparse or torch.compiler.is_compiling():
-        return F.embedding(ids, table.weight, sparse=table.sparse)
+    if not table.sparse and (ids.device.type != "cpu" or torch.compiler.is_compiling()):
+        return F.embedding(ids, table.weight)
+    rows: Tensor = _gather_uncompiled(table, ids, memory)
+    return rows
+
+
+# Not compiled: the compiler does not know gradients by rows.
+@torch.compiler.disable  # type: ignore[untyped-decorator]  # torch leaves it untyped
+def _gather_uncompiled(table: nn.Embedding, ids: Tensor, memory: GradientMemory) -> Tensor:
+    if table.sparse and ids.is_cuda:
+        by_rows: Tensor = _GatherByRows.apply(table.weight, ids)  # type: ignore[no-untyped-call]  # torch leaves it untyped
+        return by_rows
+    if table.sparse:
+        return F.embedding(ids, table.weight, sparse=True)
     rows: Tensor = _Gather.apply(table.weight, ids, memory)  # type: ignore[no-untyped-call]  # torch leaves it untyped
     return rows
+
+
+def take_rows(weight: Tensor, ids: Tensor) -> Tensor:
+    """Return the rows of these ids `(..., D)`, without a gradient.
+
+    >>> take_rows(torch.tensor([[1.0, 2.0], [3.0, 4.0]]), torch.tensor([1, 1]))
+    tensor([[3., 4.],
+            [3., 4.]])
+    """
+    if not weight.is_cuda or weight.dim() == 1 or not weight.is_contiguous():
+        return weight.index_select(0, ids.reshape(-1)).reshape(*ids.shape, *weight.shape[1:])
+    # There torch gives every row a block of threads, far too many for a row of 16 numbers: one number
+    # at a time takes a fifth of the time.
+    width = weight.shape[1]
+    columns = torch.arange(width, device=ids.device)
+    return torch.take(weight, ids.unsqueeze(-1) * width + columns)
+
+
+class _GatherByRows(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor, ids: Tensor) -> Tensor:
+        ctx.save_for_backward(ids)
+        ctx.shape = weight.shape
+        return take_rows(weight, ids.long())
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, rows: Tensor) -> tuple[Tensor, None]:
+        (ids,) = ctx.saved_tensors
+        values = rows.reshape(-1, ctx.shape[1])
+        return row_gradient(ctx.shape, ids.reshape(-1).long(), values), None
 
 
 class _Gather(torch.autograd.Function):

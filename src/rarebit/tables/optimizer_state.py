@@ -125,8 +125,8 @@ def _carried_state(
         return {}
     state: dict[str, Any] = {}
     for key, value in optimizer.state[moves[0].source].items():
-        if isinstance(value, Tensor) and value.shape == moves[0].source.shape:
-            state[key] = torch.empty_like(parameter, dtype=value.dtype)
+        if isinstance(value, Tensor) and value.shape[:1] == moves[0].source.shape[:1]:
+            state[key] = value.new_empty(len(parameter), *value.shape[1:])
             for move in moves:
                 state[key][move.target_rows] = optimizer.state[move.source][key][move.source_rows]
         else:

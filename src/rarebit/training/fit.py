@@ -1,7 +1,8 @@
 """The training loop: shuffle, step, validate, keep the best."""
 
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -10,17 +11,21 @@ from torch.nn import functional as F
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
-from rarebit.data.dataset import Dataset, shuffled_order
+from rarebit.data.dataset import Dataset, batch_bounds, shuffled_order
 from rarebit.errors import DataError
 from rarebit.settings import require, updated
 from rarebit.tables.optimizer_state import check
+from rarebit.tables.sparse import row_gradients_kept
 from rarebit.training.checks import check_labels, check_schema
+from rarebit.training.ema import EMA
 from rarebit.training.evaluate import Forward, device_of, evaluate
+from rarebit.training.memory import estimate_memory
 from rarebit.training.optimizers import Kind
 from rarebit.training.optimizers import optimizer as build_optimizer
 from rarebit.training.progress import EpochRecord, LineProgress, Progress, Silence
 from rarebit.training.settings import Training
-from rarebit.training.step import Loss, TrainingStep
+from rarebit.training.step import Backward, Loss, TrainingStep
+from rarebit.training.steps import RecordedSteps, Steps, why_not_recorded
 
 __all__ = ["History", "fit"]
 
@@ -28,7 +33,15 @@ TELL_EVERY = 10
 """Steps between two calls of the progress bar."""
 LOOK_EVERY = 100
 """Steps between two looks at whether the loss is still finite: a look waits for the device."""
-OPTIMIZER_SETTINGS = ("lr", "table_lr", "weight_decay", "table_weight_decay", "momentum")
+OPTIMIZER_SETTINGS = (
+    "lr",
+    "tables",
+    "table_lr",
+    "weight_decay",
+    "table_weight_decay",
+    "decoupled",
+    "momentum",
+)
 """What only an optimizer that `fit` builds listens to."""
 
 
@@ -57,13 +70,15 @@ def fit(
     optimizer: Optimizer | Kind | None = None,
     loss: Loss = F.binary_cross_entropy_with_logits,
     forward: Forward | None = None,
+    backward: Backward | None = None,
     progress: Progress | bool = True,
     **overrides: Any,
 ) -> History:
     """Train a model in place, on the device it is on, and return what happened.
 
     Any setting of `Training` can be given by name. With validation data the best epoch's weights
-    are kept. `forward=lambda model, batch: ...` calls a model that does not take a batch.
+    are kept. `forward=lambda model, batch: ...` calls a model that does not take a batch;
+    `backward=rows.backward` trains with row gradients.
 
     >>> from rarebit.models.fm import FM
     >>> data = Dataset.from_columns({"user": [0, 1, 2, 1]}, label=[0, 1, 0, 1])
@@ -78,54 +93,110 @@ def fit(
     settings = updated(settings, overrides)
     tell = progress if not isinstance(progress, bool) else LineProgress() if progress else Silence()
     _check_data(model, train, valid, settings, loss)
-    device = device_of(model)
-    train, valid = train.to(device), None if valid is None else valid.to(device)
-    optimizer = optimizer or _optimizer(model, settings)
-    check(model, optimizer)
-    step = TrainingStep(model, optimizer, loss, forward=forward, precision=settings.precision)
-    best = _Best(model, optimizer, settings)
-    history = History()
-    for epoch in range(1, settings.epochs + 1):
-        tell.start_epoch(epoch, settings.epochs, len(train))
-        steps, seconds, mean_loss = _train_epoch(step, train, settings, epoch, tell)
-        metrics = None if valid is None else evaluate(model, valid, forward=forward).overall
-        record = EpochRecord(
-            epoch=epoch,
-            steps=steps,
-            train_loss=mean_loss,
-            lr=optimizer.param_groups[0]["lr"],
-            seconds=seconds,
-            samples_per_second=len(train) / seconds,
-            valid=metrics,
+    estimate = estimate_memory(model, train, valid, settings=settings, optimizer=optimizer)
+    tell.say(estimate.line())
+    estimate.check()
+    with row_gradients_kept(model):
+        optimizer = optimizer or _optimizer(model, settings)
+        check(model, optimizer)
+        device = device_of(model)
+        train, valid = train.to(device), None if valid is None else valid.to(device)
+        step = TrainingStep(
+            model,
+            optimizer,
+            loss,
+            forward=forward,
+            backward=backward,
+            precision=settings.precision,
+            clip_norm=settings.clip_norm,
+            compiled_size=settings.batch_size if settings.compile else None,
         )
-        history.epochs.append(record)
-        tell.finish_epoch(record)
-        if metrics is not None and best.has_stalled(epoch, getattr(metrics, settings.monitor)):
-            history.stopped_early = True
-            break
-    step.release()
-    history.best_epoch = best.restore()
-    return history
+        try:
+            return _train(step, train, valid, settings, tell)
+        finally:
+            step.release()
+
+
+def _train(
+    step: TrainingStep, train: Dataset, valid: Dataset | None, settings: Training, tell: Progress
+) -> History:
+    steps = _steps(step, train, settings, tell)
+    with _averaging(step, settings) as ema:
+        best = _Best(step.model, step.optimizer, settings)
+        history = History()
+        for epoch in range(1, settings.epochs + 1):
+            tell.start_epoch(epoch, settings.epochs, len(train))
+            lr = float(step.optimizer.param_groups[0]["lr"])
+            num_steps, seconds, mean_loss = _train_epoch(steps, settings, epoch, tell)
+            with nullcontext() if ema is None else ema.applied():
+                metrics = None
+                if valid is not None:
+                    metrics = evaluate(step.model, valid, forward=step.forward).overall
+                    stalled = best.has_stalled(epoch, getattr(metrics, settings.monitor))
+            record = EpochRecord(
+                epoch=epoch,
+                steps=num_steps,
+                train_loss=mean_loss,
+                lr=lr,
+                seconds=seconds,
+                samples_per_second=len(train) / seconds,
+                valid=metrics,
+            )
+            history.epochs.append(record)
+            tell.finish_epoch(record)
+            if metrics is not None and stalled:
+                history.stopped_early = True
+                break
+        if ema is not None:
+            ema.copy_to(step.model)
+        history.best_epoch = best.restore()
+        return history
+
+
+def _steps(step: TrainingStep, train: Dataset, settings: Training, tell: Progress) -> Steps:
+    """Return how to run the steps: recorded on a GPU, one by one elsewhere."""
+    if train.device.type != "cuda" or not settings.cuda_graph:
+        return Steps(step, train)
+    reason = why_not_recorded(step.optimizer)
+    if reason is not None:
+        tell.say(f"the step is not recorded as a CUDA graph: {reason}")
+        return Steps(step, train)
+    return RecordedSteps(step, train, settings.batch_size, tell.say)
 
 
 def _train_epoch(
-    step: TrainingStep, train: Dataset, settings: Training, epoch: int, tell: Progress
+    steps: Steps, settings: Training, epoch: int, tell: Progress
 ) -> tuple[int, float, float]:
     """Train on every row once; return the number of steps, the seconds and the mean loss."""
+    step, train = steps.step, steps.train
     step.model.train()
-    order = shuffled_order(len(train), seed=settings.seed, epoch=epoch).to(train.device)
-    first, untold, start = step.steps, 0, time.perf_counter()
-    for batch in train.batches(settings.batch_size, order):
-        step(batch)
-        untold += len(batch)
-        if step.steps % TELL_EVERY == 0:
+    bounds = batch_bounds(len(train), settings.batch_size)
+    begin, untold = time.perf_counter(), 0
+    order = shuffled_order(len(train), seed=settings.seed, epoch=epoch, device=train.device)
+    steps.start_epoch(order)
+    for number, (start, stop) in enumerate(bounds, start=1):
+        steps(start, stop)
+        untold += stop - start
+        if number % TELL_EVERY == 0:
             tell.advance(untold)
             untold = 0
-        if step.steps % LOOK_EVERY == 0:
+        if number % LOOK_EVERY == 0:
             step.raise_if_not_finite()
     step.raise_if_not_finite()
     tell.advance(untold)
-    return step.steps - first, time.perf_counter() - start, step.take_mean_loss(len(train))
+    return len(bounds), time.perf_counter() - begin, step.take_mean_loss(len(train))
+
+
+@contextmanager
+def _averaging(step: TrainingStep, settings: Training) -> Iterator[EMA | None]:
+    if settings.ema_decay is None:
+        yield None
+        return
+    ema = EMA(step.model, step.optimizer, settings.ema_decay)
+    try:
+        yield ema
+    finally:
+        ema.close()
 
 
 class _Best:
@@ -151,11 +222,19 @@ class _Best:
         value *= self.sign
         if value > self.value:
             self.value, self.epoch = value, epoch
-            self.weights = {k: v.detach().clone() for k, v in self.model.state_dict().items()}
+            self._keep(self.model.state_dict())
         if self.plateau is not None:
             self.plateau.step(value)
         waited = epoch - (self.epoch or 0)
         return self.settings.patience is not None and waited >= self.settings.patience
+
+    def _keep(self, weights: dict[str, Tensor]) -> None:
+        """Copy the weights, over the last copy where there is one: a second would double the memory."""
+        for name, weight in weights.items():
+            if name in self.weights:
+                self.weights[name].copy_(weight)
+            else:
+                self.weights[name] = weight.detach().clone()
 
     def restore(self) -> int | None:
         """Give the model the best epoch's weights and return which epoch that was."""
@@ -179,9 +258,11 @@ def _optimizer(model: nn.Module, settings: Training) -> Optimizer:
         model,
         kind=settings.optimizer,
         lr=settings.lr,
+        tables=settings.tables,
         table_lr=settings.table_lr,
         weight_decay=settings.weight_decay,
         table_weight_decay=settings.table_weight_decay,
+        decoupled=settings.decoupled,
         momentum=settings.momentum,
     )
 

@@ -1,5 +1,6 @@
 """Optimizers with a group of their own for the tables."""
 
+from collections.abc import Callable
 from typing import Any, Literal
 
 import torch
@@ -7,63 +8,104 @@ from torch import nn
 from torch.optim import Optimizer
 
 from rarebit.errors import OptimizerError, SettingsError
-from rarebit.settings import suggest
+from rarebit.settings import require, suggest
 from rarebit.tables.find import table_parameters
+from rarebit.tables.sparse import set_row_gradients
+from rarebit.training.rowwise import RowwiseAdagrad, RowwiseAdam, RowwiseSGD
 
-__all__ = ["Kind", "optimizer"]
+__all__ = ["Kind", "TableMode", "optimizer"]
 
 Kind = Literal["adam", "sgd", "adagrad"]
+TableMode = Literal["dense", "rowwise"]
+
+DENSE: dict[str, Callable[..., Optimizer]] = {
+    "adam": torch.optim.Adam,
+    "sgd": torch.optim.SGD,
+    "adagrad": torch.optim.Adagrad,
+}
+ROWWISE: dict[str, Callable[..., Optimizer]] = {
+    "adam": RowwiseAdam,
+    "sgd": RowwiseSGD,
+    "adagrad": RowwiseAdagrad,
+}
 
 
 def optimizer(
     model: nn.Module,
     *,
-    kind: Kind = "adam",
     lr: float = 1e-3,
+    tables: TableMode = "dense",
+    kind: Kind = "adam",
     table_lr: float | None = None,
     weight_decay: float = 0.0,
     table_weight_decay: float | None = None,
+    decoupled: bool = False,
     momentum: float = 0.0,
 ) -> Optimizer:
-    """Return torch's own optimizer over two groups, "network" and "tables", fused where it can be.
+    """Return an optimizer over two groups, "network" and "tables". Build it after `apply_`.
 
-    Without values of their own, the tables take the network's. Build it after `apply_`.
+    tables     "dense": torch's own, every row in every step. "rowwise": only the rows a step looked up,
+               so that a step costs what its batch costs; Adam is then lazy, Adagrad keeps one number
+               a row, and the model's plain tables are switched to `sparse=True`
+    table_*    the tables' own values; the network's where not given
+    decoupled  weight decay shrinks weights directly, as AdamW does, in place of adding to gradients;
+               by rows it reaches the rows of the step only
 
     >>> model = nn.Sequential(nn.Embedding(9, 4), nn.Linear(4, 1))
     >>> [group["name"] for group in optimizer(model, lr=1e-3, table_lr=1e-2).param_groups]
     ['network', 'tables']
+    >>> type(optimizer(model, lr=1e-3, tables="rowwise")).__name__
+    'RowwiseAdam'
     """
-    _refuse_sparse(model)
-    tables = {id(parameter) for parameter in table_parameters(model).values()}
-    trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    groups = [
-        {
-            "name": "network",
-            "params": [p for p in trainable if id(p) not in tables],
-            "lr": lr,
-            "weight_decay": weight_decay,
-        },
-        {
-            "name": "tables",
-            "params": [p for p in trainable if id(p) in tables],
-            "lr": lr if table_lr is None else table_lr,
-            "weight_decay": weight_decay if table_weight_decay is None else table_weight_decay,
-        },
-    ]
+    _check(kind, tables, decoupled=decoupled)
+    groups = _groups(model, lr, lr if table_lr is None else table_lr)
+    groups[0]["weight_decay"] = weight_decay
+    groups[1]["weight_decay"] = weight_decay if table_weight_decay is None else table_weight_decay
     groups = [group for group in groups if group["params"]]
     if not groups:
         raise OptimizerError("the model has no trainable parameter, so there is nothing to train")
-    return _build(kind, groups, momentum, fused=_can_fuse(kind, trainable))
-
-
-def _build(kind: str, groups: list[dict[str, Any]], momentum: float, *, fused: bool) -> Optimizer:
-    if kind == "adam":
-        return torch.optim.Adam(groups, fused=fused)
+    set_row_gradients(model, by_rows=tables == "rowwise")
+    options = _options(kind, [p for group in groups for p in group["params"]])
     if kind == "sgd":
-        return torch.optim.SGD(groups, momentum=momentum, fused=fused)
-    if kind == "adagrad":
-        return torch.optim.Adagrad(groups, fused=fused)
-    raise SettingsError(f"unknown optimizer {kind!r}{suggest(kind, ['adam', 'sgd', 'adagrad'])}")
+        options["momentum"] = momentum
+    if tables == "rowwise":
+        return ROWWISE[kind](groups, decoupled=decoupled, **options)
+    return torch.optim.AdamW(groups, **options) if decoupled else DENSE[kind](groups, **options)
+
+
+def _check(kind: str, tables: str, *, decoupled: bool) -> None:
+    if kind not in DENSE:
+        raise SettingsError(f"unknown optimizer {kind!r}{suggest(kind, list(DENSE))}")
+    require(
+        tables in ("dense", "rowwise"),
+        f"tables must be 'dense' or 'rowwise', got tables={tables!r}",
+    )
+    require(
+        not decoupled or kind == "adam" or tables == "rowwise",
+        f"torch has no {kind} with decoupled weight decay for dense tables; "
+        "use kind='adam' or tables='rowwise'",
+    )
+
+
+def _groups(model: nn.Module, lr: float, table_lr: float) -> list[dict[str, Any]]:
+    tables = {id(parameter) for parameter in table_parameters(model).values()}
+    trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    network = [p for p in trainable if id(p) not in tables]
+    held = [p for p in trainable if id(p) in tables]
+    return [
+        {"name": "network", "params": network, "lr": lr},
+        {"name": "tables", "params": held, "lr": table_lr},
+    ]
+
+
+def _options(kind: str, parameters: list[nn.Parameter]) -> dict[str, Any]:
+    devices = {parameter.device.type for parameter in parameters}
+    options: dict[str, Any] = {"fused": _can_fuse(kind, parameters)}
+    if kind == "adam" and devices == {"cuda"}:
+        options["capturable"] = (
+            True  # its count of steps stays on the GPU, as a CUDA graph needs it
+        )
+    return options
 
 
 def _can_fuse(kind: str, parameters: list[nn.Parameter]) -> bool:
@@ -73,12 +115,3 @@ def _can_fuse(kind: str, parameters: list[nn.Parameter]) -> bool:
         return False
     # torch has no fused Adagrad on CUDA in all the versions we support
     return devices <= {"cpu"} or (kind != "adagrad" and devices <= {"cpu", "cuda"})
-
-
-def _refuse_sparse(model: nn.Module) -> None:
-    for name, module in model.named_modules():
-        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse:
-            raise OptimizerError(
-                f"{name!r} was made with sparse=True, whose gradients these optimizers cannot take; "
-                "make it with sparse=False, or bring an optimizer of your own such as SparseAdam"
-            )

@@ -29,6 +29,9 @@ class EpochRecord:
 class Progress(Protocol):
     """What `fit` calls as it goes."""
 
+    def say(self, line: str) -> None:
+        """Tell something worth knowing."""
+
     def start_epoch(self, epoch: int, epochs: int, rows: int) -> None:
         """Tell that an epoch of so many rows begins."""
 
@@ -42,6 +45,9 @@ class Progress(Protocol):
 class Silence:
     """Tells nothing."""
 
+    def say(self, line: str) -> None:
+        """Tell nothing."""
+
     def start_epoch(self, epoch: int, epochs: int, rows: int) -> None:
         """Tell nothing."""
 
@@ -54,6 +60,10 @@ class Silence:
 
 class LineProgress(Silence):
     """Prints a line an epoch to standard error."""
+
+    def say(self, line: str) -> None:
+        """Print it."""
+        sys.stderr.write(f"{line}\n")
 
     def finish_epoch(self, record: EpochRecord) -> None:
         """Print what the epoch gave."""

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from rarebit.settings import check_types, require
-from rarebit.training.optimizers import Kind
+from rarebit.training.optimizers import Kind, TableMode
 
 __all__ = ["Precision", "Training"]
 
@@ -25,6 +25,9 @@ class Training:
     """Rows a step."""
     optimizer: Kind = "adam"
     """Adam, SGD or Adagrad: torch's own, fused."""
+    tables: TableMode = "dense"
+    """"dense": the optimizer walks every row in every step, as papers do. "rowwise": only the rows that
+    the step looked up, so that a step costs what its batch costs; Adam is then lazy."""
     lr: float = 1e-3
     """Learning rate."""
     table_lr: float | None = None
@@ -33,10 +36,20 @@ class Training:
     """L2 penalty inside the optimizer."""
     table_weight_decay: float | None = None
     """L2 penalty of the tables; the same one if not given."""
+    decoupled: bool = False
+    """Weight decay shrinks weights directly, as AdamW does, in place of adding to gradients."""
     momentum: float = 0.0
     """Momentum, for SGD."""
+    clip_norm: float | None = None
+    """Scale gradients down to this norm, over network and tables together; None never does."""
+    ema_decay: float | None = None
+    """Measure and keep an exponential average of the weights with this decay, such as 0.999."""
     precision: Precision = "float32"
     """Precision of the network's products; tables and loss stay in float32."""
+    compile: bool = False
+    """Compile the network with `torch.compile`: a faster step after some ten seconds of waiting."""
+    cuda_graph: bool = True
+    """On a GPU, record the step once and replay it: the host's share of a step goes away."""
     monitor: Literal["auc", "logloss"] = "auc"
     """The validation metric that picks the best epoch."""
     patience: int | None = 2
@@ -53,12 +66,16 @@ class Training:
         for name in ("epochs", "batch_size", "plateau_patience"):
             value = getattr(self, name)
             require(value >= 1, f"{name} must be at least 1, got {name}={value}")
-        for name in ("lr", "table_lr"):
+        for name in ("lr", "table_lr", "clip_norm"):
             value = getattr(self, name)
             require(value is None or value > 0, f"{name} must be above 0, got {name}={value}")
         for name in ("weight_decay", "table_weight_decay", "momentum", "seed"):
             value = getattr(self, name)
             require(value is None or value >= 0, f"{name} must be 0 or more, got {name}={value}")
+        require(
+            self.ema_decay is None or 0.0 < self.ema_decay < 1.0,
+            f"ema_decay must lie in (0, 1), got ema_decay={self.ema_decay}",
+        )
         require(
             self.patience is None or self.patience >= 1,
             f"patience must be at least 1, got patience={self.patience}",

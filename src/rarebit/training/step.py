@@ -11,13 +11,16 @@ from torch.optim import Optimizer
 from rarebit.data.dataset import Batch
 from rarebit.errors import TrainingError
 from rarebit.tables.stack import PlainStack
+from rarebit.training.clipping import clip_grad_norm_
 from rarebit.training.evaluate import Forward, device_of, score
 from rarebit.training.settings import Precision
 
-__all__ = ["Loss", "TrainingStep"]
+__all__ = ["Backward", "Loss", "TrainingStep"]
 
 Loss: TypeAlias = Callable[[Tensor, Tensor], Tensor]
 """Scores `(B,)` and labels `(B,)` to one number, the mean over the rows."""
+Backward: TypeAlias = Callable[[Tensor], object]
+"""What turns a loss into gradients: `loss.backward()`, or `rows.backward(loss)` of row gradients."""
 
 
 class TrainingStep:
@@ -30,24 +33,35 @@ class TrainingStep:
         loss: Loss = F.binary_cross_entropy_with_logits,
         *,
         forward: Forward | None = None,
+        backward: Backward | None = None,
         precision: Precision = "float32",
+        clip_norm: float | None = None,
+        compiled_size: int | None = None,
     ) -> None:
         self.model, self.optimizer, self.loss, self.forward = model, optimizer, loss, forward
+        self.backward: Backward = backward or Tensor.backward
         self.half = precision == "bfloat16"
+        self.clip_norm = clip_norm
+        self.compiled_size = compiled_size
+        """The batch size the network is compiled for; another size would be compiled for again."""
+        self.compiled = torch.compile(score, dynamic=False) if compiled_size else score
         self.device = device_of(model)
         self.stacks = [module for module in model.modules() if isinstance(module, PlainStack)]
-        self.steps = 0
+        self.steps = torch.zeros((), dtype=torch.int64, device=self.device)
         self.loss_sum = torch.zeros((), dtype=torch.float64, device=self.device)
         self.bad_step = torch.full((), -1, device=self.device)
         optimizer.zero_grad(set_to_none=True)  # what the caller left would be in the first step
 
     def __call__(self, batch: Batch) -> None:
         """Train on one batch."""
+        run = self.compiled if len(batch) == self.compiled_size else score
         with torch.autocast(self.device.type, torch.bfloat16, enabled=self.half):
-            logits = score(self.model, batch, self.forward)
+            logits = run(self.model, batch, self.forward)
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
         loss = self.loss(logits, batch.label.to(logits.dtype))
-        loss.backward()
+        self.backward(loss)
+        if self.clip_norm is not None:
+            clip_grad_norm_(self.model, self.clip_norm)
         self.optimizer.step()
         for stack in self.stacks:
             stack.gradient_memory.keep(stack.embedding.weight)
@@ -55,10 +69,11 @@ class TrainingStep:
         self._remember(loss.detach(), len(batch))
 
     def _remember(self, loss: Tensor, rows: int) -> None:
+        # all in place: a recorded step goes on writing to the same memory
         self.steps += 1
         self.loss_sum += loss.double() * rows
         first_bad = (self.bad_step < 0) & ~torch.isfinite(loss)
-        self.bad_step = torch.where(first_bad, self.steps, self.bad_step)
+        self.bad_step.copy_(torch.where(first_bad, self.steps, self.bad_step))
 
     def raise_if_not_finite(self) -> None:
         """Raise with the number of the first step whose loss was not finite."""

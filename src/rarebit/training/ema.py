@@ -1,0 +1,291 @@
+"""The average of the weights over the steps of training, exact, at the cost of the batch.
+
+    average_t = d · average_{t-1} + (1 - d) · w_t        average_0 = w_0
+
+A row that did not move for k steps needs none of them one by one:
+
+    average_{t+k} = d^k · average_t + (1 - d^k) · w
+
+So each row of a table keeps the step its average was last brought up to. It is brought up to date
+with its old weight just before the optimizer changes it, and all rows once before they are used.
+"""
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import SGD, Optimizer
+
+from rarebit.errors import OptimizerError, TrainingError
+from rarebit.settings import require
+
+__all__ = ["EMA"]
+
+NEVER = -1
+"""The step of a row that has not moved yet: its average is its weight."""
+CHUNK = 1 << 18
+"""Rows handled at once where all of them are: bounds the memory that takes."""
+
+
+class EMA:
+    """The exponential moving average of every trained parameter, for evaluating and saving.
+
+    It follows the optimizer by hooks, so the loop stays as it is. Tables with sparse gradients cost
+    what their batch costs. Weights are expected to change in the optimizer's steps only. Buffers, such
+    as the statistics of batch normalisation, are not averaged: they stay as training left them. The
+    memory is one copy of the weights, and 4 bytes a row of each table with sparse gradients.
+
+    >>> model = nn.Linear(1, 1, bias=False)
+    >>> optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    >>> _ = nn.init.constant_(model.weight, 8.0)
+    >>> ema = EMA(model, optimizer, decay=0.75)
+    >>> model(torch.tensor([[4.0]])).sum().backward()
+    >>> optimizer.step()
+    >>> with ema.applied():
+    ...     print(model.weight.item())
+    7.0
+    >>> model.weight.item()
+    4.0
+    """
+
+    def __init__(self, model: nn.Module, optimizer: Optimizer, decay: float = 0.999) -> None:
+        require(0.0 <= decay < 1.0, f"decay must lie in [0, 1), got decay={decay}")
+        self.model, self.decay = model, decay
+        parameters = _trained_parameters(model, optimizer)
+        # one count a device, so that a step never waits for another one
+        self._counts = {
+            device: torch.zeros((), dtype=torch.int32, device=device)
+            for device in {parameter.device for parameter in parameters.values()}
+        }
+        self._averages = {
+            name: _Average(parameter, self._counts[parameter.device], decay)
+            for name, parameter in parameters.items()
+        }
+        self._is_applied = False
+        self._hooks = [
+            optimizer.register_step_pre_hook(self._before_step),
+            optimizer.register_step_post_hook(self._after_step),
+        ]
+
+    @contextmanager
+    def applied(self) -> Iterator[None]:
+        """Put the averages into the model for the time of a `with` block, then the weights again."""
+        self._bring_up_to_date()
+        self._exchange()
+        try:
+            yield
+        finally:
+            self._exchange()
+
+    @torch.no_grad()
+    def copy_to(self, model: nn.Module) -> None:
+        """Overwrite the weights of a model, this one or one like it, by the averages."""
+        self._bring_up_to_date()
+        targets = dict(model.named_parameters())
+        _check_same({name: average.value for name, average in self._averages.items()}, targets)
+        for name, average in self._averages.items():
+            targets[name].copy_(average.value)
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Return the averages by name, up to date. As torch's own, they go on with the training."""
+        self._bring_up_to_date()
+        return {name: average.value for name, average in self._averages.items()}
+
+    @torch.no_grad()
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Go on from averages that `state_dict` returned."""
+        self._refuse_when_applied()
+        _check_same({name: average.value for name, average in self._averages.items()}, state)
+        for name, average in self._averages.items():
+            average.start_from(state[name])
+
+    def close(self) -> None:
+        """Stop following the optimizer. The averages stay as they are now and can still be used."""
+        if not self._hooks:
+            return
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
+        self._bring_up_to_date()
+        for average in self._averages.values():
+            average.behind = None  # for good: no step moves them any more
+
+    def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
+        self._refuse_when_applied()
+        closure = args[1] if len(args) > 1 else kwargs.get("closure")
+        if closure is None:
+            self._before_move(optimizer)
+            return None
+
+        # what will move is known once the closure has computed the gradients, inside the step
+        def followed() -> Any:
+            loss = closure()
+            self._before_move(optimizer)
+            return loss
+
+        rest = {key: value for key, value in kwargs.items() if key != "closure"}
+        return (args[0], followed, *args[2:]), rest
+
+    @torch.no_grad()
+    def _before_move(self, optimizer: Optimizer) -> None:
+        can_be_lazy = not _moves_rows_of_earlier_steps(optimizer)
+        for average in self._averages.values():
+            gradient = average.weight.grad
+            if gradient is None:
+                average.pause()
+            elif can_be_lazy and gradient.is_sparse:
+                # not coalesced, which would sort: equal rows get equal values here
+                average.bring_rows_up_to_date(gradient._indices()[0])  # noqa: SLF001
+            else:
+                average.resume()
+
+    @torch.no_grad()
+    def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        del optimizer, args, kwargs
+        for count in self._counts.values():
+            count.add_(1)
+        moving = [average for average in self._averages.values() if average.behind is None]
+        if moving:
+            values, weights = [a.value for a in moving], [a.weight.detach() for a in moving]
+            torch._foreach_lerp_(values, weights, 1.0 - self.decay)
+
+    def _bring_up_to_date(self) -> None:
+        self._refuse_when_applied()
+        current = dict(self.model.named_parameters())
+        for name, average in self._averages.items():
+            if current.get(name) is not average.weight:
+                raise TrainingError(
+                    f"{name!r} is no longer the parameter that was averaged; make a new EMA after "
+                    "apply_, merge_ and whatever else exchanges parameters"
+                )
+        for average in self._averages.values():
+            average.bring_up_to_date()
+
+    @torch.no_grad()
+    def _exchange(self) -> None:
+        for average in self._averages.values():
+            average.exchange()
+        self._is_applied = not self._is_applied
+
+    def _refuse_when_applied(self) -> None:
+        if self._is_applied:
+            raise TrainingError(
+                "the model holds its averages now; train, save and load them after the block of "
+                "applied()"
+            )
+
+
+class _Average:
+    """The average of one parameter, and how far it is behind the steps."""
+
+    def __init__(self, weight: nn.Parameter, count: Tensor, decay: float) -> None:
+        self.weight, self.count, self.decay = weight, count, decay
+        self.value = torch.zeros_like(weight, requires_grad=False)
+        self.behind: Tensor | None = torch.full_like(count, NEVER)
+        """The step it was brought up to, one for all or one a row; None: it follows every step."""
+
+    def start_from(self, value: Tensor) -> None:
+        self.value.copy_(value)
+        if self.behind is not None:
+            self.behind.copy_(self.count)
+
+    def pause(self) -> None:
+        """Wait from here on: the parameter does not move in the coming step."""
+        if self.behind is None:
+            self._refuse_in_recording()
+            self.behind = self.count.clone()
+
+    def resume(self) -> None:
+        """Follow every step from here on: all of the parameter may move in the coming one."""
+        if self.behind is not None:
+            self._refuse_in_recording()
+            self.bring_up_to_date()
+            self.behind = None
+
+    @torch.no_grad()
+    def bring_up_to_date(self) -> None:
+        """Bring the whole parameter up to the steps so far."""
+        if self.behind is None:
+            return
+        behind = self.behind.expand(len(self)).split(CHUNK)
+        for value, weight, step in zip(*self._chunks(), behind, strict=True):
+            value.lerp_(weight, self._share(step, value))
+        self.behind.copy_(self.count)
+
+    def bring_rows_up_to_date(self, rows: Tensor) -> None:
+        """Bring these rows up to the steps so far; some may come twice and get the same value."""
+        if self.behind is None or self.behind.dim() == 0:
+            self._refuse_in_recording()
+            step = self.count if self.behind is None else self.behind
+            self.behind = step.repeat(len(self))
+        value, weight = self.value.index_select(0, rows), self.weight.index_select(0, rows)
+        share = self._share(self.behind.index_select(0, rows), value)
+        self.value.index_copy_(0, rows, value.lerp_(weight, share))
+        self.behind.index_copy_(0, rows, self.count.expand(rows.shape))
+
+    def exchange(self) -> None:
+        """Swap weights and averages, in place: whoever holds the memory of a weight sees it."""
+        for value, weight in zip(*self._chunks(), strict=True):
+            held = weight.clone()
+            weight.copy_(value)
+            value.copy_(held)
+
+    def _refuse_in_recording(self) -> None:
+        # every replay would make the change again
+        if self.weight.is_cuda and torch.cuda.is_current_stream_capturing():
+            raise TrainingError(
+                "the averages cannot be started inside a CUDA graph; run a step with the same "
+                "gradients before recording"
+            )
+
+    def _share(self, step: Tensor, like: Tensor) -> Tensor:
+        """Return the weight's share, 1 - d^k for k steps behind, as a column beside the rows."""
+        share = 1.0 - torch.pow(self.decay, (self.count - step).double())
+        share.masked_fill_(step == NEVER, 1.0)
+        return share.to(like.dtype).view(-1, *[1] * (like.dim() - 1))
+
+    def _chunks(self) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+        pair = torch.atleast_1d(self.value), torch.atleast_1d(self.weight.detach())
+        return pair[0].split(CHUNK), pair[1].split(CHUNK)
+
+    def __len__(self) -> int:
+        return self.weight.shape[0] if self.weight.dim() else 1
+
+
+def _trained_parameters(model: nn.Module, optimizer: Optimizer) -> dict[str, nn.Parameter]:
+    """Return the parameters that this optimizer moves; another one has an average of its own."""
+    held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    found = {
+        name: parameter
+        for name, parameter in model.named_parameters()
+        if parameter.requires_grad and id(parameter) in held
+    }
+    if not found:
+        raise OptimizerError(
+            "the optimizer holds no trainable parameter of the model, so there is nothing to "
+            "average; build it from the model as it is now"
+        )
+    for name, parameter in found.items():
+        if parameter.dtype in (torch.float16, torch.bfloat16):
+            raise TrainingError(
+                f"{name!r} is stored in {parameter.dtype}, too coarse for the small steps of an "
+                "average; keep weights in float32 and use autocast for speed"
+            )
+    return found
+
+
+def _moves_rows_of_earlier_steps(optimizer: Optimizer) -> bool:
+    """torch's SGD with momentum goes on moving rows of earlier sparse gradients."""
+    return isinstance(optimizer, SGD) and any(group["momentum"] for group in optimizer.param_groups)
+
+
+def _check_same(wanted: Mapping[str, Tensor], given: Mapping[str, Tensor]) -> None:
+    for name, value in wanted.items():
+        if name not in given or given[name].shape != value.shape:
+            came = f"of the shape {tuple(given[name].shape)}" if name in given else "missing"
+            raise TrainingError(
+                f"the average of {name!r} has the shape {tuple(value.shape)}, the one given is "
+                f"{came}; use the same model on both sides"
+            )

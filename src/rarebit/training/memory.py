@@ -1,0 +1,364 @@
+"""What training will take in memory, told before it starts, and what there is.
+
+    tables, network          the weights
+    gradients                as large as the weights; by rows: the lookups of one batch, T x D
+    optimizer state          Adam twice the weights; by rows Adagrad keeps one number a row
+    data                     training and validation data on the device of the model
+    best and average         a copy of the weights each
+
+Activations are left out: they depend on what the model does between its layers.
+"""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer, SparseAdam
+
+from rarebit.data.dataset import Dataset
+from rarebit.errors import NotEnoughMemoryError
+from rarebit.tables.find import table_parameters
+from rarebit.tables.sparse import row_gradients_kept, set_row_gradients
+from rarebit.training.evaluate import device_of
+from rarebit.training.rowwise import RowwiseOptimizer
+from rarebit.training.settings import Training
+
+__all__ = ["MemoryEstimate", "available_memory", "estimate_memory"]
+
+KINDS: dict[str, type[Optimizer]] = {"adam": Adam, "sgd": SGD, "adagrad": Adagrad}
+
+LABELS = {
+    "tables": "tables",
+    "network": "network",
+    "gradients": "gradients",
+    "optimizer_state": "optimizer state",
+    "train_data": "training data",
+    "valid_data": "validation data",
+    "best_weights": "copy of the best weights",
+    "average_weights": "averaged weights",
+}
+
+ADVICE = {
+    "tables": "a smaller dim, Hashing or LowRank make the tables smaller",
+    "network": "a smaller network helps",
+    "gradients": 'tables="rowwise" keeps the gradients of a batch only, fewer at a smaller batch_size',
+    "optimizer_state": 'tables="rowwise" with optimizer="adagrad" keeps 4 bytes a row',
+    "train_data": "keep the data elsewhere and train on a part of it at a time",
+    "valid_data": "validate on fewer rows, or keep the data elsewhere",
+    "best_weights": "valid=None keeps no copy of the best weights",
+    "average_weights": "ema_decay=None keeps no averages",
+}
+"""What helps against each part."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemoryEstimate:
+    """Bytes that training takes, part by part, without activations."""
+
+    device: torch.device
+    """Where training runs."""
+    tables: int = 0
+    """Weights of the tables."""
+    network: int = 0
+    """Weights of all the rest, and buffers."""
+    gradients: int = 0
+    """Gradients of one step."""
+    optimizer_state: int = 0
+    """What the optimizer remembers."""
+    train_data: int = 0
+    """The training data, on the device."""
+    valid_data: int = 0
+    """The validation data, on the device."""
+    best_weights: int = 0
+    """The copy of the best epoch's weights, kept where there is validation data."""
+    average_weights: int = 0
+    """Averaged weights, where they are asked for."""
+    there: frozenset[str] = frozenset()
+    """The parts that are allocated already."""
+    available: int | None = None
+    """Bytes that were free when the estimate was made; None where the system does not say."""
+    unknown_optimizer: str | None = None
+    """The optimizer's class, where its state cannot be guessed and is left out."""
+
+    @property
+    def parts(self) -> dict[str, int]:
+        """The parts by name, largest first, without those of 0 bytes."""
+        parts = {name: int(getattr(self, name)) for name in LABELS}
+        return dict(sorted(((k, v) for k, v in parts.items() if v), key=lambda part: -part[1]))
+
+    @property
+    def data(self) -> int:
+        """Bytes of training and validation data."""
+        return self.train_data + self.valid_data
+
+    @property
+    def total(self) -> int:
+        """Bytes of all parts."""
+        return sum(self.parts.values())
+
+    @property
+    def to_allocate(self) -> int:
+        """Bytes of the parts that are not there yet."""
+        return sum(size for name, size in self.parts.items() if name not in self.there)
+
+    def check(self) -> None:
+        """Raise when what is to be allocated is more than what is free."""
+        if self.available is None or self.to_allocate <= self.available:
+            return
+        missing = [name for name in self.parts if name not in self.there]
+        raise NotEnoughMemoryError(
+            f"training would allocate {_size(self.to_allocate)} on {self.device}, where "
+            f"{_size(self.available)} are free; the largest part is the {LABELS[missing[0]]}, "
+            f"{_size(self.parts[missing[0]])}: {self._advice(missing[0])}"
+        )
+
+    def _advice(self, part: str) -> str:
+        advice = [ADVICE[part]]
+        if part not in ("tables", "network", "train_data", "valid_data"):
+            advice.append(f"{ADVICE['tables']} and all that goes with them")
+        return "; ".join(advice)
+
+    def line(self) -> str:
+        """Return it all in one line."""
+        head, *_ = str(self).split("\n", 1)
+        parts = ", ".join(f"{LABELS[name]} {_size(size)}" for name, size in self.parts.items())
+        return f"{head} ({parts})"
+
+    def __str__(self) -> str:
+        free = "free memory unknown" if self.available is None else f"{_size(self.available)} free"
+        head = (
+            f"memory on {self.device}: {_size(self.total)} plus activations, "
+            f"{_size(self.to_allocate)} of it to allocate, {free}"
+        )
+        rows = [
+            (LABELS[name], _size(size), "  there already" if name in self.there else "")
+            for name, size in self.parts.items()
+        ]
+        if self.unknown_optimizer is not None:
+            rows.append(("optimizer state", "unknown", f"  of {self.unknown_optimizer}"))
+        wide = [max((len(row[column]) for row in rows), default=0) for column in (0, 1)]
+        lines = [f"  {name:<{wide[0]}}  {size:>{wide[1]}}{note}" for name, size, note in rows]
+        return "\n".join([head, *lines])
+
+
+def estimate_memory(
+    model: nn.Module,
+    train: Dataset,
+    valid: Dataset | None = None,
+    *,
+    settings: Training = Training(),
+    optimizer: Optimizer | None = None,
+) -> MemoryEstimate:
+    """Return what `fit` with these arguments will take in memory, without taking it.
+
+    >>> model = nn.Sequential(nn.Embedding(1000, 16, device="meta"))
+    >>> data = Dataset.from_columns({"user": [0, 1, 2]}, label=[0, 1, 0])
+    >>> print(estimate_memory(model, data, settings=Training(tables="rowwise", optimizer="adagrad")))
+    memory on meta: 68.2 kB plus activations, 68.2 kB of it to allocate, free memory unknown
+      tables            64.0 kB
+      optimizer state    4.0 kB
+      gradients       192 bytes
+      training data    24 bytes
+    """
+    device = device_of(model)
+    rows = _trained_by_rows(model, settings, optimizer)
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    tables = sum(parameter.nbytes for parameter in table_parameters(model).values())
+    parameters = sum(parameter.nbytes for parameter in model.parameters())
+    buffers = sum(buffer.nbytes for buffer in model.buffers())
+    averages = _bytes(trained) + 4 * sum(len(p) for p in trained if id(p) in rows)
+    state = _optimizer_state(trained, rows, settings, optimizer)
+    there = {
+        "tables": device.type != "meta",
+        "network": device.type != "meta",
+        "optimizer_state": state.exists,
+        "train_data": train.device == device,
+        "valid_data": valid is not None and valid.device == device,
+    }
+    return MemoryEstimate(
+        device=device,
+        tables=tables,
+        network=parameters - tables + buffers,
+        gradients=_gradients(trained, rows, train, settings.batch_size),
+        optimizer_state=state.num_bytes,
+        train_data=train.num_bytes,
+        valid_data=0 if valid is None else valid.num_bytes,
+        best_weights=0 if valid is None else _bytes(model.state_dict().values()),
+        average_weights=0 if settings.ema_decay is None else averages,
+        there=frozenset(name for name, is_there in there.items() if is_there),
+        available=available_memory(device),
+        unknown_optimizer=state.unknown,
+    )
+
+
+def _bytes(tensors: Iterable[Tensor]) -> int:
+    return sum(tensor.nbytes for tensor in tensors)
+
+
+def _trained_by_rows(
+    model: nn.Module, settings: Training, optimizer: Optimizer | None
+) -> frozenset[int]:
+    """Return the identities of the parameters whose gradient comes by rows."""
+    with row_gradients_kept(model):
+        if optimizer is None:  # what building one does to the tables
+            set_row_gradients(model, by_rows=settings.tables == "rowwise")
+        return frozenset(
+            id(module.weight)
+            for module in model.modules()
+            if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse
+        )
+
+
+def _gradients(
+    trained: Iterable[nn.Parameter], rows: frozenset[int], train: Dataset, batch_size: int
+) -> int:
+    """Return the bytes of a step's gradients: dense ones, and T x D by rows.
+
+    Each slot of a batch is taken to be looked up once among the tables of each width.
+    """
+    lookups = min(batch_size, len(train)) * train.schema.num_slots  # T
+    row_bytes = {(p.shape[1], p.itemsize) for p in trained if id(p) in rows}
+    dense = _bytes(p for p in trained if id(p) not in rows)
+    return dense + lookups * sum(width * itemsize for width, itemsize in row_bytes)
+
+
+class _State(NamedTuple):
+    num_bytes: int
+    exists: bool = False
+    unknown: str | None = None
+
+
+def _optimizer_state(
+    trained: list[nn.Parameter],
+    rows: frozenset[int],
+    settings: Training,
+    optimizer: Optimizer | None,
+) -> _State:
+    """Return the bytes of an optimizer's state: as it is where there is one, else by its class."""
+    if optimizer is None:
+        groups = [{"params": trained, "momentum": settings.momentum}]
+        return _State(_guessed_state(KINDS[settings.optimizer], groups, rows) or 0)
+    if any(optimizer.state.values()):
+        return _State(_bytes(_tensors(optimizer)), exists=True)
+    kind, own_rows = type(optimizer), frozenset[int]()
+    if isinstance(optimizer, RowwiseOptimizer):
+        kind, own_rows = optimizer.dense_kind, rows
+    guessed = _guessed_state(kind, optimizer.param_groups, own_rows)
+    return _State(0, unknown=kind.__name__) if guessed is None else _State(guessed)
+
+
+def _guessed_state(
+    kind: type[Optimizer], groups: Iterable[dict[str, Any]], rows: frozenset[int]
+) -> int | None:
+    """Return the bytes of an optimizer's state after its first step; None for an unknown class."""
+    total = 0
+    for group in groups:
+        copies = _copies(kind, group)
+        if copies is None:
+            return None
+        for parameter in group["params"]:
+            if kind is Adagrad and id(parameter) in rows:
+                total += len(parameter) * parameter.itemsize
+            elif parameter.requires_grad:
+                total += copies * parameter.nbytes
+    return total
+
+
+def _copies(kind: type[Optimizer], group: dict[str, Any]) -> int | None:
+    """Return how many numbers an optimizer keeps for each weight, its count of steps left out."""
+    if issubclass(kind, Adam | AdamW | SparseAdam):
+        return 3 if group.get("amsgrad") else 2
+    if issubclass(kind, SGD):
+        return 1 if group.get("momentum") else 0
+    return 1 if issubclass(kind, Adagrad) else None
+
+
+def _tensors(optimizer: Optimizer) -> Iterator[Tensor]:
+    for state in optimizer.state.values():
+        for value in state.values():
+            if isinstance(value, Tensor):
+                yield value._values() if value.is_sparse else value  # noqa: SLF001  # not coalesced
+
+
+def available_memory(
+    device: torch.device,
+    *,
+    proc: Path = Path("/proc"),
+    control_groups: Path = Path("/sys/fs/cgroup"),
+) -> int | None:
+    """Return the bytes that can be allocated on a device now; None where the system does not say.
+
+    >>> available_memory(torch.device("meta")) is None
+    True
+    """
+    if device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(device)
+        unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return int(free + unused)
+    if device.type != "cpu":
+        return None
+    system = _number_after("MemAvailable:", proc / "meminfo")
+    if system is None:
+        return None
+    limits = _free_in_control_groups(proc / "self" / "cgroup", control_groups)
+    return max(min([system * 1024, *limits]), 0)
+
+
+class _Files(NamedTuple):
+    """What the two versions of control groups call the same things."""
+
+    limit: str
+    used: str
+    cache: str
+
+
+V1 = _Files("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+V2 = _Files("memory.max", "memory.current", "inactive_file")
+
+
+def _free_in_control_groups(own: Path, root: Path) -> Iterator[int]:
+    """Yield what each control group that this process is in leaves it, from its own to the root."""
+    for line in (_read(own) or "").splitlines():
+        _, controllers, path = line.split(":", 2)
+        if controllers and "memory" not in controllers.split(","):
+            continue
+        files, folder = (V1, root / "memory") if controllers else (V2, root)
+        parts = [part for part in path.split("/") if part not in ("", "..")]
+        for length in range(len(parts), -1, -1):
+            free = _free_in(folder.joinpath(*parts[:length]), files)
+            if free is not None:
+                yield free
+
+
+def _free_in(folder: Path, files: _Files) -> int | None:
+    limit, used = _read(folder / files.limit), _read(folder / files.used)
+    if limit is None or used is None or not limit.strip().isdigit():  # "max": no limit
+        return None
+    # files that were read are counted as used, but give way to whoever needs the memory
+    cache = _number_after(files.cache, folder / "memory.stat") or 0
+    return int(limit) - int(used) + cache
+
+
+def _number_after(key: str, path: Path) -> int | None:
+    for line in (_read(path) or "").splitlines():
+        words = line.split()
+        if len(words) > 1 and words[0] == key:
+            return int(words[1])
+    return None
+
+
+def _read(path: Path) -> str | None:
+    try:
+        return path.read_text("utf-8")
+    except OSError:
+        return None
+
+
+def _size(num_bytes: int) -> str:
+    for unit, factor in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if num_bytes >= factor:
+            return f"{num_bytes / factor:.1f} {unit}"
+    return f"{num_bytes} bytes"

@@ -1,0 +1,254 @@
+"""Optimizers that touch only what a step looked up: tables by rows, the rest by torch's own.
+
+    parameter's gradient    what happens
+    sparse, from lookups    the rows in it are updated, by the compiled kernel where there is one
+    dense                   torch's fused optimizer, as ever
+
+One `torch.optim.Optimizer` does both, with its groups, schedulers and `state_dict`. A row's state waits
+while the row is not looked up: Adam is then "lazy". Where every row is looked up in every step, lazy
+Adam is Adam.
+"""
+
+from abc import abstractmethod
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from rarebit.errors import OptimizerError
+from rarebit.tables.sparse import lookups_of
+from rarebit.training import row_updates
+from rarebit.training.row_kernel import row_kernel, suits
+
+__all__ = ["RowwiseAdagrad", "RowwiseAdam", "RowwiseOptimizer", "RowwiseSGD"]
+
+
+class RowwiseOptimizer(Optimizer):
+    """Tables by rows, the rest by torch's fused optimizer of the same kind."""
+
+    def __init__(
+        self, params: Iterable[nn.Parameter] | Iterable[dict[str, Any]], defaults: dict[str, Any]
+    ) -> None:
+        super().__init__(params, {"fused": None, "capturable": False, **defaults})
+
+    dense_kind: type[Optimizer]
+    """Torch's own optimizer for what is no table."""
+
+    @abstractmethod
+    def first_state(self, weight: Tensor, group: dict[str, Any]) -> dict[str, Tensor]:
+        """Return the state of a table before its first step."""
+
+    @abstractmethod
+    def update_rows(
+        self,
+        weight: Tensor,
+        ids: Tensor,
+        values: Tensor,
+        state: dict[str, Tensor],
+        group: dict[str, Any],
+    ) -> None:
+        """Update the rows that were looked up, and their state."""
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Update every parameter that has a gradient."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            held = [p for p in group["params"] if p.grad is not None]
+            for parameter in (p for p in held if p.grad.is_sparse):
+                self._step_rows(parameter, group)
+            self._step_dense([p for p in held if not p.grad.is_sparse], group)
+        return loss
+
+    def _step_rows(self, parameter: nn.Parameter, group: dict[str, Any]) -> None:
+        gradient = parameter.grad
+        assert gradient is not None
+        state = self.state[parameter]
+        if not state:
+            state["step"] = self._zero_steps(parameter, group)
+            state |= self.first_state(parameter, group)
+        state["step"] += 1
+        ids, values = lookups_of(gradient)
+        self.update_rows(parameter, ids, values, state, group)
+
+    def _step_dense(self, parameters: list[nn.Parameter], group: dict[str, Any]) -> None:
+        if not parameters:
+            return
+        options = {key: value for key, value in group.items() if key != "decoupled"}
+        if group["decoupled"] and group["weight_decay"]:
+            torch._foreach_mul_([*parameters], 1.0 - group["lr"] * group["weight_decay"])
+            options["weight_decay"] = 0.0
+        dense = self._torch_optimizer(parameters)
+        for parameter in parameters:
+            self._refuse_row_state(parameter)
+            if parameter not in self.state:
+                self.state[parameter] = _first_dense_state(self.dense_kind, parameter, options)
+        # Our groups and our state are lent for the step, so whatever a scheduler, a checkpoint or an
+        # exchange of parameters did to them holds.
+        dense.param_groups = [{**dense.defaults, **options, "params": parameters}]
+        dense.state = self.state
+        dense.step()
+
+    def _torch_optimizer(self, parameters: list[nn.Parameter]) -> Optimizer:
+        """Return torch's optimizer, made on first use: a copy of this one has to make its own."""
+        made: Optimizer | None = self.__dict__.get("_made")
+        if made is None:
+            made = self._made = self.dense_kind(parameters)  # type: ignore[call-arg]  # a concrete one
+        return made
+
+    def _refuse_row_state(self, parameter: nn.Parameter) -> None:
+        total = self.state.get(parameter, {}).get("sum")
+        if total is not None and total.shape != parameter.shape:
+            raise OptimizerError(
+                f"a table of {len(parameter):,} rows was trained by rows and now got a gradient for all "
+                "of them, as from a penalty on its whole weight; use tables='dense' for that"
+            )
+
+    def _zero_steps(self, parameter: nn.Parameter, group: dict[str, Any]) -> Tensor:
+        device = parameter.device if group["capturable"] else torch.device("cpu")
+        return torch.zeros((), dtype=torch.float32, device=device)
+
+
+class RowwiseAdam(RowwiseOptimizer):
+    """Adam for dense parameters, lazy Adam for the rows of tables.
+
+    >>> table = nn.Embedding(9, 4, sparse=True)
+    >>> adam = RowwiseAdam(table.parameters(), lr=0.1)
+    >>> before = table.weight.detach().clone()
+    >>> table(torch.tensor([2, 5, 2])).sum().backward()
+    >>> adam.step()
+    >>> (table.weight != before).any(dim=1).nonzero().flatten().tolist()
+    [2, 5]
+    """
+
+    dense_kind = torch.optim.Adam
+
+    def __init__(
+        self,
+        params: Iterable[nn.Parameter] | Iterable[dict[str, Any]],
+        *,
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        decoupled: bool = False,
+        **options: Any,
+    ) -> None:
+        own = {"lr": lr, "betas": betas, "eps": eps}
+        super().__init__(
+            params, {**own, "weight_decay": weight_decay, "decoupled": decoupled, **options}
+        )
+
+    def first_state(self, weight: Tensor, group: dict[str, Any]) -> dict[str, Tensor]:
+        """Return both moments, for every number of the table."""
+        del group
+        return {"exp_avg": torch.zeros_like(weight), "exp_avg_sq": torch.zeros_like(weight)}
+
+    def update_rows(
+        self,
+        weight: Tensor,
+        ids: Tensor,
+        values: Tensor,
+        state: dict[str, Tensor],
+        group: dict[str, Any],
+    ) -> None:
+        """Take Adam's step on the rows that were looked up."""
+        moments = state["exp_avg"], state["exp_avg_sq"]
+        adam = _fastest(values, weight, *moments).adam
+        options = {key: group[key] for key in ("lr", "betas", "eps", "weight_decay", "decoupled")}
+        steps = state["step"] if state["step"].is_cuda else int(state["step"])
+        adam(ids, values, weight, *moments, **options, step=steps)
+
+
+class RowwiseAdagrad(RowwiseOptimizer):
+    """Adagrad for dense parameters, row-wise Adagrad for tables: one number of state a row."""
+
+    dense_kind = torch.optim.Adagrad
+
+    def __init__(
+        self,
+        params: Iterable[nn.Parameter] | Iterable[dict[str, Any]],
+        *,
+        lr: float = 1e-2,
+        eps: float = 1e-10,
+        weight_decay: float = 0.0,
+        decoupled: bool = False,
+        **options: Any,
+    ) -> None:
+        own = {"lr": lr, "eps": eps, "weight_decay": weight_decay, "decoupled": decoupled}
+        super().__init__(params, {**own, **options})
+
+    def first_state(self, weight: Tensor, group: dict[str, Any]) -> dict[str, Tensor]:
+        """Return the sum of squares, one number a row."""
+        del group
+        return {"sum": weight.new_zeros(len(weight))}
+
+    def update_rows(
+        self,
+        weight: Tensor,
+        ids: Tensor,
+        values: Tensor,
+        state: dict[str, Tensor],
+        group: dict[str, Any],
+    ) -> None:
+        """Take Adagrad's step on the rows that were looked up."""
+        adagrad = _fastest(values, weight, state["sum"]).adagrad
+        options = {key: group[key] for key in ("lr", "eps", "weight_decay", "decoupled")}
+        adagrad(ids, values, weight, state["sum"], **options)
+
+
+class RowwiseSGD(RowwiseOptimizer):
+    """SGD with momentum, for tables on the rows that were looked up."""
+
+    dense_kind = torch.optim.SGD
+
+    def __init__(
+        self,
+        params: Iterable[nn.Parameter] | Iterable[dict[str, Any]],
+        *,
+        lr: float = 1e-3,
+        momentum: float = 0.0,
+        weight_decay: float = 0.0,
+        decoupled: bool = False,
+        **options: Any,
+    ) -> None:
+        own = {"lr": lr, "momentum": momentum, "weight_decay": weight_decay}
+        super().__init__(params, {**own, "decoupled": decoupled, **options})
+
+    def first_state(self, weight: Tensor, group: dict[str, Any]) -> dict[str, Tensor]:
+        """Return the momentum, where there is one."""
+        return {"momentum_buffer": torch.zeros_like(weight)} if group["momentum"] else {}
+
+    def update_rows(
+        self,
+        weight: Tensor,
+        ids: Tensor,
+        values: Tensor,
+        state: dict[str, Tensor],
+        group: dict[str, Any],
+    ) -> None:
+        """Take SGD's step on the rows that were looked up."""
+        momentum = [state["momentum_buffer"]] if "momentum_buffer" in state else []
+        sgd = _fastest(values, weight, *momentum).sgd
+        options = {key: group[key] for key in ("lr", "momentum", "weight_decay", "decoupled")}
+        sgd(ids, values, weight, momentum[0] if momentum else None, **options)
+
+
+def _first_dense_state(
+    kind: type[Optimizer], parameter: nn.Parameter, options: dict[str, Any]
+) -> dict[str, Any]:
+    """Return the state torch makes with its optimizer and not in the first step, as Adagrad's."""
+    if kind is not torch.optim.Adagrad:
+        return {}
+    return dict(torch.optim.Adagrad([parameter], fused=options["fused"]).state[parameter])
+
+
+def _fastest(*tensors: Tensor) -> Any:
+    """Return the compiled kernel where there is one for these tensors, else plain torch."""
+    kernel = row_kernel() if suits(*tensors) else None
+    return row_updates if kernel is None else kernel
