@@ -1,0 +1,60 @@
+"""DeepFM through Rarebit's `fit`. Options are settings of `Training`."""
+
+import numpy as np
+import torch
+from _shared import Job, Recorder, read_job
+from numpy.typing import NDArray
+
+import rarebit as rb
+from rarebit.models.deepfm import DeepFM
+from rarebit.training.progress import EpochRecord, Silence
+
+
+class Clock(Silence):
+    """Tells the recorder when an epoch begins and ends."""
+
+    def __init__(self, recorder: Recorder, model: DeepFM, held_out: rb.Dataset, rows: int) -> None:
+        self.recorder, self.model, self.held_out, self.rows = recorder, model, held_out, rows
+
+    def start_epoch(self, epoch: int, epochs: int, rows: int) -> None:  # noqa: ARG002  # of fit
+        """Start the clock."""
+        self.recorder.start()
+
+    def finish_epoch(self, record: EpochRecord) -> None:
+        """Stop it, and score the held-out rows."""
+        self.recorder.finish(record.train_loss, self.scores)
+
+    def scores(self) -> NDArray[np.float32]:
+        """Return the scores of the held-out rows."""
+        scores = rb.predict(self.model, self.held_out, batch_size=self.rows)
+        return scores.float().numpy()
+
+
+def data(job: Job, part: str) -> rb.Dataset:
+    """Return some rows as a data set."""
+    ids, label = job.rows(part)
+    schema = rb.Schema(tuple(rb.Field(name=name, rows=rows) for name, rows in job.fields.items()))
+    return rb.Dataset(schema, ids, label=label)
+
+
+def main() -> None:
+    """Train and write the result."""
+    job = read_job()
+    train, recorder = data(job, "train"), Recorder(job.folder)
+    torch.manual_seed(0)
+    model = DeepFM(train.schema, dim=job.dim, hidden=job.hidden)
+    settings = {
+        "epochs": job.epochs,
+        "batch_size": job.batch_size,
+        "optimizer": "adam",
+        "lr": job.lr,
+        "patience": None,
+        **job.options,
+    }
+    clock = Clock(recorder, model, data(job, "held_out"), job.batch_size)
+    rb.fit(model, train, settings=rb.Training(**settings), progress=clock)
+    recorder.write({"fit": settings}, "torch", "numpy")
+
+
+if __name__ == "__main__":
+    main()
