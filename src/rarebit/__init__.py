@@ -8,6 +8,7 @@ from rarebit.methods.low_rank import LowRank
 from rarebit.tables.apply import TableChanges, apply_, merge_
 from rarebit.tables.find import TableInfo, find_tables
 from rarebit.tables.optimizer_state import check
+from rarebit.tables.row_gradients import RowGradients, sum_losses
 from rarebit.tables.table import Method, Table
 from rarebit.training.clipping import clip_grad_norm_
 from rarebit.training.ema import EMA
@@ -34,6 +35,7 @@ __all__ = [
     "MemoryEstimate",
     "Method",
     "Metrics",
+    "RowGradients",
     "RunResult",
     "RunSettings",
     "Schema",
@@ -58,4 +60,5 @@ __all__ = [
     "predict",
     "run",
     "save_model",
+    "sum_losses",
 ]

@@ -460,6 +460,7 @@ def test_averages_of_another_model_are_refused():
 
 
 @needs_cuda
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype")
 @pytest.mark.parametrize("sparse", [False, True])
 def test_steps_on_the_gpu_do_not_wait_for_it(sparse):
     model = nn.Embedding(ROWS, 3, sparse=sparse, device="cuda", dtype=torch.float64)

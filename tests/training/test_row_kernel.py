@@ -392,7 +392,7 @@ def test_without_a_compiler_that_works_there_is_no_kernel(tmp_path, compiler):
 
 
 def test_a_compiler_whose_output_is_no_library_gives_no_kernel(tmp_path):
-    text = 'for last; do :; done\necho version 1; echo nonsense > "$last"'
+    text = 'for last; do :; done\ncase "$last" in *.so) echo nonsense > "$last";; esac'
     liar = script(tmp_path / "liar", text)
     (tmp_path / "cache").mkdir()
     assert load_row_kernel(environment(tmp_path / "cache", PATH="", CXX=liar)) is None

@@ -8,7 +8,7 @@ from torch.nn import functional as F
 
 from rarebit.tables.table import AnyTable, Table
 
-__all__ = ["Bag", "bag_like", "table_of_bag"]
+__all__ = ["Bag", "bag_like", "pool_rows", "table_of_bag"]
 
 
 class Bag(nn.Module):
@@ -24,24 +24,7 @@ class Bag(nn.Module):
         self, input: Tensor, offsets: Tensor | None = None, per_sample_weights: Tensor | None = None
     ) -> Tensor:
         """Return one pooled row a bag. Arguments as for `nn.EmbeddingBag`."""
-        rows = self.table(input.reshape(-1))  # (T, D)
-        # torch's own kernel pools the rows that were looked up as if they were a table of T rows,
-        # so every mode, offset and weight means exactly what it means there.
-        positions = torch.arange(rows.shape[0], device=input.device).view_as(input)
-        options: dict[str, Any] = {}
-        if self.padding_idx is not None:
-            options["padding_idx"] = rows.shape[0]
-            positions = positions.masked_fill(input == self.padding_idx, rows.shape[0])
-            rows = torch.cat([rows, rows.new_zeros(1, rows.shape[1])])
-        return F.embedding_bag(
-            positions,
-            rows,
-            None if offsets is None else offsets.to(positions.dtype),
-            mode=self.mode,
-            per_sample_weights=per_sample_weights,
-            include_last_offset=self.include_last_offset,
-            **options,
-        )
+        return pool_rows(self, self.table(input.reshape(-1)), input, offsets, per_sample_weights)
 
     @property
     def weight(self) -> Tensor:
@@ -66,6 +49,33 @@ class Bag(nn.Module):
     def extra_repr(self) -> str:
         """Show the pooling."""
         return f"mode={self.mode!r}"
+
+
+def pool_rows(
+    bag: "nn.EmbeddingBag | Bag",
+    rows: Tensor,
+    input: Tensor,
+    offsets: Tensor | None = None,
+    per_sample_weights: Tensor | None = None,
+) -> Tensor:
+    """Return one pooled row a bag, from rows `(T, D)` that were looked up for the T ids of `input`."""
+    # torch's own kernel pools the rows that were looked up as if they were a table of T rows,
+    # so every mode, offset and weight means exactly what it means there.
+    positions = torch.arange(rows.shape[0], device=input.device).view_as(input)
+    options: dict[str, Any] = {}
+    if bag.padding_idx is not None:
+        options["padding_idx"] = rows.shape[0]
+        positions = positions.masked_fill(input == bag.padding_idx, rows.shape[0])
+        rows = torch.cat([rows, rows.new_zeros(1, rows.shape[1])])
+    return F.embedding_bag(
+        positions,
+        rows,
+        None if offsets is None else offsets.to(positions.dtype),
+        mode=bag.mode,
+        per_sample_weights=per_sample_weights,
+        include_last_offset=bool(bag.include_last_offset),
+        **options,
+    )
 
 
 def table_of_bag(bag: nn.EmbeddingBag | Bag) -> AnyTable:

@@ -19,6 +19,7 @@ __all__ = [
     "TableInfo",
     "find_sites",
     "find_tables",
+    "lookup_refusal",
     "refuse_wrapped_model",
     "table_parameters",
 ]
@@ -74,6 +75,8 @@ class ModuleSite:
     module: TableModule
     places: list[tuple[nn.Module, str]]
     info: TableInfo
+    tie: str | None = None
+    """Which other part of the model uses its weight, in words; None when no other does."""
 
     @property
     def table(self) -> AnyTable:
@@ -91,6 +94,8 @@ class FieldSite:
     index: int
     table: AnyTable = field(repr=False)
     info: TableInfo
+    tie: str | None = None
+    """Which other part of the model uses a weight of the collection, in words; None when no other does."""
 
 
 Site: TypeAlias = ModuleSite | FieldSite
@@ -110,15 +115,13 @@ def find_sites(model: nn.Module) -> list[Site]:
     owners = _owners(model)
     sites: list[Site] = []
     for names, module in _table_modules(model):
+        tie = _tie_refusal(names, module, owners)
         if isinstance(module, TableCollection):
             # a collection stays where it is: what is replaced are its stacks
-            refusal = _tie_refusal(names, module, owners) or _hook_refusal(module.stacks)
-            sites += _field_sites(names[0], module, refusal)
+            sites += _field_sites(names[0], module, tie, tie or _hook_refusal(module.stacks))
         else:
-            refusal = _refusal(names, module, owners)
-            sites.append(
-                ModuleSite(module, _places(model, names), _module_info(names[0], module, refusal))
-            )
+            info = _module_info(names[0], module, _refusal(names, module, tie))
+            sites.append(ModuleSite(module, _places(model, names), info, tie))
     return sites
 
 
@@ -187,14 +190,17 @@ def _owners(model: nn.Module) -> dict[nn.Parameter, list[str]]:
     return owners
 
 
-def _refusal(
-    names: list[str], module: TableModule, owners: dict[nn.Parameter, list[str]]
-) -> str | None:
+def _refusal(names: list[str], module: TableModule, tie: str | None) -> str | None:
     """Say in one sentence why this table cannot be changed; None when it can."""
     if names == [""]:
         return "it is the whole model, so there is nothing to replace it in: put it in a module"
+    return lookup_refusal(module) or tie or _hook_refusal(module) or _padding_refusal(module)
+
+
+def lookup_refusal(module: TableModule) -> str | None:
+    """Say in one sentence what this table does besides looking rows up; None when nothing."""
     if isinstance(module, Table | Bag):
-        return _tie_refusal(names, module, owners) or _hook_refusal(module)
+        return None
     exact = nn.Embedding if isinstance(module, nn.Embedding) else nn.EmbeddingBag
     if type(module) is not exact:
         return (
@@ -208,7 +214,7 @@ def _refusal(
     weight = module.weight
     if type(weight) is not nn.Parameter or weight.is_meta:
         return f"its weight is a {type(weight).__name__} on {weight.device}, no ordinary parameter"
-    return _tie_refusal(names, module, owners) or _hook_refusal(module) or _padding_refusal(module)
+    return None
 
 
 def _tie_refusal(
@@ -232,9 +238,9 @@ def _hook_refusal(module: nn.Module) -> str | None:
     return None
 
 
-def _padding_refusal(module: nn.Embedding | nn.EmbeddingBag) -> str | None:
+def _padding_refusal(module: TableModule) -> str | None:
     # A bag leaves padding out, whatever its row holds; an embedding hands the row out.
-    if isinstance(module, nn.EmbeddingBag) or module.padding_idx is None:
+    if not isinstance(module, nn.Embedding) or module.padding_idx is None:
         return None
     if bool(module.weight[module.padding_idx].any()):
         return f"its padding row {module.padding_idx} is not zero; set it to zero first"
@@ -261,7 +267,7 @@ def _module_info(name: str, module: TableModule, refusal: str | None) -> TableIn
 
 
 def _field_sites(
-    prefix: str, collection: TableCollection, refusal: str | None
+    prefix: str, collection: TableCollection, tie: str | None, refusal: str | None
 ) -> Iterator[FieldSite]:
     start = f"{prefix}." if prefix else ""
     for index, table in enumerate(collection.tables()):
@@ -277,4 +283,4 @@ def _field_sites(
             num_bytes=sum(p.nbytes for p in table.parameters()),
             refusal=refusal,
         )
-        yield FieldSite(collection, index, table, info)
+        yield FieldSite(collection, index, table, info, tie)

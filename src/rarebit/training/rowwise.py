@@ -159,7 +159,7 @@ class RowwiseAdam(RowwiseOptimizer):
     ) -> None:
         """Take Adam's step on the rows that were looked up."""
         moments = state["exp_avg"], state["exp_avg_sq"]
-        adam = _fastest(values, weight, *moments).adam
+        adam = _fastest(group, values, weight, *moments).adam
         options = {key: group[key] for key in ("lr", "betas", "eps", "weight_decay", "decoupled")}
         steps = state["step"] if state["step"].is_cuda else int(state["step"])
         adam(ids, values, weight, *moments, **options, step=steps)
@@ -197,7 +197,7 @@ class RowwiseAdagrad(RowwiseOptimizer):
         group: dict[str, Any],
     ) -> None:
         """Take Adagrad's step on the rows that were looked up."""
-        adagrad = _fastest(values, weight, state["sum"]).adagrad
+        adagrad = _fastest(group, values, weight, state["sum"]).adagrad
         options = {key: group[key] for key in ("lr", "eps", "weight_decay", "decoupled")}
         adagrad(ids, values, weight, state["sum"], **options)
 
@@ -234,7 +234,7 @@ class RowwiseSGD(RowwiseOptimizer):
     ) -> None:
         """Take SGD's step on the rows that were looked up."""
         momentum = [state["momentum_buffer"]] if "momentum_buffer" in state else []
-        sgd = _fastest(values, weight, *momentum).sgd
+        sgd = _fastest(group, values, weight, *momentum).sgd
         options = {key: group[key] for key in ("lr", "momentum", "weight_decay", "decoupled")}
         sgd(ids, values, weight, momentum[0] if momentum else None, **options)
 
@@ -248,7 +248,13 @@ def _first_dense_state(
     return dict(torch.optim.Adagrad([parameter], fused=options["fused"]).state[parameter])
 
 
-def _fastest(*tensors: Tensor) -> Any:
-    """Return the compiled kernel where there is one for these tensors, else plain torch."""
+def _fastest(group: dict[str, Any], *tensors: Tensor) -> Any:
+    """Return the fastest form there is for these tensors: a kernel, or plain torch."""
+    if isinstance(group["lr"], Tensor):  # which only torch can use without looking at it
+        return row_updates
+    if tensors[0].is_cuda:
+        from rarebit.training import row_triton  # not before: Triton takes a while to import
+
+        return row_triton if row_triton.suits(*tensors) else row_updates
     kernel = row_kernel() if suits(*tensors) else None
     return row_updates if kernel is None else kernel
