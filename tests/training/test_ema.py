@@ -15,6 +15,7 @@ from torch.utils._pytree import tree_leaves
 import rarebit as rb
 from rarebit.errors import OptimizerError, SettingsError, TrainingError
 from rarebit.training.ema import EMA
+from rarebit.training.steps import recording
 
 TOLERANCE = {
     torch.float64: {"rtol": 1e-12, "atol": 1e-13},
@@ -526,6 +527,7 @@ def test_a_recorded_step_averages_at_every_replay():
 
 
 @needs_cuda
+@pytest.mark.filterwarnings("ignore:The CUDA Graph is empty")
 def test_averages_cannot_start_in_a_recording():
     model = some_parameters("cuda")
     optimizer = RowSGD(model.parameters())
@@ -533,6 +535,6 @@ def test_averages_cannot_start_in_a_recording():
     graph = torch.cuda.CUDAGraph()
     with (
         pytest.raises(TrainingError, match="the averages cannot be started inside a CUDA graph"),
-        torch.cuda.graph(graph),
+        recording(graph, torch.cuda.Stream()),
     ):
         optimizer.step()

@@ -9,7 +9,13 @@ from torch.nn import functional as F
 import rarebit as rb
 from rarebit import Dataset, Field, Hashing, Schema, Training, apply_, evaluate, fit
 from rarebit.data.dataset import shuffled_order
-from rarebit.errors import DataError, OptimizerError, SettingsError, TrainingError
+from rarebit.errors import (
+    DataError,
+    NotEnoughMemoryError,
+    OptimizerError,
+    SettingsError,
+    TrainingError,
+)
 from rarebit.models.deepfm import DeepFM
 from rarebit.models.dnn import DNN
 from rarebit.models.fm import FM
@@ -299,7 +305,8 @@ def test_no_batch_is_a_single_row(n):
 def test_training_on_the_gpu_equals_training_on_the_cpu(kind):
     train, valid = some_data(200), some_data(100)
     model, reference = pair(lambda: DeepFM(SCHEMA, dim=3, hidden=(4,)).double())
-    options = {"optimizer": kind, "epochs": 2, "batch_size": 32, "lr": 0.01, "progress": False}
+    # one batch an epoch: the devices draw different orders
+    options = {"optimizer": kind, "epochs": 9, "batch_size": 200, "lr": 0.01, "progress": False}
     on_gpu, on_cpu = (
         fit(model.cuda(), train, valid, **options),
         fit(reference, train, valid, **options),
@@ -555,3 +562,101 @@ def test_training_uses_dropout_again_after_each_validation():
     model.eval()
     fit(model, data, data, epochs=2, patience=None, progress=False)
     assert modes == [True, False, True, False]
+
+
+def test_averaged_weights_are_measured_and_kept():
+    data, valid = some_data(64), some_data(32)
+    model, reference = pair(lambda: FM(SCHEMA, dim=2))
+    options = {"epochs": 3, "batch_size": 16, "lr": 0.05}
+    history = fit(
+        model,
+        data,
+        valid,
+        ema_decay=0.8,
+        tables="rowwise",
+        patience=None,
+        progress=False,
+        **options,
+    )
+    optimizer = rb.optimizer(reference, lr=0.05, tables="rowwise")
+    average = weights_of(reference)
+    found = []
+    for epoch in range(1, 4):
+        order = shuffled_order(len(data), seed=0, epoch=epoch)
+        for start in range(0, len(data), 16):
+            batch = data[order[start : start + 16]]
+            optimizer.zero_grad()
+            F.binary_cross_entropy_with_logits(reference(batch), batch.label).backward()
+            optimizer.step()
+            for name, weight in reference.state_dict().items():
+                average[name] = 0.8 * average[name] + 0.2 * weight
+        averaged = FM(SCHEMA, dim=2)
+        averaged.load_state_dict(average)
+        found.append((evaluate(averaged, valid).overall.auc, weights_of(averaged)))
+    aucs = [auc for auc, _ in found]
+    assert [record.valid.auc for record in history.epochs] == pytest.approx(aucs, abs=1e-6)
+    best = found[aucs.index(max(aucs))][1]
+    torch.testing.assert_close(weights_of(model), best, rtol=1e-5, atol=1e-6)
+
+
+def test_without_validation_the_model_has_the_averages_in_the_end():
+    model, other = pair(lambda: FM(SCHEMA, dim=2))
+    data, options = some_data(), {"epochs": 2, "lr": 0.1, "progress": False}
+    fit(model, data, ema_decay=0.5, **options)
+    fit(other, data, **options)
+    assert not torch.equal(model.state_dict()["wide.bias"], other.state_dict()["wide.bias"])
+
+
+@pytest.mark.parametrize("tables", ["dense", "rowwise"])
+def test_gradients_are_clipped(tables):
+    data = some_data(64)
+    model, reference = pair(lambda: FM(SCHEMA, dim=2))
+    options = {"epochs": 1, "batch_size": 16, "lr": 1.0, "optimizer": "sgd", "progress": False}
+    fit(model, data, clip_norm=0.01, tables=tables, **options)
+    optimizer = torch.optim.SGD(reference.parameters(), lr=1.0)
+    order = shuffled_order(len(data), seed=0, epoch=1)
+    for start in range(0, len(data), 16):
+        batch = data[order[start : start + 16]]
+        optimizer.zero_grad()
+        F.binary_cross_entropy_with_logits(reference(batch), batch.label).backward()
+        torch.nn.utils.clip_grad_norm_(reference.parameters(), 0.01)
+        optimizer.step()
+    assert_same(model, reference, atol=1e-6)
+
+
+@pytest.mark.parametrize("tables", ["dense", "rowwise"])
+def test_row_gradients_train_through_fit(tables):
+    data = some_data(64)
+    model, reference = pair(lambda: DeepFM(SCHEMA, dim=3, hidden=(4,)))
+    options = {"epochs": 2, "batch_size": 16, "tables": tables, "progress": False}
+    with rb.RowGradients(model, rb.sum_losses) as rows:
+        fit(model, data, backward=rows.backward, **options)
+    fit(reference, data, **options)
+    assert_same(model, reference)
+
+
+def test_training_that_cannot_fit_is_refused_before_it_starts():
+    class Huge(nn.Module):
+        def __init__(self):
+            super().__init__()
+            table = torch.zeros(1, 1).expand(
+                1 << 40, 1
+            )  # as if a table of four terabytes were there
+            self.table = nn.Embedding.from_pretrained(table, freeze=False)
+
+    data = users([0, 1, 2, 3], [0, 1, 0, 1])
+    with pytest.raises(NotEnoughMemoryError, match="the largest part is the optimizer state"):
+        fit(Huge(), data, forward=lambda model, batch: model.table(batch["user"]), progress=False)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch's own, as it loads parts
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # compiler
+@pytest.mark.parametrize("tables", ["dense", "rowwise"])
+def test_compiled_training_is_training(tables):
+    data = some_data(100)  # batches of 16 are compiled, the last of 4 is not
+    model, reference = pair(lambda: DeepFM(SCHEMA, dim=3, hidden=(4,)))
+    options = {"epochs": 2, "batch_size": 16, "tables": tables, "progress": False}
+    fit(model, data, compile=True, **options)
+    fit(reference, data, **options)
+    assert_same(model, reference, atol=1e-5)

@@ -32,8 +32,7 @@ class Lines(Silence):
         self.lines.append(line)
 
 
-@pytest.fixture
-def data():
+def draw():
     return Dataset.from_columns(
         {
             "user": torch.randint(500, (N,)),
@@ -45,11 +44,16 @@ def data():
     ).to("cuda")
 
 
-def train(model, data, **settings):
+@pytest.fixture
+def data():
+    return draw()
+
+
+def train(model, data, valid=None, **settings):
     lines = Lines()
     model = copy.deepcopy(model).to("cuda")
-    settings = {"epochs": 3, "batch_size": 128, "lr": 0.01, "patience": None} | settings
-    history = fit(model, data, data, progress=lines, **settings)
+    settings = {"epochs": 3, "batch_size": 128, "lr": 0.001, "patience": None} | settings
+    history = fit(model, data, valid, progress=lines, **settings)
     assert not any("not recorded" in line for line in lines.lines), lines.lines
     return model, history
 
@@ -63,21 +67,19 @@ def test_recorded_steps_are_ordinary_steps(data, tables, kind, precision):
     recorded, history = train(model, data, **settings)
     ordinary, expected = train(model, data, cuda_graph=False, **settings)
     assert [e.steps for e in history.epochs] == [e.steps for e in expected.epochs]
-    tolerance = 2e-4 if precision == "float32" else 2e-2
+    # sums of a GPU come in any order, and Adam turns the smallest difference into one of its steps
+    atol = 1e-3 if precision == "float32" else 5e-3
     for name, weight in recorded.state_dict().items():
-        torch.testing.assert_close(
-            weight, ordinary.state_dict()[name], rtol=tolerance, atol=tolerance
-        )
-    assert history.epochs[-1].train_loss == pytest.approx(
-        expected.epochs[-1].train_loss, rel=tolerance
-    )
+        torch.testing.assert_close(weight, ordinary.state_dict()[name], rtol=0, atol=atol)
+    assert history.epochs[-1].train_loss == pytest.approx(expected.epochs[-1].train_loss, rel=1e-3)
 
 
 def test_a_new_learning_rate_is_recorded_again(data):
     model = DeepFM(SCHEMA, dim=4, hidden=(16,))
-    settings = {"plateau_factor": 0.1, "plateau_patience": 1, "epochs": 6, "lr": 0.05}
-    recorded, history = train(model, data, **settings)
-    ordinary, expected = train(model, data, cuda_graph=False, **settings)
+    settings = {"plateau_factor": 0.1, "plateau_patience": 1, "epochs": 6}
+    valid = draw()  # whose labels are chance, too: nothing is better for long
+    recorded, history = train(model, data, valid, **settings)
+    ordinary, expected = train(model, data, valid, cuda_graph=False, **settings)
     rates = [epoch.lr for epoch in history.epochs]
     assert rates == [epoch.lr for epoch in expected.epochs]
     assert len(set(rates)) > 1
@@ -105,7 +107,7 @@ def test_row_gradients_are_recorded_too(data, tables):
             data,
             epochs=3,
             batch_size=128,
-            lr=0.01,
+            lr=0.001,
             tables=tables,
             backward=rows.backward,
             progress=lines,
@@ -128,6 +130,7 @@ def test_what_cannot_be_recorded_is_said_in_one_line_and_trained_anyway(data):
     assert "\n" not in line
     assert history.epochs[-1].steps == 24
     assert all(not torch.equal(model.state_dict()[name], before[name]) for name in before)
+    torch.randn(2, device="cuda")  # what a recording that failed may leave impossible
 
 
 def test_an_optimizer_that_counts_on_the_host_is_not_recorded(data):
@@ -139,9 +142,12 @@ def test_an_optimizer_that_counts_on_the_host_is_not_recorded(data):
     assert any("Adam counts its steps on the host" in line for line in lines.lines)
 
 
-def test_compiled_steps_are_recorded(data):
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch's own, as it loads parts
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # compiler
+@pytest.mark.parametrize("tables", ["dense", "rowwise"])
+def test_compiled_steps_are_recorded(data, tables):
     model = DeepFM(SCHEMA, dim=4, hidden=(16,))
-    recorded, _ = train(model, data, compile=True)
-    ordinary, _ = train(model, data, cuda_graph=False)
+    recorded, _ = train(model, data, compile=True, tables=tables)
+    ordinary, _ = train(model, data, cuda_graph=False, tables=tables)
     for name, weight in recorded.state_dict().items():
         torch.testing.assert_close(weight, ordinary.state_dict()[name], rtol=5e-3, atol=5e-3)

@@ -6,7 +6,8 @@ on the device, forward, backward, update. It is recorded after a few ordinary st
 the learning rate changes.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -14,13 +15,16 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from rarebit.data.dataset import Dataset
-from rarebit.training.rowwise import RowwiseOptimizer
+from rarebit.training.rowwise import RowwiseAdagrad, RowwiseSGD
 from rarebit.training.step import TrainingStep
 
-__all__ = ["RecordedSteps", "Steps", "why_not_recorded"]
+__all__ = ["RecordedSteps", "Steps", "recording", "why_not_recorded"]
 
 WARM_UP = 3
 """Ordinary steps before one is recorded: they make the optimizer's state and choose kernels."""
+
+INDEPENDENT_OF_STEPS = (torch.optim.SGD, torch.optim.Adagrad, RowwiseSGD, RowwiseAdagrad)
+"""Optimizers whose step does not depend on how many came before."""
 
 
 class Steps:
@@ -91,7 +95,7 @@ class RecordedSteps(Steps):
         graph = torch.cuda.CUDAGraph()
         self.graph = None  # gives the memory of the last recording back
         try:
-            with torch.cuda.graph(graph, stream=self.stream):
+            with recording(graph, self.stream):
                 rows = self.order.index_select(0, self.places + self.start)
                 self.step(self.train[rows])
                 self.start += self.batch_size
@@ -103,11 +107,24 @@ class RecordedSteps(Steps):
             self.graph = graph
 
 
+@contextmanager
+def recording(graph: torch.cuda.CUDAGraph, stream: torch.cuda.Stream) -> Iterator[None]:
+    """Record what happens in a `with` block; random numbers can be drawn afterwards even if it fails."""
+    generator = torch.cuda.default_generators[stream.device.index]
+    before = generator.clone_state()
+    try:
+        with torch.cuda.graph(graph, stream=stream):
+            yield
+    except BaseException:
+        generator.graphsafe_set_state(before)  # or it goes on waiting for the end of the recording
+        raise
+
+
 def why_not_recorded(optimizer: Optimizer) -> str | None:
     """Say why a step with this optimizer would not mean the same when replayed, or None."""
-    counts_nothing = isinstance(optimizer, torch.optim.SGD | torch.optim.Adagrad)
-    by_rows = isinstance(optimizer, RowwiseOptimizer)
-    if counts_nothing or all(g.get("capturable", by_rows) for g in optimizer.param_groups):
+    if isinstance(optimizer, INDEPENDENT_OF_STEPS):
+        return None
+    if all(group.get("capturable") for group in optimizer.param_groups):
         return None
     return (
         f"{type(optimizer).__name__} counts its steps on the host; "
