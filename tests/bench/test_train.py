@@ -68,7 +68,7 @@ def test_all_sides_reach_the_same_loss_after_twenty_steps(models, data, monkeypa
     tuned, lazy = by_hand_like(model), copy.deepcopy(model)
     first_loss = loss(model(data[:]), data)
     # The loader shuffles by itself: here it has to give the same batches.
-    monkeypatch.setattr(train, "_loaded", lambda *batches: ids_and_labels(train._sliced(*batches)))
+    monkeypatch.setattr(train, "_loaded", lambda *batches: ids_and_labels(train.sliced(*batches)))
     sides = [
         train._ours(model, data, BATCH_SIZE, "dense"),
         train._ours(lazy, data, BATCH_SIZE, "rowwise"),
@@ -94,7 +94,7 @@ def ids_and_labels(batches):
 
 def test_both_sides_see_every_row_once_an_epoch(data):
     steps = len(data) // BATCH_SIZE
-    loaded, sliced = train._loaded(data, BATCH_SIZE), train._sliced(data, BATCH_SIZE)
+    loaded, sliced = train._loaded(data, BATCH_SIZE), train.sliced(data, BATCH_SIZE)
     everything, epochs = sorted(data.ids.tolist()), []
     for _ in range(2):
         by_loader = torch.cat([next(loaded)[0] for _ in range(steps)])

@@ -660,3 +660,18 @@ def test_compiled_training_is_training(tables):
     fit(model, data, compile=True, **options)
     fit(reference, data, **options)
     assert_same(model, reference, atol=1e-5)
+
+
+def test_what_cannot_be_compiled_is_said_in_one_line_and_trained_anyway(monkeypatch):
+    def fails(*arguments):
+        raise RuntimeError("no compiler was found\nand much more")
+
+    monkeypatch.setattr(torch, "compile", lambda function, dynamic: fails)
+    data, recorder = some_data(64), Recorder()
+    model, reference = pair(lambda: FM(SCHEMA, dim=2))
+    options = {"epochs": 1, "batch_size": 16}
+    fit(model, data, compile=True, progress=recorder, **options)
+    fit(reference, data, progress=False, **options)
+    said = [call[1] for call in recorder.calls if call[0] == "say"][1:]
+    assert said == ["the model is not compiled: no compiler was found"]
+    assert_same(model, reference)

@@ -36,7 +36,7 @@ from rarebit.tables.collection import TableCollection
 from rarebit.training.optimizers import TableMode, optimizer
 from rarebit.training.step import TrainingStep
 
-__all__ = ["DeepFMByHand", "copy_weights", "run"]
+__all__ = ["DeepFMByHand", "copy_weights", "run", "sliced"]
 
 ROWS = 204_800
 DIM, HIDDEN, LR = 16, (400, 400), 1e-3
@@ -142,7 +142,7 @@ def _reference(model: DeepFMByHand, data: Dataset, batch_size: int) -> Callable[
 
 def _tuned(model: DeepFMByHand, data: Dataset, batch_size: int) -> Callable[[], None]:
     adam = torch.optim.Adam(model.parameters(), lr=LR, fused=True)
-    batches = _sliced(data, batch_size)
+    batches = sliced(data, batch_size)
 
     def step() -> None:
         batch = next(batches)
@@ -156,7 +156,7 @@ def _tuned(model: DeepFMByHand, data: Dataset, batch_size: int) -> Callable[[], 
 
 def _ours(model: DeepFM, data: Dataset, batch_size: int, tables: TableMode) -> Callable[[], None]:
     step = TrainingStep(model, optimizer(model, lr=LR, tables=tables))
-    batches = _sliced(data, batch_size)
+    batches = sliced(data, batch_size)
     return lambda: step(next(batches))
 
 
@@ -185,7 +185,7 @@ def _loaded(data: Dataset, batch_size: int) -> Iterator[tuple[Tensor, Tensor]]:
         yield from loader
 
 
-def _sliced(data: Dataset, batch_size: int) -> Iterator[Batch]:
+def sliced(data: Dataset, batch_size: int) -> Iterator[Batch]:
     """Yield batches as `fit` does, epoch after epoch."""
     for epoch in itertools.count(1):
         yield from data.batches(batch_size, shuffled_order(len(data), seed=0, epoch=epoch))

@@ -110,6 +110,7 @@ def fit(
             precision=settings.precision,
             clip_norm=settings.clip_norm,
             compiled_size=settings.batch_size if settings.compile else None,
+            say=tell.say,
         )
         try:
             return _train(step, train, valid, settings, tell)

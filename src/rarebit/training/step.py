@@ -15,7 +15,7 @@ from rarebit.training.clipping import clip_grad_norm_
 from rarebit.training.evaluate import Forward, device_of, score
 from rarebit.training.settings import Precision
 
-__all__ = ["Backward", "Loss", "TrainingStep"]
+__all__ = ["Backward", "Loss", "TrainingStep", "first_line"]
 
 Loss: TypeAlias = Callable[[Tensor, Tensor], Tensor]
 """Scores `(B,)` and labels `(B,)` to one number, the mean over the rows."""
@@ -37,14 +37,16 @@ class TrainingStep:
         precision: Precision = "float32",
         clip_norm: float | None = None,
         compiled_size: int | None = None,
+        say: Callable[[str], object] = print,
     ) -> None:
         self.model, self.optimizer, self.loss, self.forward = model, optimizer, loss, forward
         self.backward: Backward = backward or Tensor.backward
         self.half = precision == "bfloat16"
         self.clip_norm = clip_norm
         self.compiled_size = compiled_size
-        """The batch size the network is compiled for; another size would be compiled for again."""
+        """The batch size the model is compiled for; another size would be compiled for again."""
         self.compiled = torch.compile(score, dynamic=False) if compiled_size else score
+        self.say = say
         self.device = device_of(model)
         self.stacks = [module for module in model.modules() if isinstance(module, PlainStack)]
         self.steps = torch.zeros((), dtype=torch.int64, device=self.device)
@@ -54,9 +56,8 @@ class TrainingStep:
 
     def __call__(self, batch: Batch) -> None:
         """Train on one batch."""
-        run = self.compiled if len(batch) == self.compiled_size else score
         with torch.autocast(self.device.type, torch.bfloat16, enabled=self.half):
-            logits = run(self.model, batch, self.forward)
+            logits = self._score(batch)
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
         loss = self.loss(logits, batch.label.to(logits.dtype))
         self.backward(loss)
@@ -67,6 +68,15 @@ class TrainingStep:
             stack.gradient_memory.keep(stack.embedding.weight)
         self.optimizer.zero_grad(set_to_none=True)
         self._remember(loss.detach(), len(batch))
+
+    def _score(self, batch: Batch) -> Tensor:
+        if len(batch) == self.compiled_size:
+            try:
+                return self.compiled(self.model, batch, self.forward)
+            except Exception as error:  # noqa: BLE001  # a fault of the model's own comes again below
+                self.compiled_size = None
+                self.say(f"the model is not compiled: {first_line(error)}")
+        return score(self.model, batch, self.forward)
 
     def _remember(self, loss: Tensor, rows: int) -> None:
         # all in place: a recorded step goes on writing to the same memory
@@ -94,3 +104,8 @@ class TrainingStep:
         mean = float(self.loss_sum) / rows
         self.loss_sum.zero_()
         return mean
+
+
+def first_line(error: Exception) -> str:
+    """Return the first line of an error's text, or what kind of error it is."""
+    return str(error).split("\n", 1)[0] or type(error).__name__

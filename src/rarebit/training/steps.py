@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 
 from rarebit.data.dataset import Dataset
 from rarebit.training.rowwise import RowwiseAdagrad, RowwiseSGD
-from rarebit.training.step import TrainingStep
+from rarebit.training.step import TrainingStep, first_line
 
 __all__ = ["RecordedSteps", "Steps", "recording", "why_not_recorded"]
 
@@ -102,7 +102,7 @@ class RecordedSteps(Steps):
         except Exception as error:  # noqa: BLE001  # anything a model does may be what cannot be recorded
             self.gave_up = True
             self.step.optimizer.zero_grad(set_to_none=True)
-            self.say(f"the step is not recorded as a CUDA graph: {_first_line(error)}")
+            self.say(f"the step is not recorded as a CUDA graph: {first_line(error)}")
         else:
             self.graph = graph
 
@@ -138,7 +138,3 @@ def _options(optimizer: Optimizer) -> list[dict[str, Any]]:
         {key: value for key, value in group.items() if isinstance(value, float | tuple)}
         for group in optimizer.param_groups
     ]
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).split("\n", 1)[0] or type(error).__name__
