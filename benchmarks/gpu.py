@@ -36,6 +36,7 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=1_000_000, help="rows of the generated log")
     parser.add_argument("--repeat", type=int, default=8, help="times it is laid end to end")
     parser.add_argument("--device", default="cuda")
+    parser.add_argument("--commit", help="what this copy is of, where there is no git to ask")
     parser.add_argument("--out", type=Path, help="where to write the result as JSON")
     options = parser.parse_args()
     log = generate(SyntheticLog(preset="criteo", rows=options.rows)).train
@@ -46,10 +47,11 @@ def main() -> None:
     for run in RUNS:
         results.append(measure(data, options.device, **run))
         print(json.dumps(results[-1]), flush=True)
-    device = options.device
+    facts = machine()
+    facts["commit"] = facts["commit"] or options.commit
     if torch.cuda.is_available():
-        device = torch.cuda.get_device_name()
-    result = {"results": results, "rows": len(data), "machine": machine() | {"device": device}}
+        facts["device"] = torch.cuda.get_device_name()
+    result = {"results": results, "rows": len(data), "machine": facts}
     if options.out is not None:
         options.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
 

@@ -158,6 +158,41 @@ def test_a_compiled_model_trains_as_an_eager_one():
     check_compiled("aot_eager")
 
 
+TOLERANCE = {torch.float32: 1e-6, torch.float64: 1e-12}
+"""How far the sum rule may be from plain `backward`, relative to the norm of the gradient."""
+
+
+def assert_same_gradients(model, plain, dtype):
+    for name, gradient in gradients_of(plain).items():
+        error = (gradients_of(model)[name] - gradient).norm()
+        assert error <= TOLERANCE[dtype] * gradient.norm(), name
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize("model", [Net(), Tied()], ids=["lookups", "tied"])
+def test_the_sum_rule_over_micro_batches_is_plain_accumulation(model, dtype):
+    model = copy.deepcopy(model).to(dtype)
+    plain, parts = copy.deepcopy(model), [batch() for _ in range(3)]
+    for args in parts:
+        (F.softplus(plain(*args)).mean() / 3).backward()
+    with RowGradients(model, sum_losses) as rows:
+        for number, args in enumerate(parts):
+            rows.backward(F.softplus(model(*args)).mean() / 3, last=number == 2)
+    assert_same_gradients(model, plain, dtype)
+
+
+@COMPILES
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+def test_the_sum_rule_in_a_compiled_model_is_plain_backward(dtype):
+    model, args = Net().to(dtype), batch()
+    plain = copy.deepcopy(model)
+    F.softplus(plain(*args)).mean().backward()
+    with RowGradients(model, sum_losses) as rows:
+        compiled = torch.compile(model, backend="aot_eager")
+        rows.backward(F.softplus(compiled(*args)).mean())
+    assert_same_gradients(model, plain, dtype)
+
+
 @COMPILES
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of what inductor imports
 @pytest.mark.slow
