@@ -21,12 +21,16 @@ from rarebit.models import build_model
 from rarebit.training.progress import Silence
 
 EPOCHS = 4
-RUNS: list[dict[str, Any]] = [
-    {"model": "dcn_v2", "dim": 10, "batch_size": 8192, "tables": "dense"},
-    {"model": "dcn_v2", "dim": 10, "batch_size": 2048, "tables": "dense"},
-    {"model": "deepfm", "dim": 16, "batch_size": 8192, "tables": "dense"},
-    {"model": "deepfm", "dim": 16, "batch_size": 8192, "tables": "rowwise"},
-    {"model": "deepfm", "dim": 16, "batch_size": 8192, "tables": "rowwise", "rows": 50_000_000},
+DCN: dict[str, Any] = {"model": "dcn_v2", "dim": 10, "batch_size": 8192, "tables": "dense"}
+DEEPFM: dict[str, Any] = {"model": "deepfm", "dim": 16, "batch_size": 8192, "tables": "dense"}
+RUNS = [
+    DCN,
+    DCN | {"compile": False},
+    DCN | {"compile": False, "cuda_graph": False},
+    DCN | {"batch_size": 2048},
+    DEEPFM,
+    DEEPFM | {"tables": "rowwise"},
+    DEEPFM | {"tables": "rowwise", "rows": 50_000_000},
 ]
 
 
