@@ -6,6 +6,7 @@ on the device, forward, backward, update. It is recorded after a few ordinary st
 the learning rate changes.
 """
 
+import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -57,7 +58,7 @@ class RecordedSteps(Steps):
         """Where the recording thinks the next batch starts."""
         self.start = torch.zeros((), dtype=torch.int64, device=train.device)
         """The same, on the device: every replay moves it on."""
-        self.stream = torch.cuda.Stream(train.device)
+        self.stream = _stream(train.device)
         self.graph: torch.cuda.CUDAGraph | None = None
         self.options: list[dict[str, Any]] = []
         self.warm, self.gave_up = 0, False
@@ -107,6 +108,12 @@ class RecordedSteps(Steps):
             self.graph = graph
 
 
+@functools.cache
+def _stream(device: torch.device) -> torch.cuda.Stream:
+    """Return the stream for recordings: one for all, as torch keeps workspaces for each for good."""
+    return torch.cuda.Stream(device)
+
+
 @contextmanager
 def recording(graph: torch.cuda.CUDAGraph, stream: torch.cuda.Stream) -> Iterator[None]:
     """Record what happens in a `with` block; random numbers can be drawn afterwards even if it fails."""
@@ -122,9 +129,10 @@ def recording(graph: torch.cuda.CUDAGraph, stream: torch.cuda.Stream) -> Iterato
 
 def why_not_recorded(optimizer: Optimizer) -> str | None:
     """Say why a step with this optimizer would not mean the same when replayed, or None."""
-    if isinstance(optimizer, INDEPENDENT_OF_STEPS):
+    groups = optimizer.param_groups
+    if isinstance(optimizer, INDEPENDENT_OF_STEPS) and not any(g.get("lr_decay") for g in groups):
         return None
-    if all(group.get("capturable") for group in optimizer.param_groups):
+    if all(group.get("capturable") for group in groups):
         return None
     return (
         f"{type(optimizer).__name__} counts its steps on the host; "
