@@ -8,17 +8,14 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
+from training.rowwise_models import SCHEMA, backward, batch_of, twins
 
 from rarebit import (
     Dataset,
-    Field,
     Hashing,
     LowRank,
-    Schema,
     apply_,
     check,
-    clip_grad_norm_,
     fit,
     merge_,
     optimizer,
@@ -30,22 +27,6 @@ from rarebit.training.rowwise import RowwiseAdagrad, RowwiseAdam, RowwiseSGD
 
 KINDS = ["adam", "adagrad", "sgd"]
 ROWWISE = {"adam": RowwiseAdam, "adagrad": RowwiseAdagrad, "sgd": RowwiseSGD}
-SCHEMA = Schema(
-    (
-        Field(name="user", rows=40),
-        Field(name="tags", kind="multi", rows=6, max_length=3),
-        Field(name="age", kind="numeric"),
-    )
-)
-
-
-@pytest.fixture(params=["plain torch", "compiled"])
-def form(request, monkeypatch):
-    """Run a test with the plain form and, where there is a compiler, with the compiled one."""
-    monkeypatch.setenv("RAREBIT_COMPILE", "1" if request.param == "compiled" else "0")
-    row_kernel.cache_clear()
-    yield request.param
-    row_kernel.cache_clear()
 
 
 class Naive:
@@ -181,34 +162,6 @@ def test_two_identical_fits_give_identical_bits_on_two_threads(form, tables):
         fit(model, data, epochs=2, batch_size=512, tables=tables, progress=False)
         weights.append(model.state_dict())
     assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
-
-
-def twins(kind="adam", dim=4, **options):
-    """Return a model trained by rows and its equal with torch's dense optimizer."""
-    ours = DeepFM(SCHEMA, dim=dim, hidden=(5,))
-    theirs = copy.deepcopy(ours)
-    return (
-        (ours, optimizer(ours, kind=kind, tables="rowwise", **options)),
-        (theirs, optimizer(theirs, kind=kind, tables="dense", **options)),
-    )
-
-
-def batch_of(n=16):
-    data = Dataset.from_columns(
-        {
-            "user": torch.randint(40, (n,)),
-            "tags": torch.randint(6, (n, 3)),
-            "age": torch.randn(n),
-        },
-        label=torch.randint(2, (n,)).float(),
-        schema=SCHEMA,
-    )
-    return data[slice(None)]
-
-
-def backward(model, batch):
-    loss = nn.functional.binary_cross_entropy_with_logits(model(batch), batch.label)
-    loss.backward()
 
 
 def assert_close_weights(model, other, **tolerance):
@@ -486,73 +439,3 @@ def test_an_unknown_mode_is_refused():
         SettingsError, match="tables must be 'dense' or 'rowwise', got tables='row'"
     ):
         optimizer(nn.Embedding(4, 2), tables="row")
-
-
-@pytest.mark.parametrize("max_norm", [0.01, 1000.0], ids=["clips", "lets pass"])
-def test_clipping_counts_both_parts_as_torch_does_for_dense_gradients(max_norm):
-    (ours, _), (theirs, _) = twins()
-    batch = batch_of()
-    backward(ours, batch)
-    backward(theirs, batch)
-    expected = nn.utils.clip_grad_norm_(theirs.parameters(), max_norm)
-    torch.testing.assert_close(clip_grad_norm_(ours, max_norm), expected, rtol=1e-5, atol=1e-7)
-    for p, q in zip(ours.parameters(), theirs.parameters(), strict=True):
-        gradient = p.grad.to_dense() if p.grad.is_sparse else p.grad
-        torch.testing.assert_close(gradient, q.grad, rtol=1e-5, atol=1e-7)
-
-
-def test_clipping_without_gradients_and_without_a_bound():
-    assert float(clip_grad_norm_(nn.Embedding(4, 2), 1.0)) == 0.0
-    with pytest.raises(SettingsError, match="max_norm must be above 0"):
-        clip_grad_norm_(nn.Embedding(4, 2), 0.0)
-
-
-class Sizes(TorchDispatchMode):
-    """Notes the operations that make or change something as large as a table."""
-
-    HARMLESS = ("aten::detach", "aten::view", "aten::index_copy_")
-    """Another name for the same memory, or some rows written in place."""
-
-    def __init__(self, numel):
-        super().__init__()
-        self.numel, self.large = numel, []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        result = func(*args, **(kwargs or {}))
-        outputs = result if isinstance(result, tuple | list) else [result]
-        name = func._schema.name
-        for output in outputs:
-            is_dense = isinstance(output, torch.Tensor) and output.layout == torch.strided
-            if is_dense and output.numel() >= self.numel and name not in self.HARMLESS:
-                self.large.append(name)
-        return result
-
-
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("rows", [10_000, 1_000_000])
-def test_a_step_has_no_operation_of_the_size_of_a_table(form, kind, rows):
-    schema = Schema((Field(name="user", rows=rows), Field(name="item", rows=500)))
-    model = DeepFM(schema, dim=4, hidden=(5,))
-    ours = optimizer(model, kind=kind, tables="rowwise", lr=0.1, momentum=0.9, weight_decay=0.1)
-    ids = torch.stack([torch.randint(rows, (32,)), torch.randint(500, (32,))], dim=1)
-    batch = Dataset(schema, ids=ids, label=torch.randint(2, (32,)))[slice(None)]
-
-    def step():
-        backward(model, batch)
-        clip_grad_norm_(model, 1.0)
-        ours.step()
-        ours.zero_grad()
-
-    step()  # the first one makes the state
-    with Sizes(rows) as sizes:
-        step()
-    assert sizes.large == []
-
-
-def test_the_counter_sees_a_dense_step():
-    model = nn.Embedding(1000, 4)
-    dense = optimizer(model, lr=0.1)
-    with Sizes(1000) as sizes:
-        model(torch.tensor([3])).sum().backward()
-        dense.step()
-    assert any("embedding_dense_backward" in name for name in sizes.large)

@@ -11,7 +11,7 @@ Adam is Adam.
 
 from abc import abstractmethod
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -23,6 +23,32 @@ from rarebit.training import row_updates
 from rarebit.training.row_kernel import row_kernel, suits
 
 __all__ = ["RowwiseAdagrad", "RowwiseAdam", "RowwiseOptimizer", "RowwiseSGD"]
+
+
+class Touched(NamedTuple):
+    """A table with the lookups of a step, ids `(T,)` and the gradient of each, values `(T, D)`."""
+
+    weight: nn.Parameter
+    ids: Tensor
+    values: Tensor
+    state: dict[str, Tensor]
+    group: dict[str, Any]
+
+    def options(self, *names: str) -> dict[str, Any]:
+        """Return some options of the table's group."""
+        return {name: self.group[name] for name in names}
+
+    def fastest(self, *states: Tensor) -> Any:
+        """Return the fastest form of the updates for these tensors: a kernel's, or plain torch."""
+        tensors = (self.values, self.weight, *states)
+        if isinstance(self.group["lr"], Tensor):  # which only torch can use without looking at it
+            return row_updates
+        if self.weight.is_cuda:
+            from rarebit.training import row_triton  # not before: Triton takes a while to import
+
+            return row_triton if row_triton.suits(*tensors) else row_updates
+        kernel = row_kernel() if suits(*tensors) else None
+        return row_updates if kernel is None else kernel
 
 
 class RowwiseOptimizer(Optimizer):
@@ -41,14 +67,7 @@ class RowwiseOptimizer(Optimizer):
         """Return the state of a table before its first step."""
 
     @abstractmethod
-    def update_rows(
-        self,
-        weight: Tensor,
-        ids: Tensor,
-        values: Tensor,
-        state: dict[str, Tensor],
-        group: dict[str, Any],
-    ) -> None:
+    def update_rows(self, table: Touched) -> None:
         """Update the rows that were looked up, and their state."""
 
     @torch.no_grad()
@@ -73,8 +92,7 @@ class RowwiseOptimizer(Optimizer):
             state["step"] = self._zero_steps(parameter, group)
             state |= self.first_state(parameter, group)
         state["step"] += 1
-        ids, values = lookups_of(gradient)
-        self.update_rows(parameter, ids, values, state, group)
+        self.update_rows(Touched(parameter, *lookups_of(gradient), state, group))
 
     def _step_dense(self, parameters: list[nn.Parameter], group: dict[str, Any]) -> None:
         if not parameters:
@@ -149,20 +167,15 @@ class RowwiseAdam(RowwiseOptimizer):
         del group
         return {"exp_avg": torch.zeros_like(weight), "exp_avg_sq": torch.zeros_like(weight)}
 
-    def update_rows(
-        self,
-        weight: Tensor,
-        ids: Tensor,
-        values: Tensor,
-        state: dict[str, Tensor],
-        group: dict[str, Any],
-    ) -> None:
+    def update_rows(self, table: Touched) -> None:
         """Take Adam's step on the rows that were looked up."""
-        moments = state["exp_avg"], state["exp_avg_sq"]
-        adam = _fastest(group, values, weight, *moments).adam
-        options = {key: group[key] for key in ("lr", "betas", "eps", "weight_decay", "decoupled")}
-        steps = state["step"] if state["step"].is_cuda else int(state["step"])
-        adam(ids, values, weight, *moments, **options, step=steps)
+        moments = table.state["exp_avg"], table.state["exp_avg_sq"]
+        steps = table.state["step"]
+        table.fastest(*moments).adam(
+            *(table.ids, table.values, table.weight, *moments),
+            **table.options("lr", "betas", "eps", "weight_decay", "decoupled"),
+            step=steps if steps.is_cuda else int(steps),
+        )
 
 
 class RowwiseAdagrad(RowwiseOptimizer):
@@ -188,18 +201,13 @@ class RowwiseAdagrad(RowwiseOptimizer):
         del group
         return {"sum": weight.new_zeros(len(weight))}
 
-    def update_rows(
-        self,
-        weight: Tensor,
-        ids: Tensor,
-        values: Tensor,
-        state: dict[str, Tensor],
-        group: dict[str, Any],
-    ) -> None:
+    def update_rows(self, table: Touched) -> None:
         """Take Adagrad's step on the rows that were looked up."""
-        adagrad = _fastest(group, values, weight, state["sum"]).adagrad
-        options = {key: group[key] for key in ("lr", "eps", "weight_decay", "decoupled")}
-        adagrad(ids, values, weight, state["sum"], **options)
+        total = table.state["sum"]
+        table.fastest(total).adagrad(
+            *(table.ids, table.values, table.weight, total),
+            **table.options("lr", "eps", "weight_decay", "decoupled"),
+        )
 
 
 class RowwiseSGD(RowwiseOptimizer):
@@ -224,19 +232,13 @@ class RowwiseSGD(RowwiseOptimizer):
         """Return the momentum, where there is one."""
         return {"momentum_buffer": torch.zeros_like(weight)} if group["momentum"] else {}
 
-    def update_rows(
-        self,
-        weight: Tensor,
-        ids: Tensor,
-        values: Tensor,
-        state: dict[str, Tensor],
-        group: dict[str, Any],
-    ) -> None:
+    def update_rows(self, table: Touched) -> None:
         """Take SGD's step on the rows that were looked up."""
-        momentum = [state["momentum_buffer"]] if "momentum_buffer" in state else []
-        sgd = _fastest(group, values, weight, *momentum).sgd
-        options = {key: group[key] for key in ("lr", "momentum", "weight_decay", "decoupled")}
-        sgd(ids, values, weight, momentum[0] if momentum else None, **options)
+        buffer = table.state.get("momentum_buffer")
+        table.fastest(*() if buffer is None else (buffer,)).sgd(
+            *(table.ids, table.values, table.weight, buffer),
+            **table.options("lr", "momentum", "weight_decay", "decoupled"),
+        )
 
 
 def _first_dense_state(
@@ -246,15 +248,3 @@ def _first_dense_state(
     if kind is not torch.optim.Adagrad:
         return {}
     return dict(torch.optim.Adagrad([parameter], fused=options["fused"]).state[parameter])
-
-
-def _fastest(group: dict[str, Any], *tensors: Tensor) -> Any:
-    """Return the fastest form there is for these tensors: a kernel, or plain torch."""
-    if isinstance(group["lr"], Tensor):  # which only torch can use without looking at it
-        return row_updates
-    if tensors[0].is_cuda:
-        from rarebit.training import row_triton  # not before: Triton takes a while to import
-
-        return row_triton if row_triton.suits(*tensors) else row_updates
-    kernel = row_kernel() if suits(*tensors) else None
-    return row_updates if kernel is None else kernel

@@ -1,0 +1,166 @@
+"""What `fit` does besides training: averages, clipping, row gradients, compiling, refusing."""
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import rarebit as rb
+from rarebit import Dataset, Field, Schema, evaluate, fit
+from rarebit.data.dataset import shuffled_order
+from rarebit.errors import NotEnoughMemoryError
+from rarebit.models.deepfm import DeepFM
+from rarebit.models.fm import FM
+from rarebit.training.progress import Silence
+
+SCHEMA = Schema(
+    (
+        Field(name="user", rows=8),
+        Field(name="tags", kind="multi", rows=6, max_length=2),
+        Field(name="age", kind="numeric"),
+    )
+)
+
+
+def some_data(n=48):
+    """Rows whose label follows the user, with some noise."""
+    users = torch.randint(8, (n, 1))
+    ids = torch.cat([users, torch.randint(6, (n, 2))], dim=1)
+    label = ((users[:, 0] % 2 == 0) ^ (torch.rand(n) < 0.2)).float()
+    label[:2] = torch.tensor([0.0, 1.0])
+    return Dataset(SCHEMA, ids, torch.randn(n, 1), label)
+
+
+def weights_of(model):
+    return {name: value.detach().clone() for name, value in model.state_dict().items()}
+
+
+def assert_same(model, other, atol=0.0):
+    torch.testing.assert_close(model.state_dict(), other.state_dict(), rtol=0, atol=atol)
+
+
+def pair(build):
+    """Two models with the same weights."""
+    first, second = build(), build()
+    second.load_state_dict(first.state_dict())
+    return first, second
+
+
+class Lines(Silence):
+    def __init__(self):
+        self.lines = []
+
+    def say(self, line):
+        self.lines.append(line)
+
+
+def test_averaged_weights_are_measured_and_kept():
+    data, valid = some_data(64), some_data(32)
+    model, reference = pair(lambda: FM(SCHEMA, dim=2))
+    options = {"epochs": 3, "batch_size": 16, "lr": 0.05}
+    history = fit(
+        model,
+        data,
+        valid,
+        ema_decay=0.8,
+        tables="rowwise",
+        patience=None,
+        progress=False,
+        **options,
+    )
+    optimizer = rb.optimizer(reference, lr=0.05, tables="rowwise")
+    average = weights_of(reference)
+    found = []
+    for epoch in range(1, 4):
+        order = shuffled_order(len(data), seed=0, epoch=epoch)
+        for start in range(0, len(data), 16):
+            batch = data[order[start : start + 16]]
+            optimizer.zero_grad()
+            F.binary_cross_entropy_with_logits(reference(batch), batch.label).backward()
+            optimizer.step()
+            for name, weight in reference.state_dict().items():
+                average[name] = 0.8 * average[name] + 0.2 * weight
+        averaged = FM(SCHEMA, dim=2)
+        averaged.load_state_dict(average)
+        found.append((evaluate(averaged, valid).overall.auc, weights_of(averaged)))
+    aucs = [auc for auc, _ in found]
+    assert [record.valid.auc for record in history.epochs] == pytest.approx(aucs, abs=1e-6)
+    best = found[aucs.index(max(aucs))][1]
+    torch.testing.assert_close(weights_of(model), best, rtol=1e-5, atol=1e-6)
+
+
+def test_without_validation_the_model_has_the_averages_in_the_end():
+    model, other = pair(lambda: FM(SCHEMA, dim=2))
+    data, options = some_data(), {"epochs": 2, "lr": 0.1, "progress": False}
+    fit(model, data, ema_decay=0.5, **options)
+    fit(other, data, **options)
+    assert not torch.equal(model.state_dict()["wide.bias"], other.state_dict()["wide.bias"])
+
+
+@pytest.mark.parametrize("tables", ["dense", "rowwise"])
+def test_gradients_are_clipped(tables):
+    data = some_data(64)
+    model, reference = pair(lambda: FM(SCHEMA, dim=2))
+    options = {"epochs": 1, "batch_size": 16, "lr": 1.0, "optimizer": "sgd", "progress": False}
+    fit(model, data, clip_norm=0.01, tables=tables, **options)
+    optimizer = torch.optim.SGD(reference.parameters(), lr=1.0)
+    order = shuffled_order(len(data), seed=0, epoch=1)
+    for start in range(0, len(data), 16):
+        batch = data[order[start : start + 16]]
+        optimizer.zero_grad()
+        F.binary_cross_entropy_with_logits(reference(batch), batch.label).backward()
+        torch.nn.utils.clip_grad_norm_(reference.parameters(), 0.01)
+        optimizer.step()
+    assert_same(model, reference, atol=1e-6)
+
+
+@pytest.mark.parametrize("tables", ["dense", "rowwise"])
+def test_row_gradients_train_through_fit(tables):
+    data = some_data(64)
+    model, reference = pair(lambda: DeepFM(SCHEMA, dim=3, hidden=(4,)))
+    options = {"epochs": 2, "batch_size": 16, "tables": tables, "progress": False}
+    with rb.RowGradients(model, rb.sum_losses) as rows:
+        fit(model, data, backward=rows.backward, **options)
+    fit(reference, data, **options)
+    assert_same(model, reference)
+
+
+def test_training_that_cannot_fit_is_refused_before_it_starts():
+    class Huge(nn.Module):
+        def __init__(self):
+            super().__init__()
+            table = torch.zeros(1, 1).expand(
+                1 << 40, 1
+            )  # as if a table of four terabytes were there
+            self.table = nn.Embedding.from_pretrained(table, freeze=False)
+
+    data = Dataset.from_columns({"user": [0, 1, 2, 3]}, label=[0, 1, 0, 1])
+    with pytest.raises(NotEnoughMemoryError, match="the largest part is the optimizer state"):
+        fit(Huge(), data, forward=lambda model, batch: model.table(batch["user"]), progress=False)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch's own, as it loads parts
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # compiler
+@pytest.mark.parametrize("tables", ["dense", "rowwise"])
+def test_compiled_training_is_training(tables):
+    data = some_data(100)  # batches of 16 are compiled, the last of 4 is not
+    model, reference = pair(lambda: DeepFM(SCHEMA, dim=3, hidden=(4,)))
+    options = {"epochs": 2, "batch_size": 16, "tables": tables, "progress": False}
+    fit(model, data, compile=True, **options)
+    fit(reference, data, **options)
+    assert_same(model, reference, atol=1e-5)
+
+
+def test_what_cannot_be_compiled_is_said_in_one_line_and_trained_anyway(monkeypatch):
+    def fails(*arguments):
+        raise RuntimeError("no compiler was found\nand much more")
+
+    monkeypatch.setattr(torch, "compile", lambda function, dynamic: fails)
+    data, told = some_data(64), Lines()
+    model, reference = pair(lambda: FM(SCHEMA, dim=2))
+    options = {"epochs": 1, "batch_size": 16}
+    fit(model, data, compile=True, progress=told, **options)
+    fit(reference, data, progress=False, **options)
+    assert told.lines[1:] == ["the model is not compiled: no compiler was found"]
+    assert_same(model, reference)
