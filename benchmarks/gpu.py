@@ -40,7 +40,7 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=1_000_000, help="rows of the generated log")
     parser.add_argument("--repeat", type=int, default=8, help="times it is laid end to end")
     parser.add_argument("--device", default="cuda")
-    parser.add_argument("--commit", help="what this copy is of, where there is no git to ask")
+    parser.add_argument("--commit", help="what this copy is of, where git does not know")
     parser.add_argument("--out", type=Path, help="where to write the result as JSON")
     options = parser.parse_args()
     log = generate(SyntheticLog(preset="criteo", rows=options.rows)).train
@@ -52,7 +52,7 @@ def main() -> None:
         results.append(measure(data, options.device, **run))
         print(json.dumps(results[-1]), flush=True)
     facts = machine()
-    facts["commit"] = facts["commit"] or options.commit
+    facts["commit"] = options.commit or facts["commit"]
     if torch.cuda.is_available():
         facts["device"] = torch.cuda.get_device_name()
     result = {"results": results, "rows": len(data), "machine": facts}

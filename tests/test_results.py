@@ -8,8 +8,15 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 README = (ROOT / "README.md").read_text("utf-8")
-CEILING = json.loads((ROOT / "benchmarks/results/ceiling.json").read_text())
-BENCH = json.loads((ROOT / "benchmarks/results/bench-train.json").read_text())
+
+
+def stored(name):
+    return json.loads((ROOT / f"benchmarks/results/{name}.json").read_text("utf-8"))
+
+
+CEILING, BENCH, ROWS = stored("ceiling"), stored("bench-train"), stored("bench-rows")
+GPU, LARGE = stored("gpu"), stored("large-table")
+PEERS, AUC = stored("peers"), stored("peers-auc")
 
 
 @pytest.mark.parametrize("result", CEILING["results"], ids=lambda result: result["model"])
@@ -24,17 +31,65 @@ def test_the_table_of_models_is_that_of_the_result(result):
     assert [cell.strip() for cell in row.split("|")][-5:-1] == expected
 
 
-def test_the_ratios_of_a_step_are_those_of_the_result():
-    for key, words in {
-        "ratio": "{:.1f} times as\nfast",
-        "ratio_4096": "{:.1f} times at 4096",
-    }.items():
-        assert words.format(BENCH[key]) in README
-    tuned = f"{BENCH['ratio_tuned']:.1f} and {BENCH['ratio_tuned_4096']:.1f} times as fast"
-    assert tuned in README
+def cells_after(words):
+    """Return the numbers in the row of a table that starts with these words."""
+    row = re.search(rf"^\| {re.escape(words)} \|.*$", README, flags=re.MULTILINE)[0]
+    return [cell.strip() for cell in row.split("|")][2:-1]
 
 
-@pytest.mark.parametrize("result", [CEILING["machine"], BENCH], ids=["ceiling", "bench"])
+@pytest.mark.parametrize(
+    ("words", "key"),
+    [
+        ("the same model written by hand", "ratio"),
+        ("the same with its batches sliced and its Adam fused", "ratio_tuned"),
+        ("with dense Adam on our side, too: by hand", "ratio_dense"),
+        ("with dense Adam on our side, too: sliced and fused", "ratio_tuned_dense"),
+    ],
+)
+def test_the_ratios_of_a_step_are_those_of_the_result(words, key):
+    assert cells_after(words) == [f"{BENCH[key]:.1f}", f"{BENCH[f'{key}_4096']:.1f}"]
+
+
+def test_the_figures_of_large_tables_are_those_of_the_results():
+    assert f"in {LARGE['peak_bytes'] / 2**30:.1f} GiB" in README
+    rows, large = ROWS["ratio_of"], f"{ROWS['ratio']:.1f} times as long"
+    assert "5,000,000" in rows
+    assert large in README
+
+
+def test_the_figures_beside_other_libraries_are_those_of_the_result():
+    ours = PEERS["samples_per_second"]["ours, bfloat16 rowwise compiled"]
+    assert f"{round(ours, -3):,.0f} samples a second" in README
+    assert f"{PEERS['ratio_fuxictr']:.1f} times FuxiCTR's own" in README
+    assert f"{PEERS['ratio_deepctr']:.1f} times DeepCTR-Torch's" in README
+    difference = AUC["differences"]["ours, float32 dense"]["mean"]
+    assert f"differs by {abs(difference):.4f} from" in README
+    assert "lazy Adam" in README[README.index("Through `fit`") : README.index("FuxiCTR's own")]
+
+
+def test_the_figures_of_a_gpu_are_those_of_the_result():
+    first = GPU["results"][0]
+    assert (first["model"], first["batch_size"], first["optimizer"]) == (
+        "dcn_v2",
+        8192,
+        "dense Adam",
+    )
+    assert f"{first['samples_per_second'] / 1e6:.1f} million samples a second" in README
+
+
+@pytest.mark.parametrize(
+    "result",
+    [
+        CEILING["machine"],
+        BENCH,
+        ROWS,
+        GPU["machine"],
+        PEERS["machine"],
+        AUC["machine"],
+        LARGE["machine"],
+    ],
+    ids=["ceiling", "train", "rows", "gpu", "peers", "peers-auc", "large-table"],
+)
 def test_a_result_names_its_commit_and_machine(result):
     assert re.fullmatch(r"[0-9a-f]{40}", result["commit"])
     assert result["torch"]
