@@ -134,7 +134,7 @@ def _jit(function: Any) -> Any:
 
 
 @_jit
-def _adam(  # type: ignore[no-untyped-def]
+def _adam(  # type: ignore[no-untyped-def]  # types of its own
     slots,
     sums,
     count,
@@ -175,7 +175,7 @@ def _adam(  # type: ignore[no-untyped-def]
 
 
 @_jit
-def _adagrad(  # type: ignore[no-untyped-def]
+def _adagrad(  # type: ignore[no-untyped-def]  # types of its own
     slots,
     sums,
     count,
@@ -204,7 +204,7 @@ def _adagrad(  # type: ignore[no-untyped-def]
 
 
 @_jit
-def _sgd(  # type: ignore[no-untyped-def]
+def _sgd(  # type: ignore[no-untyped-def]  # types of its own
     slots,
     sums,
     count,
