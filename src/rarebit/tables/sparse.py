@@ -63,7 +63,7 @@ def lookups_of(gradient: Tensor) -> tuple[Tensor, Tensor]:
     tensor([4, 4])
     """
     # the public names ask for sums over equal rows first, which is a sort
-    return gradient._indices()[0], gradient._values()  # noqa: SLF001
+    return gradient._indices()[0], gradient._values()  # noqa: SLF001  # not coalesced
 
 
 def _can_be_sparse(table: Plain) -> bool:

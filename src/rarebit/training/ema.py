@@ -20,6 +20,7 @@ from torch.optim import SGD, Optimizer
 
 from rarebit.errors import OptimizerError, TrainingError
 from rarebit.settings import require
+from rarebit.tables.sparse import lookups_of
 
 __all__ = ["EMA"]
 
@@ -137,7 +138,7 @@ class EMA:
                 average.pause()
             elif can_be_lazy and gradient.is_sparse:
                 # not coalesced, which would sort: equal rows get equal values here
-                average.bring_rows_up_to_date(gradient._indices()[0])  # noqa: SLF001
+                average.bring_rows_up_to_date(lookups_of(gradient)[0])
             else:
                 average.resume()
 

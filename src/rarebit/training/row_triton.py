@@ -134,6 +134,16 @@ def _jit(function: Any) -> Any:
 
 
 @_jit
+def _places(slots, count, ROWS: "tl.constexpr", WIDTH: "tl.constexpr", BLOCK: "tl.constexpr"):  # type: ignore[no-untyped-def]  # types of its own
+    """Return a program's rows, where their numbers lie in a table and in the sums, and which exist."""
+    slot = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    row = tl.load(slots + slot, mask=slot < count, other=-1).to(tl.int64)
+    column = tl.arange(0, BLOCK)[None, :]
+    there = (row >= 0)[:, None] & (column < WIDTH)
+    return row, row[:, None] * WIDTH + column, slot.to(tl.int64)[:, None] * WIDTH + column, there
+
+
+@_jit
 def _adam(  # type: ignore[no-untyped-def]  # types of its own
     slots,
     sums,
@@ -156,13 +166,9 @@ def _adam(  # type: ignore[no-untyped-def]  # types of its own
     WIDTH: "tl.constexpr",
     BLOCK: "tl.constexpr",
 ):
-    slot = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    row = tl.load(slots + slot, mask=slot < count, other=-1).to(tl.int64)
-    column = tl.arange(0, BLOCK)[None, :]
-    there = (row >= 0)[:, None] & (column < WIDTH)
-    place = row[:, None] * WIDTH + column
+    _, place, summed, there = _places(slots, count, ROWS, WIDTH, BLOCK)
     w = tl.load(weight + place, mask=there)
-    g = tl.load(sums + slot.to(tl.int64)[:, None] * WIDTH + column, mask=there) + pull * w
+    g = tl.load(sums + summed, mask=there) + pull * w
     m = beta1 * tl.load(first + place, mask=there) + rest1 * g
     v = beta2 * tl.load(second + place, mask=there) + rest2 * g * g
     step = tl.load(steps).to(tl.float64)  # 1 - 0.999 has four digits in single precision
@@ -189,13 +195,9 @@ def _adagrad(  # type: ignore[no-untyped-def]  # types of its own
     WIDTH: "tl.constexpr",
     BLOCK: "tl.constexpr",
 ):
-    slot = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    row = tl.load(slots + slot, mask=slot < count, other=-1).to(tl.int64)
-    column = tl.arange(0, BLOCK)[None, :]
-    there = (row >= 0)[:, None] & (column < WIDTH)
-    place = row[:, None] * WIDTH + column
+    row, place, summed, there = _places(slots, count, ROWS, WIDTH, BLOCK)
     w = tl.load(weight + place, mask=there, other=0.0)
-    g = tl.load(sums + slot.to(tl.int64)[:, None] * WIDTH + column, mask=there, other=0.0)
+    g = tl.load(sums + summed, mask=there, other=0.0)
     g = g + pull * w
     total = tl.load(totals + row, mask=row >= 0, other=0.0) + tl.sum(g * g, axis=1) / WIDTH
     w = w * keep - lr * g / (tl.sqrt(total)[:, None] + eps)
@@ -219,13 +221,9 @@ def _sgd(  # type: ignore[no-untyped-def]  # types of its own
     BLOCK: "tl.constexpr",
     MOMENTUM: "tl.constexpr",
 ):
-    slot = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    row = tl.load(slots + slot, mask=slot < count, other=-1).to(tl.int64)
-    column = tl.arange(0, BLOCK)[None, :]
-    there = (row >= 0)[:, None] & (column < WIDTH)
-    place = row[:, None] * WIDTH + column
+    _, place, summed, there = _places(slots, count, ROWS, WIDTH, BLOCK)
     w = tl.load(weight + place, mask=there)
-    g = tl.load(sums + slot.to(tl.int64)[:, None] * WIDTH + column, mask=there) + pull * w
+    g = tl.load(sums + summed, mask=there) + pull * w
     if MOMENTUM:
         g = momentum * tl.load(buffer + place, mask=there) + g
         tl.store(buffer + place, g, mask=there)
