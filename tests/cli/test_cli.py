@@ -37,6 +37,12 @@ def auc_in(text):
     return re.search(r"AUC +│ +([\d.]+)", text)[1]
 
 
+def test_help_names_the_sections_of_a_settings_file(call):
+    _, out, _ = call("train", "--help")
+    words = " ".join(out.replace("│", " ").split())
+    assert "[model], [data], [training], [[methods]]" in words
+
+
 def test_help_shows_commands_and_examples(call):
     code, out, _ = call("--help")
     assert code == 0
@@ -197,3 +203,12 @@ def test_an_interrupted_run_says_so_and_exits_130(tmp_path):
     assert process.wait() == 130
     assert "interrupted" in seen
     assert "Traceback" not in seen
+
+
+def test_tables_can_be_trained_by_rows(call, tmp_path):
+    words = ["--model", "fm", "--rows", "2000", "--epochs", "1", "--tables", "rowwise"]
+    code, _, err = call("train", *words, "--out", str(tmp_path / "run"))
+    assert code == 0
+    assert "memory on cpu: " in err
+    settings = json.loads((tmp_path / "run" / "run.json").read_text())["settings"]
+    assert settings["training"]["tables"] == "rowwise"

@@ -114,7 +114,8 @@ def train(  # noqa: PLR0917  # typer calls it by name
         str | None, typer.Option(help="synthetic, the built-in click log; the default.")
     ] = None,
     config: Annotated[
-        Path | None, typer.Option(help="A TOML file: [model], [data], [training], [[methods]].")
+        Path | None,
+        typer.Option(help=r"A TOML file: \[model], \[data], \[training], \[\[methods]]."),
     ] = None,
     out: Annotated[
         Path | None, typer.Option(help="Folder for the run; a new one below runs/ if not given.")
@@ -123,6 +124,10 @@ def train(  # noqa: PLR0917  # typer calls it by name
     epochs: Annotated[int | None, typer.Option(help="Most passes over the data.")] = None,
     batch_size: Annotated[int | None, typer.Option(help="Rows a step.")] = None,
     lr: Annotated[float | None, typer.Option(help="Learning rate.")] = None,
+    tables: Annotated[
+        str | None,
+        typer.Option(help="dense: every row in every step; rowwise: the rows a step looked up."),
+    ] = None,
     seed: Annotated[int | None, typer.Option(help="Initial weights and order of the rows.")] = None,
     set_: Annotated[
         list[str] | None,
@@ -135,8 +140,11 @@ def train(  # noqa: PLR0917  # typer calls it by name
     _override(values, "model", "name", model)
     _override(values, "data", "source", data)
     _override(values, "data", "rows", rows)
-    for name, value in {"epochs": epochs, "batch_size": batch_size, "lr": lr, "seed": seed}.items():
-        _override(values, "training", name, value)
+    _override(values, "training", "epochs", epochs)
+    _override(values, "training", "batch_size", batch_size)
+    _override(values, "training", "lr", lr)
+    _override(values, "training", "tables", tables)
+    _override(values, "training", "seed", seed)
     for assignment in set_ or []:
         _override(values, *_parse_assignment(assignment))
     settings = RunSettings.from_mapping(values)
