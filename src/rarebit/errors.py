@@ -8,8 +8,12 @@
     │   └── UnsupportedTableError   a matched table does something a method cannot keep
     ├── OptimizerError          an optimizer would leave a table untrained                (ValueError)
     ├── TrainingError           training cannot go on                                     (RuntimeError)
-    │   └── NotEnoughMemoryError    training would need more memory than there is
+    │   ├── NotEnoughMemoryError    training would need more memory than there is
+    │   └── NotFiniteError      a loss, a gradient or a weight is not finite
+    ├── TrainingInterrupted     a signal asked training to stop, and it did
     ├── ModelFileError          a saved model is missing, damaged or of another shape     (ValueError)
+    ├── CheckpointError         a checkpoint cannot be written or read                    (ValueError)
+    │   └── NewerFormatError    a checkpoint was written by a later version
     └── MissingExtraError       an optional package is not installed                      (ImportError)
 
 A message says what was expected, what came and what to do. The command line prints it as one
@@ -17,16 +21,20 @@ paragraph and exits with code 2.
 """
 
 __all__ = [
+    "CheckpointError",
     "DataError",
     "MissingExtraError",
     "ModelFileError",
+    "NewerFormatError",
     "NoTableError",
     "NotEnoughMemoryError",
+    "NotFiniteError",
     "OptimizerError",
     "RarebitError",
     "SettingsError",
     "TableError",
     "TrainingError",
+    "TrainingInterrupted",
     "UnsupportedTableError",
 ]
 
@@ -67,8 +75,29 @@ class NotEnoughMemoryError(TrainingError):
     """Training would need more memory than there is."""
 
 
+class NotFiniteError(TrainingError):
+    """A loss, a gradient or a weight is not finite."""
+
+
+class TrainingInterrupted(RarebitError):  # noqa: N818  # a wish of the user's, not a mistake
+    """A signal asked training to stop, and it did. `exit_code` is what a shell expects of it."""
+
+    def __init__(self, message: str, signal: int) -> None:
+        super().__init__(message)
+        self.signal = signal
+        self.exit_code = 128 + signal
+
+
 class ModelFileError(RarebitError, ValueError):
     """A saved model is missing, damaged, or of another architecture."""
+
+
+class CheckpointError(RarebitError, ValueError):
+    """A checkpoint cannot be written, is missing or damaged, or another process is at work on it."""
+
+
+class NewerFormatError(CheckpointError):
+    """A checkpoint was written by a later version."""
 
 
 class MissingExtraError(RarebitError, ImportError):

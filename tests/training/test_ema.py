@@ -15,6 +15,7 @@ from torch.utils._pytree import tree_leaves
 import rarebit as rb
 from rarebit.errors import OptimizerError, SettingsError, TrainingError
 from rarebit.training.ema import EMA
+from rarebit.training.rowwise import RowwiseAdam
 from rarebit.training.steps import recording
 
 TOLERANCE = {
@@ -307,6 +308,141 @@ def test_averages_go_on_from_a_saved_state(sparse):
     assert_averages(again, naive)
 
 
+def mixed_net():
+    """A table with sparse gradients, one with dense ones, and a network."""
+    model = Net(sparse=True, dtype=torch.float32)
+    model.seldom.sparse = False
+    return model
+
+
+def three_tables(*, sparse):
+    return lambda: Net(sparse=sparse, dtype=torch.float32)
+
+
+def rowwise_or_dense_adam(model):
+    """Adam by rows where the gradients are; unlike `rb.optimizer`, it leaves the tables as they are."""
+    return RowwiseAdam(model.parameters(), lr=0.1)
+
+
+def train_from(model, optimizer, first, last):
+    """Train on batches that their number decides, so that any part of the steps can be repeated."""
+    for step in range(first, last):
+        torch.manual_seed(step)
+        optimizer.zero_grad()
+        model(draw(), seldom=step % 3 == 1).backward()
+        optimizer.step()
+
+
+def copied(state):
+    return copy.deepcopy(state)
+
+
+@pytest.mark.parametrize("optimizer_of", [rowwise_or_dense_adam, adagrad])
+@pytest.mark.parametrize(
+    "build",
+    [three_tables(sparse=True), three_tables(sparse=False), mixed_net],
+    ids=["sparse", "dense", "mixed"],
+)
+def test_training_resumed_at_any_step_ends_with_the_same_bits(build, optimizer_of):
+    steps, model = 9, build()
+    optimizer = optimizer_of(model)
+    ema, states = EMA(model, optimizer, decay=0.9), []
+    for step in range(steps):
+        states.append(copied((model.state_dict(), optimizer.state_dict(), ema.training_state())))
+        train_from(model, optimizer, step, step + 1)
+    wanted = copied(ema.training_state())
+    averages = copied(ema.state_dict())
+    for step, (weights, optimizer_state, ema_state) in enumerate(states):
+        torch.manual_seed(99)  # a new model is started from other weights
+        again = build()
+        again.load_state_dict(weights)
+        optimizer = optimizer_of(again)
+        optimizer.load_state_dict(optimizer_state)
+        ema = EMA(again, optimizer, decay=0.9)
+        ema.load_training_state(ema_state)
+        train_from(again, optimizer, step, steps)
+        torch.testing.assert_close(ema.training_state(), wanted, rtol=0, atol=0)
+        torch.testing.assert_close(ema.state_dict(), averages, rtol=0, atol=0)
+
+
+def test_a_raw_state_has_every_way_of_being_behind():
+    model = mixed_net()
+    optimizer = rowwise_or_dense_adam(model)
+    ema = EMA(model, optimizer)
+    train_from(model, optimizer, 0, 3)
+    state = ema.training_state()
+    shapes = {name: tuple(behind.shape) for name, behind in state["behind"].items()}
+    assert shapes == {"often.weight": (ROWS,), "seldom.weight": ()}
+    assert set(state["values"]) == dict(model.named_parameters()).keys()
+    assert int(state["count"]) == 3
+
+
+def test_taking_a_raw_state_changes_nothing():
+    def averages(look):
+        torch.manual_seed(1)
+        model = three_tables(sparse=True)()
+        optimizer = rowwise_or_dense_adam(model)
+        ema = EMA(model, optimizer, decay=0.9)
+        for step in range(9):
+            look(ema)
+            train_from(model, optimizer, step, step + 1)
+        return ema.state_dict()
+
+    plain = averages(lambda _: None)
+    torch.testing.assert_close(averages(EMA.training_state), plain, rtol=0, atol=0)
+    # what is brought up to date in between is rounded in other places: the reason for a raw state
+    rounded = averages(EMA.state_dict)
+    assert any(not torch.equal(rounded[name], plain[name]) for name in plain)
+
+
+def test_a_loaded_raw_state_is_a_copy():
+    model = mixed_net()
+    optimizer = rowwise_or_dense_adam(model)
+    ema = EMA(model, optimizer)
+    train_from(model, optimizer, 0, 5)
+    state = copied(ema.training_state())
+    before = copied(state)
+    ema.load_training_state(state)
+    train_from(model, optimizer, 5, 9)
+    torch.testing.assert_close(state, before, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("other", "message"),
+    [
+        (
+            lambda: Net(sparse=True, rows=9),
+            r"'often\.weight' has the shape \(30, 3\), the one given",
+        ),
+        (lambda: Net(sparse=True), r"of torch\.float32 with .* given of torch\.float64"),
+        (lambda: nn.Linear(3, 1), "the one given is missing; use the same model"),
+        (
+            lambda: nn.ModuleDict({**mixed_net()._modules, "more": nn.Linear(2, 2)}),
+            "the one given is missing; use the same model",
+        ),
+    ],
+)
+def test_a_raw_state_of_another_model_is_refused_and_nothing_is_loaded(other, message):
+    model, another = mixed_net(), other()
+    ema = EMA(model, sgd(model))
+    before = copied(ema.training_state())
+    with pytest.raises(TrainingError, match=message):
+        ema.load_training_state(EMA(another, sgd(another)).training_state())
+    torch.testing.assert_close(ema.training_state(), before, rtol=0, atol=0)
+
+
+def test_a_raw_state_with_more_parameters_or_other_rows_is_refused():
+    model = mixed_net()
+    ema = EMA(model, sgd(model))
+    state = ema.training_state()
+    more = state | {"values": state["values"] | {"more": torch.ones(2)}}
+    with pytest.raises(TrainingError, match="an average of 'more', which is not trained here"):
+        ema.load_training_state(more)
+    rows = state | {"behind": {"often.weight": torch.zeros(ROWS - 1, dtype=torch.int32)}}
+    with pytest.raises(TrainingError, match=r"'often\.weight' is of .* with the steps \(29,\)"):
+        ema.load_training_state(rows)
+
+
 def test_copies_go_to_another_model_and_to_the_same():
     model = Net(sparse=True)
     optimizer = adagrad(model)
@@ -420,6 +556,10 @@ def test_training_inside_applied_is_refused():
             ema.state_dict()
         with pytest.raises(TrainingError, match="the model holds its averages now"):
             ema.load_state_dict({})
+        with pytest.raises(TrainingError, match="the model holds its averages now"):
+            ema.training_state()
+        with pytest.raises(TrainingError, match="the model holds its averages now"):
+            ema.load_training_state({})
     optimizer.step()
 
 

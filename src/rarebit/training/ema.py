@@ -102,6 +102,40 @@ class EMA:
         for name, average in self._averages.items():
             average.start_from(state[name])
 
+    def training_state(self) -> dict[str, Any]:
+        """Return all that the coming steps depend on, as it lies: nothing is brought up to date.
+
+        Bringing rows up to date would round them once more than a run without it does, so this is
+        what a checkpoint holds. The tensors are the living ones; `behind` lacks what follows every step.
+        """
+        self._refuse_when_applied()
+        self._refuse_exchanged()
+        averages = self._averages.items()
+        return {
+            "count": next(iter(self._counts.values())),
+            "values": {name: average.value for name, average in averages},
+            "behind": {n: a.behind for n, a in averages if a.behind is not None},
+        }
+
+    @torch.no_grad()
+    def load_training_state(self, state: Mapping[str, Any]) -> None:
+        """Go on to the last bit from what `training_state` returned for a model like this one."""
+        self._refuse_when_applied()
+        values, behind = state["values"], state.get("behind", {})
+        _check_same({name: average.value for name, average in self._averages.items()}, values)
+        for name in (*values, *behind):
+            if name not in self._averages:
+                raise TrainingError(
+                    f"there is an average of {name!r}, which is not trained here; use the same "
+                    "model on both sides"
+                )
+        for name, average in self._averages.items():
+            average.check_raw(name, values[name], behind.get(name))
+        for count in self._counts.values():
+            count.copy_(state["count"])
+        for name, average in self._averages.items():
+            average.load_raw(values[name], behind.get(name))
+
     def close(self) -> None:
         """Stop following the optimizer. The averages stay as they are now and can still be used."""
         if not self._hooks:
@@ -154,6 +188,11 @@ class EMA:
 
     def _bring_up_to_date(self) -> None:
         self._refuse_when_applied()
+        self._refuse_exchanged()
+        for average in self._averages.values():
+            average.bring_up_to_date()
+
+    def _refuse_exchanged(self) -> None:
         current = dict(self.model.named_parameters())
         for name, average in self._averages.items():
             if current.get(name) is not average.weight:
@@ -161,8 +200,6 @@ class EMA:
                     f"{name!r} is no longer the parameter that was averaged; make a new EMA after "
                     "apply_, merge_ and whatever else exchanges parameters"
                 )
-        for average in self._averages.values():
-            average.bring_up_to_date()
 
     @torch.no_grad()
     def _exchange(self) -> None:
@@ -191,6 +228,20 @@ class _Average:
         self.value.copy_(value)
         if self.behind is not None:
             self.behind.copy_(self.count)
+
+    def check_raw(self, name: str, value: Tensor, behind: Tensor | None) -> None:
+        """Raise where these cannot be the average of this parameter and how far it is behind."""
+        fits = behind is None or behind.shape in (torch.Size(()), torch.Size((len(self),)))
+        if value.dtype != self.value.dtype or not fits:
+            rows = "none" if behind is None else tuple(behind.shape)
+            raise TrainingError(
+                f"the average of {name!r} is of {self.value.dtype} with {len(self)} rows, the one "
+                f"given of {value.dtype} with the steps {rows}; use the same model on both sides"
+            )
+
+    def load_raw(self, value: Tensor, behind: Tensor | None) -> None:
+        self.value.copy_(value)
+        self.behind = None if behind is None else behind.to(self.count, copy=True)
 
     def pause(self) -> None:
         """Wait from here on: the parameter does not move in the coming step."""

@@ -1,13 +1,16 @@
 """A model as a folder: `weights.safetensors` and `model.json`. Never pickle.
 
 `model.json` says what to build before the weights fit: for a model of ours its name, settings and
-fields; for every table, the methods applied to it. It also holds the checksum of the weights, so
-that a damaged or half-written folder is told from a good one.
+fields; for every table, the methods applied to it. It also holds the checksum of the weights and one
+of its own, so that a damaged or half-written folder is told from a good one. Checksums are no
+signature: whatever a description asks for, it gets no more memory than its weights are worth.
 """
 
 import hashlib
 import json
+import math
 import os
+import stat
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -26,12 +29,17 @@ from rarebit.models._base import RankingModel
 from rarebit.tables.apply import restore_tables
 from rarebit.tables.find import find_sites, find_tables
 from rarebit.tables.table import methods_of
+from rarebit.training.allocations import OBJECT_BYTES, AllocationLimit
 
 __all__ = ["FORMAT", "load_model", "save_model"]
 
 FORMAT = 1
 DESCRIPTION, WEIGHTS = "model.json", "weights.safetensors"
-MAX_DESCRIPTION_BYTES = 64 << 20
+OWN_CHECKSUM = "description_sha256"
+"""Missing in folders of older versions, which are read all the same."""
+MAX_DESCRIPTION_BYTES = 16 << 20
+SLOT_BYTES = 64
+"""What the tables keep for each slot of a batch: a few whole numbers."""
 
 # What values of the wrong kind raise, RarebitError among them: no description may do worse.
 NONSENSE = (AttributeError, LookupError, RuntimeError, TypeError, ValueError)
@@ -56,6 +64,7 @@ def save_model(model: nn.Module, folder: str | os.PathLike[str]) -> Path:
         folder.mkdir(parents=True, exist_ok=True)
         save_file(tensors, weights)
         description["sha256"] = _checksum(weights)
+        description[OWN_CHECKSUM] = _own_checksum(description)
         text.write_text(json.dumps(description, indent=1) + "\n", encoding="utf-8")
         weights.replace(folder / WEIGHTS)
         text.replace(folder / DESCRIPTION)
@@ -92,7 +101,7 @@ def load_model(
     folder = Path(folder)
     description = _read_description(folder)
     tensors = _read_weights(folder, description)
-    model = _build(folder, description) if into is None else into
+    model = _build(folder, description, tensors) if into is None else into
     if isinstance(into, RankingModel):
         _check_fields(folder, into, description)
     methods = _saved_methods(folder, description)
@@ -173,15 +182,17 @@ def _distinct_tensors(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, st
 def _read_description(folder: Path) -> dict[str, Any]:
     path = folder / DESCRIPTION
     try:
-        if path.stat().st_size > MAX_DESCRIPTION_BYTES:
-            raise ModelFileError(f"{str(path)!r} is too large to be a description of a model")
+        _check_file(folder, path, MAX_DESCRIPTION_BYTES)
         description = json.loads(path.read_text(encoding="utf-8"))
+        own = _own_checksum(description)
     except FileNotFoundError:
         raise ModelFileError(
             f"{str(folder)!r} holds no saved model: {DESCRIPTION} is missing"
         ) from None
     except OSError as error:
         raise ModelFileError(f"cannot read {str(path)!r}: {error.strerror}") from None
+    except ModelFileError:
+        raise
     except (ValueError, RecursionError) as error:  # JSON that is wrong, not UTF-8, or too deep
         raise ModelFileError(f"{str(path)!r} is damaged: {error}; save the model again") from None
     if not isinstance(description, dict) or not isinstance(description.get("format"), int):
@@ -191,21 +202,56 @@ def _read_description(folder: Path) -> dict[str, Any]:
             f"{str(folder)!r} was saved in format {description['format']} by Rarebit "
             f"{description.get('rarebit')}; this version reads up to format {FORMAT}: upgrade it"
         )
+    if description.get(OWN_CHECKSUM, own) != own:
+        raise ModelFileError(
+            f"{str(path)!r} is damaged: it is not what its checksum says; save the model again or "
+            "take an older copy"
+        )
     return description
+
+
+def _check_file(folder: Path, path: Path, most_bytes: float = math.inf) -> None:
+    """Raise for what is no plain file, too large, or a link that leads out of the folder."""
+    status = path.stat()
+    if not path.resolve().is_relative_to(folder.resolve()):
+        raise ModelFileError(
+            f"{str(path)!r} is a link to a file outside of the folder, which is not followed; copy "
+            "the file itself into the folder"
+        )
+    if not stat.S_ISREG(status.st_mode) and not stat.S_ISDIR(status.st_mode):
+        raise ModelFileError(f"{str(path)!r} is not a plain file; save the model again")
+    if status.st_size > most_bytes:
+        raise ModelFileError(f"{str(path)!r} is too large to be a description of a model")
+
+
+def _own_checksum(description: Any) -> str | None:
+    """Return the checksum of what a description says, however it is spaced; None for no mapping."""
+    if not isinstance(description, dict):
+        return None
+    said = {key: value for key, value in description.items() if key != OWN_CHECKSUM}
+    text = json.dumps(said, sort_keys=True, separators=(",", ":"))
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _check_weights(path: Path, description: Mapping[str, Any]) -> None:
+    if _checksum(path) != description.get("sha256"):
+        raise ModelFileError(
+            f"{str(path)!r} is damaged or belongs to another save: its checksum is not the one "
+            f"in {DESCRIPTION}; save the model again or take an older copy"
+        )
 
 
 def _read_weights(folder: Path, description: Mapping[str, Any]) -> dict[str, Tensor]:
     path = folder / WEIGHTS
     try:
-        if _checksum(path) != description.get("sha256"):
-            raise ModelFileError(
-                f"{str(path)!r} is damaged or belongs to another save: its checksum is not the one "
-                f"in {DESCRIPTION}; save the model again or take an older copy"
-            )
+        _check_file(folder, path)
+        _check_weights(path, description)
         tensors = load_file(path)
+    except ModelFileError:
+        raise
     except FileNotFoundError:
         raise ModelFileError(f"{str(folder)!r} is incomplete: {WEIGHTS} is missing") from None
-    except (OSError, SafetensorError) as error:
+    except (OSError, SafetensorError, *NONSENSE) as error:
         raise ModelFileError(f"cannot read {str(path)!r}: {error}") from None
     try:
         aliases = {alias: tensors[name] for alias, name in description["aliases"].items()}
@@ -214,7 +260,9 @@ def _read_weights(folder: Path, description: Mapping[str, Any]) -> dict[str, Ten
     return tensors | aliases
 
 
-def _build(folder: Path, description: Mapping[str, Any]) -> nn.Module:
+def _build(
+    folder: Path, description: Mapping[str, Any], tensors: Mapping[str, Tensor]
+) -> nn.Module:
     if not description.get("model"):
         raise ModelFileError(
             f"{str(folder)!r} holds a {description.get('class')}, a class of your own: "
@@ -222,11 +270,31 @@ def _build(folder: Path, description: Mapping[str, Any]) -> nn.Module:
         )
     try:
         schema = Schema.from_mapping(description["schema"])
-        return build_model(description["model"], schema, description["settings"])
+        allocations = AllocationLimit(_bytes_worth(tensors, schema, description))
+        allocations.require(SLOT_BYTES * schema.num_slots)
+        with allocations:
+            return build_model(description["model"], schema, description["settings"])
     except NONSENSE as error:
         raise ModelFileError(
             f"{str(folder)!r} does not describe a model this version knows: {error}"
         ) from None
+
+
+def _bytes_worth(
+    tensors: Mapping[str, Tensor], schema: Schema, description: Mapping[str, Any]
+) -> int | None:
+    """Return the most bytes that a model of these weights allocates while it is built.
+
+    None where methods make the weights smaller than the tables are built at first.
+    """
+    if description["methods"]:
+        return None
+    # a tied weight is in the file once, however many names a description gives it
+    distinct = {id(tensor): tensor.numel() for tensor in tensors.values()}
+    numbers = sum(distinct.values())
+    # a field without a number in the file is none, however many of them a description names
+    objects = 1024 + 4 * (len(distinct) + min(len(schema.fields), numbers))
+    return 2 * numbers * torch.get_default_dtype().itemsize + objects * OBJECT_BYTES
 
 
 def _check_fields(folder: Path, into: RankingModel, description: Mapping[str, Any]) -> None:
@@ -265,16 +333,29 @@ def _load_weights(folder: Path, model: nn.Module, tensors: Mapping[str, Tensor])
         for name in wanted
         if name in tensors and tensors[name].shape != wanted[name].shape
     ]
+    problems += [
+        f"{name} holds {tensors[name].dtype} in the file and {wanted[name].dtype} here"
+        for name in wanted
+        if name in tensors and _kind(tensors[name]) != _kind(wanted[name])
+    ]
     if problems:
         more = f" (and {len(problems) - 3} more)" if len(problems) > 3 else ""
         raise ModelFileError(
             f"{str(folder)!r} is a model of another architecture than {type(model).__name__}: "
             f"{'; '.join(problems[:3])}{more}"
         )
-    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
-        if name in tensors:
-            tensor.data = tensor.data.to(tensors[name].dtype)
-    model.load_state_dict(dict(tensors))
+    try:
+        for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+            if name in tensors:
+                tensor.data = tensor.data.to(tensors[name].dtype)
+        model.load_state_dict(dict(tensors))
+    except NONSENSE as error:  # a type that torch can hold and not compute with
+        raise ModelFileError(f"the weights in {str(folder)!r} cannot be used: {error}") from None
+
+
+def _kind(tensor: Tensor) -> torch.dtype | str:
+    """Return what must be the same in a file: floats may be of any precision."""
+    return "float" if tensor.is_floating_point() else tensor.dtype
 
 
 def _checksum(path: Path) -> str:
