@@ -5,6 +5,7 @@ import json
 import os
 import pty
 import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -61,6 +62,7 @@ def test_train_prints_a_table_and_leaves_a_model(call):
         assert row in out
     assert "epoch 1" in err
     assert {path.name for path in Path("here").iterdir()} == {
+        "checkpoints",
         "model.json",
         "run.json",
         "weights.safetensors",
@@ -178,31 +180,65 @@ def test_a_model_is_refused_for_other_data(call):
     assert (code, "the model was built for other data" in err) == (2, True)
 
 
-def test_an_interrupted_run_says_so_and_exits_130(tmp_path):
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_run_that_is_stopped_says_how_to_go_on_and_does(tmp_path, number, code):
+    seen, returned = stop_in_epoch_2(tmp_path, number)
+    assert returned == code
+    assert "Traceback" not in seen
+    assert "To go on: " in seen
+    words = shlex.split(seen.split("To go on: ")[1])[1:]
+    assert words == ["train", "--resume", "runs/fm-1"]
+    more = [sys.executable, "-m", "rarebit", *words, "--epochs", "2"]
+    done = subprocess.run(
+        more, cwd=tmp_path, env=ENVIRONMENT, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert "resumed from at-000002-" in done.stderr
+    assert "Saved in runs/fm-1" in done.stdout
+
+
+ENVIRONMENT = os.environ | {"PYTHONPATH": str(Path(rb.__file__).parents[1]), "TERM": "xterm"}
+
+
+def stop_in_epoch_2(folder, number):
+    """Start a long run on a terminal, send it a signal; return what was seen, and its exit code."""
     controller, terminal = pty.openpty()
     command = [sys.executable, "-m", "rarebit", "train", "--model", "fm", "--rows", "50000"]
-    source = Path(rb.__file__).parents[1]
     process = subprocess.Popen(
         [*command, "--epochs", "1000", "--set", "training.patience=1000"],
-        cwd=tmp_path,
+        cwd=folder,
         stderr=terminal,
         stdout=subprocess.DEVNULL,
-        env=os.environ | {"PYTHONPATH": str(source), "TERM": "xterm"},
+        env=ENVIRONMENT,
     )
     os.close(terminal)
     seen = ""
     while "epoch 2/1000" not in seen:
         seen += os.read(controller, 4096).decode(errors="replace")
-    process.send_signal(signal.SIGINT)
+    process.send_signal(number)
     try:
         while chunk := os.read(controller, 4096):
             seen += chunk.decode(errors="replace")
     except OSError:  # the other end is closed: how a terminal says that the process has ended
         pass
     os.close(controller)
-    assert process.wait() == 130
-    assert "interrupted" in seen
-    assert "Traceback" not in seen
+    return seen, process.wait()
+
+
+def test_a_folder_with_a_run_is_not_trained_over(call):
+    call("train", "--model", "fm", *SMALL, "--out", "here")
+    code, _, err = call("train", "--model", "fm", *SMALL, "--out", "here")
+    assert (code, "holds a run already; go on with it by resume" in err) == (2, True)
+
+
+def test_resume_takes_no_other_settings_file_or_folder(call):
+    call("train", "--model", "fm", *SMALL, "--out", "here")
+    code, _, err = call("train", "--resume", "here", "--out", "there")
+    assert (code, "--out has no place beside --resume" in err) == (2, True)
+    code, _, err = call("train", "--resume", "nowhere")
+    assert (code, "holds no run" in err) == (2, True)
+    code, _, err = call("train", "--resume", "here", "--lr", "0.5")
+    assert (code, "another run: settings.lr was" in err) == (2, True)
 
 
 def test_tables_can_be_trained_by_rows(call, tmp_path):

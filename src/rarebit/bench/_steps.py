@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import torch
 
 from rarebit.bench.train import DIM, HIDDEN, LR, ROWS, sliced
-from rarebit.data.dataset import Batch
+from rarebit.data.dataset import Batch, Dataset
 from rarebit.data.synthetic import SyntheticLog, generate
 from rarebit.models.deepfm import DeepFM
 from rarebit.training.optimizers import optimizer
@@ -19,8 +19,8 @@ BATCH_SIZE = 1024
 class NextStep:
     """A training step that gets its own batch: one call, one step."""
 
-    def __init__(self, step: TrainingStep, batches: Iterator[Batch]) -> None:
-        self.step, self.batches = step, batches
+    def __init__(self, step: TrainingStep, data: Dataset, batches: Iterator[Batch]) -> None:
+        self.step, self.data, self.batches = step, data, batches
 
     def __call__(self) -> None:
         """Train on the next batch."""
@@ -35,5 +35,5 @@ def lazy_deepfm(copies: int, rows: int = ROWS) -> list[NextStep]:
         torch.manual_seed(0)
         model = DeepFM(data.schema, dim=DIM, hidden=HIDDEN)
         step = TrainingStep(model, optimizer(model, lr=LR, tables="rowwise"))
-        steps.append(NextStep(step, sliced(data, BATCH_SIZE)))
+        steps.append(NextStep(step, data, sliced(data, BATCH_SIZE)))
     return steps

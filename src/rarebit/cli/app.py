@@ -17,12 +17,12 @@ from rarebit.bench import bench_names, run_bench
 from rarebit.cli.show import BarProgress, console, errors, show_evaluation, show_run
 from rarebit.data.dataset import Dataset, Splits
 from rarebit.data.synthetic import SyntheticLog, generate
-from rarebit.errors import ModelFileError, RarebitError, SettingsError
+from rarebit.errors import ModelFileError, RarebitError, SettingsError, TrainingInterrupted
 from rarebit.models import model_names
 from rarebit.settings import read_toml, suggest
 from rarebit.training.evaluate import Evaluation, evaluate, predict
 from rarebit.training.model_file import load_model
-from rarebit.training.run import RunResult, RunSettings, read_run, run
+from rarebit.training.run import CHECKPOINTS, RunResult, RunSettings, read_run, run
 
 __all__ = ["app", "start"]
 
@@ -90,6 +90,7 @@ def demo(
 ) -> None:
     """Generate the built-in click log, train DeepFM on it, and say what to try next."""
     settings = RunSettings.from_mapping({**DEMO, "data": {"rows": rows}})
+    shutil.rmtree(DEMO_FOLDER / CHECKPOINTS, ignore_errors=True)  # of the demo before
     result = _train(settings, DEMO_FOLDER, device)
     if _lags_on_rare_rows(result.test):
         console.print("It is furthest from what is possible on rows of rare values.")
@@ -120,6 +121,10 @@ def train(  # noqa: PLR0917  # typer calls it by name
     out: Annotated[
         Path | None, typer.Option(help="Folder for the run; a new one below runs/ if not given.")
     ] = None,
+    resume: Annotated[
+        Path | None,
+        typer.Option(help="Go on with the run in this folder, from its newest checkpoint."),
+    ] = None,
     rows: Annotated[int | None, typer.Option(help="Rows of the generated click log.")] = None,
     epochs: Annotated[int | None, typer.Option(help="Most passes over the data.")] = None,
     batch_size: Annotated[int | None, typer.Option(help="Rows a step.")] = None,
@@ -136,7 +141,7 @@ def train(  # noqa: PLR0917  # typer calls it by name
     device: DeviceOption = "auto",
 ) -> None:
     """Train a ranking model and keep it in a folder. Options win over the settings file."""
-    values = read_toml(config) if config is not None else {}
+    values = _first_settings(config, resume, out)
     _override(values, "model", "name", model)
     _override(values, "data", "source", data)
     _override(values, "data", "rows", rows)
@@ -148,7 +153,8 @@ def train(  # noqa: PLR0917  # typer calls it by name
     for assignment in set_ or []:
         _override(values, *_parse_assignment(assignment))
     settings = RunSettings.from_mapping(values)
-    result = _train(settings, out or _new_folder(settings.model), device)
+    folder = resume or out or _new_folder(settings.model)
+    result = _train(settings, folder, device, resume=resume is not None)
     console.print(f"\nSaved in {result.folder}. To score with it:", soft_wrap=True)
     console.print(f"  {_how_to_call()} predict --model {result.folder}", soft_wrap=True)
 
@@ -190,19 +196,33 @@ def bench(
     print(json.dumps(result))
 
 
-def _train(settings: RunSettings, folder: Path, device: str) -> RunResult:
+def _first_settings(config: Path | None, resume: Path | None, out: Path | None) -> dict[str, Any]:
+    """Return the settings that options change: of a file, of the run to go on with, or none."""
+    if resume is None:
+        return read_toml(config) if config is not None else {}
+    for name, given in {"--config": config, "--out": out}.items():
+        if given is not None:
+            raise SettingsError(f"{name} has no place beside --resume: the run has its own")
+    return read_run(resume).to_mapping()
+
+
+def _train(settings: RunSettings, folder: Path, device: str, *, resume: bool = False) -> RunResult:
+    again = f"{_how_to_call()} train --resume {folder}"
     try:
         with BarProgress() as progress:
             result = run(
                 settings,
                 folder=folder,
+                resume=resume,
                 device=_device(device),
                 progress=progress,
                 data_progress=progress.rows,
                 say=errors.print,
             )
+    except TrainingInterrupted as stopped:
+        _stop(f"{stopped}. To go on: {again}", code=stopped.exit_code)
     except KeyboardInterrupt:
-        _stop("interrupted; nothing was saved", code=130)
+        _stop(f"stopped at once. To go on from the last checkpoint: {again}", code=130)
     show_run(result, f"{settings.model} on the test split of the built-in click log")
     return result
 

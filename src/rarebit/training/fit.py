@@ -1,38 +1,38 @@
-"""The training loop: shuffle, step, validate, keep the best."""
+"""Train a model: check everything first, then run the loop, and leave nothing behind."""
 
-import time
+import os
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field
+from contextlib import contextmanager
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 from torch.nn import functional as F
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import ReduceLROnPlateau
 
-from rarebit.data.dataset import Dataset, batch_bounds, shuffled_order
-from rarebit.errors import DataError
+from rarebit.data.dataset import Dataset
+from rarebit.errors import CheckpointError, DataError, NotFiniteError
 from rarebit.settings import require, updated
 from rarebit.tables.optimizer_state import check
 from rarebit.tables.sparse import row_gradients_kept
+from rarebit.training.checkpoint_file import CheckpointFolder
+from rarebit.training.checkpoints import Checkpoints
 from rarebit.training.checks import check_labels, check_schema
 from rarebit.training.ema import EMA
-from rarebit.training.evaluate import Forward, device_of, evaluate
+from rarebit.training.evaluate import Forward, device_of
+from rarebit.training.identity import describe_run
+from rarebit.training.loop import History, NoKeeper, TrainingLoop
 from rarebit.training.memory import estimate_memory
+from rarebit.training.not_finite import find_source
 from rarebit.training.optimizers import Kind
 from rarebit.training.optimizers import optimizer as build_optimizer
-from rarebit.training.progress import EpochRecord, LineProgress, Progress, Silence
+from rarebit.training.progress import LineProgress, Progress, Silence
 from rarebit.training.settings import Training
 from rarebit.training.step import Backward, Loss, TrainingStep
 from rarebit.training.steps import RecordedSteps, Steps, why_not_recorded
+from rarebit.training.stopping import stop_requests
 
 __all__ = ["History", "fit"]
 
-TELL_EVERY = 10
-"""Steps between two calls of the progress bar."""
-LOOK_EVERY = 100
-"""Steps between two looks at whether the loss is still finite: a look waits for the device."""
 OPTIMIZER_SETTINGS = (
     "lr",
     "tables",
@@ -45,22 +45,6 @@ OPTIMIZER_SETTINGS = (
 """What only an optimizer that `fit` builds listens to."""
 
 
-@dataclass
-class History:
-    """What training did, epoch by epoch, and which epoch's weights the model has."""
-
-    epochs: list[EpochRecord] = field(default_factory=list)
-    best_epoch: int | None = None
-    """The epoch whose weights the model has, from 1; None without validation data."""
-    stopped_early: bool = False
-
-    @property
-    def samples_per_second(self) -> float:
-        """Median over the epochs, training steps only."""
-        speeds = sorted(record.samples_per_second for record in self.epochs)
-        return speeds[len(speeds) // 2]
-
-
 def fit(
     model: nn.Module,
     train: Dataset,
@@ -71,6 +55,8 @@ def fit(
     loss: Loss = F.binary_cross_entropy_with_logits,
     forward: Forward | None = None,
     backward: Backward | None = None,
+    folder: str | os.PathLike[str] | None = None,
+    resume: bool = False,
     progress: Progress | bool = True,
     **overrides: Any,
 ) -> History:
@@ -78,7 +64,9 @@ def fit(
 
     Any setting of `Training` can be given by name. With validation data the best epoch's weights
     are kept. `forward=lambda model, batch: ...` calls a model that does not take a batch;
-    `backward=rows.backward` trains with row gradients.
+    `backward=rows.backward` trains with row gradients. With a `folder`, checkpoints are written
+    there, Ctrl-C and SIGTERM stop after the step with nothing lost, and `resume=True` goes on from the
+    newest one, to the same bits as without the break.
 
     >>> from rarebit.models.fm import FM
     >>> data = Dataset.from_columns({"user": [0, 1, 2, 1]}, label=[0, 1, 0, 1])
@@ -113,45 +101,51 @@ def fit(
             say=tell.say,
         )
         try:
-            return _train(step, train, valid, settings, tell)
+            with _averaging(step, settings) as ema:
+                loop = TrainingLoop(_steps(step, train, settings, tell), valid, settings, tell, ema)
+                if folder is None:
+                    return loop.run(NoKeeper())
+                return _train_in(CheckpointFolder(folder), loop, resume=resume)
         finally:
             step.release()
 
 
-def _train(
-    step: TrainingStep, train: Dataset, valid: Dataset | None, settings: Training, tell: Progress
-) -> History:
-    steps = _steps(step, train, settings, tell)
-    with _averaging(step, settings) as ema:
-        best = _Best(step.model, step.optimizer, settings)
-        history = History()
-        for epoch in range(1, settings.epochs + 1):
-            tell.start_epoch(epoch, settings.epochs, len(train))
-            lr = float(step.optimizer.param_groups[0]["lr"])
-            num_steps, seconds, mean_loss = _train_epoch(steps, settings, epoch, tell)
-            with nullcontext() if ema is None else ema.applied():
-                metrics = None
-                if valid is not None:
-                    metrics = evaluate(step.model, valid, forward=step.forward).overall
-                    stalled = best.has_stalled(epoch, getattr(metrics, settings.monitor))
-            record = EpochRecord(
-                epoch=epoch,
-                steps=num_steps,
-                train_loss=mean_loss,
-                lr=lr,
-                seconds=seconds,
-                samples_per_second=len(train) / seconds,
-                valid=metrics,
-            )
-            history.epochs.append(record)
-            tell.finish_epoch(record)
-            if metrics is not None and stalled:
-                history.stopped_early = True
-                break
-        if ema is not None:
-            ema.copy_to(step.model)
-        history.best_epoch = best.restore()
-        return history
+def _train_in(folder: CheckpointFolder, loop: TrainingLoop, *, resume: bool) -> History:
+    """Train with checkpoints in a folder that is this process's alone."""
+    train, valid, settings = loop.steps.train, loop.valid, loop.settings
+    with folder.locked(), stop_requests() as stop:
+        checkpoints = Checkpoints(
+            folder,
+            describe_run(loop.step.model, train, valid, settings),
+            stop,
+            minutes=settings.checkpoint_minutes,
+            say=loop.tell.say,
+        )
+        try:
+            if not resume and folder.names():
+                raise CheckpointError(
+                    f"{str(folder.folder)!r} holds the checkpoints of a run; go on with it by "
+                    "resume=True, or choose another folder"
+                )
+            if not (resume and checkpoints.resume(loop)):
+                checkpoints.save(loop)  # to go back to, should the first steps fail
+            return loop.run(checkpoints)
+        except NotFiniteError as error:
+            raise _explained(error, checkpoints, loop) from None
+        finally:
+            checkpoints.close()
+
+
+def _explained(error: NotFiniteError, checkpoints: Checkpoints, loop: TrainingLoop) -> Exception:
+    """Return the error with where the bad number came from, found from the last checkpoint on."""
+    checkpoints.wait()
+    loop.tell.say(f"{error}; going back to the last checkpoint to find where it began")
+    checkpoints.say = Silence().say
+    checkpoints.resume(loop)
+    return NotFiniteError(
+        f"{find_source(loop)}. The last good checkpoint is in {str(checkpoints.folder.folder)!r}; "
+        "lower the learning rate, clip gradients, or look for extreme numbers in the data"
+    )
 
 
 def _steps(step: TrainingStep, train: Dataset, settings: Training, tell: Progress) -> Steps:
@@ -165,29 +159,6 @@ def _steps(step: TrainingStep, train: Dataset, settings: Training, tell: Progres
     return RecordedSteps(step, train, settings.batch_size, tell.say)
 
 
-def _train_epoch(
-    steps: Steps, settings: Training, epoch: int, tell: Progress
-) -> tuple[int, float, float]:
-    """Train on every row once; return the number of steps, the seconds and the mean loss."""
-    step, train = steps.step, steps.train
-    step.model.train()
-    bounds = batch_bounds(len(train), settings.batch_size)
-    begin, untold = time.perf_counter(), 0
-    order = shuffled_order(len(train), seed=settings.seed, epoch=epoch, device=train.device)
-    steps.start_epoch(order)
-    for number, (start, stop) in enumerate(bounds, start=1):
-        steps(start, stop)
-        untold += stop - start
-        if number % TELL_EVERY == 0:
-            tell.advance(untold)
-            untold = 0
-        if number % LOOK_EVERY == 0:
-            step.raise_if_not_finite()
-    step.raise_if_not_finite()
-    tell.advance(untold)
-    return len(bounds), time.perf_counter() - begin, step.take_mean_loss(len(train))
-
-
 @contextmanager
 def _averaging(step: TrainingStep, settings: Training) -> Iterator[EMA | None]:
     if settings.ema_decay is None:
@@ -198,50 +169,6 @@ def _averaging(step: TrainingStep, settings: Training) -> Iterator[EMA | None]:
         yield ema
     finally:
         ema.close()
-
-
-class _Best:
-    """The best epoch so far: its weights, and how long ago it was."""
-
-    def __init__(self, model: nn.Module, optimizer: Optimizer, settings: Training) -> None:
-        self.model, self.settings = model, settings
-        self.sign = 1.0 if settings.monitor == "auc" else -1.0
-        self.value, self.epoch = float("-inf"), None  # type: float, int | None
-        self.weights: dict[str, Tensor] = {}
-        self.plateau = None
-        if settings.plateau_factor < 1.0:
-            self.plateau = ReduceLROnPlateau(
-                optimizer,
-                mode="max",
-                factor=settings.plateau_factor,
-                patience=settings.plateau_patience - 1,
-                threshold=0.0,
-            )
-
-    def has_stalled(self, epoch: int, value: float) -> bool:
-        """Take note of an epoch's validation metric; return whether to stop."""
-        value *= self.sign
-        if value > self.value:
-            self.value, self.epoch = value, epoch
-            self._keep(self.model.state_dict())
-        if self.plateau is not None:
-            self.plateau.step(value)
-        waited = epoch - (self.epoch or 0)
-        return self.settings.patience is not None and waited >= self.settings.patience
-
-    def _keep(self, weights: dict[str, Tensor]) -> None:
-        """Copy the weights, over the last copy where there is one: a second would double the memory."""
-        for name, weight in weights.items():
-            if name in self.weights:
-                self.weights[name].copy_(weight)
-            else:
-                self.weights[name] = weight.detach().clone()
-
-    def restore(self) -> int | None:
-        """Give the model the best epoch's weights and return which epoch that was."""
-        if self.weights:
-            self.model.load_state_dict(self.weights)
-        return self.epoch
 
 
 def _refuse_unused(overrides: Mapping[str, Any]) -> None:

@@ -1,7 +1,7 @@
 """One training run from settings to a folder: data, model, methods, training, test.
 
 What `rarebit train` does, as one function. The folder it leaves holds the model
-(`model.json`, `weights.safetensors`) and what the run was and gave (`run.json`).
+(`model.json`, `weights.safetensors`), what the run was and gave (`run.json`), and its checkpoints.
 """
 
 import dataclasses
@@ -30,9 +30,10 @@ from rarebit.training.model_file import save_model
 from rarebit.training.progress import Progress
 from rarebit.training.settings import Training
 
-__all__ = ["RunResult", "RunSettings", "read_run", "run"]
+__all__ = ["CHECKPOINTS", "RunResult", "RunSettings", "read_run", "run"]
 
 RUN_FILE = "run.json"
+CHECKPOINTS = "checkpoints"
 SECTIONS = ("model", "data", "training", "methods")
 
 
@@ -108,6 +109,7 @@ def run(
     settings: RunSettings,
     *,
     folder: str | os.PathLike[str] | None = None,
+    resume: bool = False,
     device: torch.device | str = "cpu",
     progress: Progress | bool = True,
     data_progress: Callable[[int, int], None] | None = None,
@@ -115,19 +117,32 @@ def run(
 ) -> RunResult:
     """Generate the data, build and train the model, measure it on the test split, and write it.
 
+    With a folder, training writes checkpoints there, and `resume` goes on from the newest.
+
     >>> small = RunSettings.from_mapping({
     ...     "model": {"name": "fm", "dim": 2}, "data": {"rows": 2000}, "training": {"epochs": 1}})
     >>> run(small, progress=False, say=lambda line: None).test.overall.rows
     200
     """
     out = None if folder is None else _make_folder(Path(folder))
+    if out is not None and not resume:
+        _refuse_used(out)
+        _write(out / RUN_FILE, {"settings": settings.to_mapping()})
     splits = generate(settings.data, progress=data_progress)
     torch.manual_seed(settings.training.seed)
     model = build_model(settings.model, splits.train.schema, settings.model_settings)
     for method in settings.methods:
         say(str(apply_(model, method, verbose=False)))
     model.to(device)
-    history = fit(model, splits.train, splits.valid, settings=settings.training, progress=progress)
+    history = fit(
+        model,
+        splits.train,
+        splits.valid,
+        settings=settings.training,
+        folder=None if out is None else out / CHECKPOINTS,
+        resume=resume,
+        progress=progress,
+    )
     result = RunResult(
         model=model,
         history=history,
@@ -172,6 +187,15 @@ def _describe(settings: RunSettings, result: RunResult) -> dict[str, Any]:
             "python": platform.python_version(),
         },
     }
+
+
+def _refuse_used(folder: Path) -> None:
+    """Raise when a folder holds the checkpoints of another run, before anything of it is changed."""
+    if (folder / CHECKPOINTS).exists():
+        raise ModelFileError(
+            f"{str(folder)!r} holds a run already; go on with it by resume "
+            f"(rarebit train --resume {folder}), or choose another folder"
+        )
 
 
 def _make_folder(folder: Path) -> Path:

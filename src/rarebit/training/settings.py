@@ -58,6 +58,8 @@ class Training:
     """Multiply the learning rate by this after `plateau_patience` epochs without a better one."""
     plateau_patience: int = 1
     """Epochs without a better one before the learning rate is cut."""
+    checkpoint_minutes: float = 10.0
+    """Write a checkpoint so often, besides one after every epoch, where there is a folder for them."""
     seed: int = 0
     """Order of the rows, with the epoch."""
 
@@ -66,7 +68,7 @@ class Training:
         for name in ("epochs", "batch_size", "plateau_patience"):
             value = getattr(self, name)
             require(value >= 1, f"{name} must be at least 1, got {name}={value}")
-        for name in ("lr", "table_lr", "clip_norm"):
+        for name in ("lr", "table_lr", "clip_norm", "checkpoint_minutes"):
             value = getattr(self, name)
             require(value is None or value > 0, f"{name} must be above 0, got {name}={value}")
         for name in ("weight_decay", "table_weight_decay", "momentum", "seed"):

@@ -1,6 +1,6 @@
 """One training step, and what is remembered of it on the device."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TypeAlias
 
 import torch
@@ -9,7 +9,7 @@ from torch.nn import functional as F
 from torch.optim import Optimizer
 
 from rarebit.data.dataset import Batch
-from rarebit.errors import TrainingError
+from rarebit.errors import NotFiniteError
 from rarebit.tables.stack import PlainStack
 from rarebit.training.clipping import clip_grad_norm_
 from rarebit.training.evaluate import Forward, device_of, score
@@ -47,6 +47,8 @@ class TrainingStep:
         """The batch size the model is compiled for; another size would be compiled for again."""
         self.compiled = torch.compile(score, dynamic=False) if compiled_size else score
         self.say = say
+        self.inspect: Callable[[Tensor], None] | None = None
+        """Called with the loss between backward and update, by whoever looks for a fault."""
         self.device = device_of(model)
         self.stacks = [module for module in model.modules() if isinstance(module, PlainStack)]
         self.steps = torch.zeros((), dtype=torch.int64, device=self.device)
@@ -61,6 +63,8 @@ class TrainingStep:
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
         loss = self.loss(logits, batch.label.to(logits.dtype))
         self.backward(loss)
+        if self.inspect is not None:
+            self.inspect(loss.detach())
         if self.clip_norm is not None:
             clip_grad_norm_(self.model, self.clip_norm)
         self.optimizer.step()
@@ -89,10 +93,19 @@ class TrainingStep:
         """Raise with the number of the first step whose loss was not finite."""
         step = int(self.bad_step)
         if step >= 0:
-            raise TrainingError(
+            raise NotFiniteError(
                 f"the loss was not finite at step {step}; lower the learning rate, "
                 "or look for extreme numbers in the data"
             )
+
+    def state(self) -> dict[str, Tensor]:
+        """Return what is remembered."""
+        return {"steps": self.steps, "loss_sum": self.loss_sum, "bad_step": self.bad_step}
+
+    def load(self, state: Mapping[str, Tensor]) -> None:
+        """Go on from what `state` returned."""
+        for name, value in self.state().items():
+            value.copy_(state[name])
 
     def release(self) -> None:
         """Give back what is kept between two steps, after the last one."""

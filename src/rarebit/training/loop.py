@@ -1,0 +1,266 @@
+"""The training loop as something that can be put down between any two steps and taken up again.
+
+    state()        everything that decides how training goes on, as tensors and plain values
+    load(state)    go on from there: the same weights to the last bit as without the break
+
+The order of the rows needs no saving: seed and epoch decide it. Times are measured, not computed, so
+they are the only thing that differs after a break.
+"""
+
+import dataclasses
+import time
+from collections.abc import Mapping
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import ReduceLROnPlateau
+
+from rarebit.data.dataset import Dataset, batch_bounds, shuffled_order
+from rarebit.training.ema import EMA
+from rarebit.training.evaluate import evaluate
+from rarebit.training.metrics import Metrics
+from rarebit.training.progress import EpochRecord, Progress
+from rarebit.training.random_state import random_state, set_random_state
+from rarebit.training.settings import Training
+from rarebit.training.step import TrainingStep
+from rarebit.training.steps import Steps
+
+__all__ = ["Best", "History", "Keeper", "NoKeeper", "TrainingLoop"]
+
+TELL_EVERY = 10
+"""Steps between two calls of the progress bar."""
+LOOK_EVERY = 100
+"""Steps between two looks at whether the loss is still finite: a look waits for the device."""
+
+
+@dataclass
+class History:
+    """What training did, epoch by epoch, and which epoch's weights the model has."""
+
+    epochs: list[EpochRecord] = field(default_factory=list)
+    best_epoch: int | None = None
+    """The epoch whose weights the model has, from 1; None without validation data."""
+    stopped_early: bool = False
+
+    @property
+    def samples_per_second(self) -> float:
+        """Median over the epochs, training steps only."""
+        speeds = sorted(record.samples_per_second for record in self.epochs)
+        return speeds[len(speeds) // 2]
+
+
+class Keeper(Protocol):
+    """What the loop asks between steps: whether to write itself down, or to stop."""
+
+    def after_step(self, loop: "TrainingLoop") -> None:
+        """Look at a loop that has just made a step."""
+
+    def after_epoch(self, loop: "TrainingLoop") -> None:
+        """Look at a loop that has just finished an epoch."""
+
+
+class NoKeeper:
+    """Lets the loop run."""
+
+    def after_step(self, loop: "TrainingLoop") -> None:
+        """Do nothing."""
+
+    def after_epoch(self, loop: "TrainingLoop") -> None:
+        """Do nothing."""
+
+
+class TrainingLoop:
+    """Epoch after epoch: shuffle, step, validate, remember the best."""
+
+    def __init__(
+        self,
+        steps: Steps,
+        valid: Dataset | None,
+        settings: Training,
+        tell: Progress,
+        ema: EMA | None = None,
+    ) -> None:
+        self.steps, self.valid, self.settings, self.tell, self.ema = (
+            steps,
+            valid,
+            settings,
+            tell,
+            ema,
+        )
+        self.bounds = batch_bounds(len(steps.train), settings.batch_size)
+        self.best = Best(self.step.model, self.step.optimizer, settings)
+        self.history = History()
+        self.epoch, self.batch = 1, 0
+        """The next batch to train on, and its epoch, from 1."""
+        self.seconds = 0.0
+        """Time spent on this epoch so far."""
+
+    @property
+    def step(self) -> TrainingStep:
+        """The step."""
+        return self.steps.step
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether there is nothing left to train."""
+        return self.epoch > self.settings.epochs or self.history.stopped_early
+
+    def run(self, keeper: Keeper) -> History:
+        """Train to the end; leave the best weights in the model."""
+        while not self.is_finished:
+            self.tell.start_epoch(self.epoch, self.settings.epochs, len(self.steps.train))
+            self.tell.advance(self.bounds[self.batch - 1][1] if self.batch else 0)
+            self._train_epoch(keeper)
+            self._finish_epoch()
+            keeper.after_epoch(self)
+        if self.ema is not None:
+            self.ema.copy_to(self.step.model)
+        self.history.best_epoch = self.best.restore()
+        return self.history
+
+    def _train_epoch(self, keeper: Keeper) -> None:
+        self.step.model.train()
+        train, settings = self.steps.train, self.settings
+        begin, before, untold = time.perf_counter(), self.seconds, 0
+        order = shuffled_order(
+            len(train), seed=settings.seed, epoch=self.epoch, device=train.device
+        )
+        self.steps.start_epoch(order)
+        while self.batch < len(self.bounds):
+            start, stop = self.bounds[self.batch]
+            self.steps(start, stop)
+            self.batch += 1
+            untold += stop - start
+            if self.batch % TELL_EVERY == 0:
+                self.tell.advance(untold)
+                untold = 0
+            if self.batch % LOOK_EVERY == 0:
+                self.step.raise_if_not_finite()
+            self.seconds = before + time.perf_counter() - begin
+            keeper.after_step(self)
+        self.step.raise_if_not_finite()
+        self.seconds = before + time.perf_counter() - begin
+        self.tell.advance(untold)
+
+    def _finish_epoch(self) -> None:
+        """Validate, note what the epoch gave, and move on to the next."""
+        lr = float(self.step.optimizer.param_groups[0]["lr"])
+        metrics = self._validate()
+        rows = len(self.steps.train)
+        record = EpochRecord(
+            epoch=self.epoch,
+            steps=len(self.bounds),
+            train_loss=self.step.take_mean_loss(rows),
+            lr=lr,
+            seconds=self.seconds,
+            samples_per_second=rows / self.seconds,
+            valid=metrics,
+        )
+        self.history.epochs.append(record)
+        self.tell.finish_epoch(record)
+        self.epoch, self.batch, self.seconds = self.epoch + 1, 0, 0.0
+
+    def _validate(self) -> Metrics | None:
+        if self.valid is None:
+            return None
+        with nullcontext() if self.ema is None else self.ema.applied():
+            metrics = evaluate(self.step.model, self.valid, forward=self.step.forward).overall
+            value = getattr(metrics, self.settings.monitor)
+            self.history.stopped_early = self.best.has_stalled(self.epoch, value)
+        return metrics
+
+    def state(self) -> dict[str, Any]:
+        """Return everything that decides how training goes on; the best weights are kept apart."""
+        return {
+            "position": {"epoch": self.epoch, "batch": self.batch, "seconds": self.seconds},
+            "model": dict(self.step.model.state_dict()),
+            "optimizer": self.step.optimizer.state_dict(),
+            "step": self.step.state(),
+            "ema": None if self.ema is None else self.ema.training_state(),
+            "best": self.best.state(),
+            "history": {
+                "epochs": [dataclasses.asdict(record) for record in self.history.epochs],
+                "stopped_early": self.history.stopped_early,
+            },
+            "random": random_state(),
+        }
+
+    def load(self, state: Mapping[str, Any], best_weights: Mapping[str, Tensor] | None) -> None:
+        """Go on from a state that `state` returned, and the weights of its best epoch."""
+        self.step.model.load_state_dict(state["model"])
+        self.step.optimizer.load_state_dict(state["optimizer"])
+        self.step.load(state["step"])
+        if self.ema is not None:
+            self.ema.load_training_state(state["ema"])
+        self.best.load(state["best"], best_weights)
+        records = [_record(values) for values in state["history"]["epochs"]]
+        self.history = History(records, stopped_early=state["history"]["stopped_early"])
+        self.epoch, self.batch = state["position"]["epoch"], state["position"]["batch"]
+        self.seconds = state["position"]["seconds"]
+        set_random_state(state["random"])
+
+
+class Best:
+    """The best epoch so far: its weights, and how long ago it was."""
+
+    def __init__(self, model: nn.Module, optimizer: Optimizer, settings: Training) -> None:
+        self.model, self.settings = model, settings
+        self.sign = 1.0 if settings.monitor == "auc" else -1.0
+        self.value, self.epoch = float("-inf"), None  # type: float, int | None
+        self.weights: dict[str, Tensor] = {}
+        self.plateau = None
+        if settings.plateau_factor < 1.0:
+            self.plateau = ReduceLROnPlateau(
+                optimizer,
+                mode="max",
+                factor=settings.plateau_factor,
+                patience=settings.plateau_patience - 1,
+                threshold=0.0,
+            )
+
+    def has_stalled(self, epoch: int, value: float) -> bool:
+        """Take note of an epoch's validation metric; return whether to stop."""
+        value *= self.sign
+        if value > self.value:
+            self.value, self.epoch = value, epoch
+            self._keep(self.model.state_dict())
+        if self.plateau is not None:
+            self.plateau.step(value)
+        waited = epoch - (self.epoch or 0)
+        return self.settings.patience is not None and waited >= self.settings.patience
+
+    def restore(self) -> int | None:
+        """Give the model the best epoch's weights and return which epoch that was."""
+        if self.weights:
+            self.model.load_state_dict(self.weights)
+        return self.epoch
+
+    def state(self) -> dict[str, Any]:
+        """Return which epoch was the best, and where the learning rate stands."""
+        plateau = None if self.plateau is None else self.plateau.state_dict()
+        return {"value": self.value, "epoch": self.epoch, "plateau": plateau}
+
+    def load(self, state: Mapping[str, Any], weights: Mapping[str, Tensor] | None) -> None:
+        """Go on from a state, and the weights of its epoch."""
+        self.value, self.epoch = state["value"], state["epoch"]
+        if self.plateau is not None and state["plateau"] is not None:
+            self.plateau.load_state_dict(state["plateau"])
+        if weights is not None:
+            like = self.model.state_dict()
+            self._keep({name: weights[name].to(like[name].device) for name in like})
+
+    def _keep(self, weights: Mapping[str, Tensor]) -> None:
+        """Copy the weights, over the last copy where there is one: a second would double the memory."""
+        for name, weight in weights.items():
+            if name in self.weights:
+                self.weights[name].copy_(weight)
+            else:
+                self.weights[name] = weight.detach().clone()
+
+
+def _record(values: Mapping[str, Any]) -> EpochRecord:
+    valid = values["valid"]
+    return EpochRecord(**{**values, "valid": None if valid is None else Metrics(**valid)})

@@ -1,0 +1,202 @@
+"""A run that was stopped anywhere and resumed ends as one that was not, to the last bit."""
+
+import dataclasses
+import os
+import signal
+
+import pytest
+import torch
+from torch import nn
+from training.rowwise_models import SCHEMA, batch_of
+
+import rarebit as rb
+from rarebit import Dataset, fit
+from rarebit.errors import CheckpointError, NotFiniteError, TrainingInterrupted
+from rarebit.models.deepfm import DeepFM
+from rarebit.training.progress import Silence
+
+SETTINGS = {
+    "epochs": 4,
+    "batch_size": 16,
+    "lr": 0.02,
+    "tables": "rowwise",
+    "ema_decay": 0.9,
+    "plateau_factor": 0.5,
+    "patience": None,
+}
+STEPS = 4 * 6
+
+
+def bounded(ids, gradients):
+    """A rule that is not linear."""
+    total = gradients.sum(dim=0)
+    return total / total.norm(dim=1, keepdim=True).clamp(min=1e-3)
+
+
+def data(n=96, seed=0):
+    torch.manual_seed(seed)
+    batch = batch_of(n)
+    return Dataset(SCHEMA, batch.ids, batch.numeric, batch.label)
+
+
+class StopAt(Silence):
+    """Sends a signal to this process while it makes a certain step."""
+
+    def __init__(self, step=None, number=signal.SIGTERM):
+        self.step, self.number, self.lines, self.calls = step, number, [], 0
+
+    def say(self, line):
+        self.lines.append(line)
+
+    def backward(self, backward):
+        def then_signal(loss):
+            self.calls += 1
+            if self.calls == self.step:
+                os.kill(os.getpid(), self.number)
+            backward(loss)
+
+        return then_signal
+
+
+def train(folder=None, stop=None, *, resume=False, dropout=0.3, **overrides):
+    """Train from a fixed start, with everything that has a state; return weights and history."""
+    torch.manual_seed(1)
+    model = DeepFM(SCHEMA, dim=4, hidden=(8,), dropout=dropout)
+    stop = stop or StopAt()
+    with rb.RowGradients(model, bounded) as rows:
+        torch.manual_seed(2)
+        history = fit(
+            model,
+            data(),
+            data(64, seed=5),
+            folder=folder,
+            resume=resume,
+            backward=stop.backward(rows.backward),
+            progress=stop,
+            **(SETTINGS | overrides),
+        )
+    return model.state_dict(), history
+
+
+def without_times(history):
+    records = [
+        dataclasses.replace(record, seconds=0.0, samples_per_second=0.0)
+        for record in history.epochs
+    ]
+    return records, history.best_epoch, history.stopped_early
+
+
+def assert_same_run(result, expected):
+    weights, history = result
+    assert all(torch.equal(weights[name], expected[0][name]) for name in expected[0])
+    assert without_times(history) == without_times(expected[1])
+
+
+@pytest.fixture(scope="module")
+def uninterrupted():
+    return train()
+
+
+def test_writing_checkpoints_changes_nothing(tmp_path, uninterrupted):
+    assert_same_run(train(tmp_path / "run", checkpoint_minutes=1e-9), uninterrupted)
+
+
+@pytest.mark.parametrize("step", [1, 2, 5, 6, 7, 12, 13, STEPS - 1, STEPS])
+def test_a_run_stopped_in_any_step_goes_on_to_the_same_bits(tmp_path, uninterrupted, step):
+    with pytest.raises(TrainingInterrupted, match="train again with resume") as stopped:
+        train(tmp_path / "run", StopAt(step))
+    assert stopped.value.exit_code == 143
+    assert_same_run(train(tmp_path / "run", resume=True), uninterrupted)
+
+
+def test_a_run_stopped_again_and_again_ends_the_same(tmp_path, uninterrupted):
+    for step in (3, 4, 1, 6):
+        with pytest.raises(TrainingInterrupted):
+            train(tmp_path / "run", StopAt(step, signal.SIGINT), resume=True)
+    assert_same_run(train(tmp_path / "run", resume=True), uninterrupted)
+
+
+def test_a_finished_run_is_returned_as_it_ended(tmp_path, uninterrupted):
+    train(tmp_path / "run")
+    stop = StopAt()
+    assert_same_run(train(tmp_path / "run", stop, resume=True), uninterrupted)
+    assert stop.calls == 0
+
+
+def test_a_longer_run_goes_on_where_the_shorter_ended(tmp_path, uninterrupted):
+    train(tmp_path / "run", epochs=2)
+    assert_same_run(train(tmp_path / "run", resume=True), uninterrupted)
+
+
+def test_resuming_in_an_empty_folder_starts(tmp_path, uninterrupted):
+    assert_same_run(train(tmp_path / "run", resume=True), uninterrupted)
+
+
+def test_two_states_and_their_best_weights_are_kept(tmp_path):
+    train(tmp_path / "run", checkpoint_minutes=1e-9)
+    names = sorted(path.name for path in (tmp_path / "run").iterdir() if path.is_dir())
+    assert [name for name in names if name.startswith("at-")] == [
+        "at-000004-0000000006",
+        "at-000005-0000000000",
+    ]
+    assert 1 <= len([name for name in names if name.startswith("best-")]) <= 2
+
+
+def test_a_folder_with_checkpoints_is_not_overwritten(tmp_path):
+    train(tmp_path / "run", epochs=1)
+    with pytest.raises(CheckpointError, match="holds the checkpoints of a run; go on with it by"):
+        train(tmp_path / "run")
+
+
+def test_another_run_is_refused_by_what_differs(tmp_path):
+    train(tmp_path / "run", epochs=1)
+    with pytest.raises(CheckpointError, match=r"another run: settings.lr was 0.02, now 0.5"):
+        train(tmp_path / "run", resume=True, lr=0.5)
+
+
+def test_a_damaged_checkpoint_is_passed_over_for_the_one_before(tmp_path, uninterrupted):
+    with pytest.raises(TrainingInterrupted):
+        train(tmp_path / "run", StopAt(9))
+    newest = max((tmp_path / "run").glob("at-*")) / "tensors.safetensors"
+    content = bytearray(newest.read_bytes())
+    content[len(content) // 2] ^= 1
+    newest.write_bytes(content)
+    stop = StopAt()
+    assert_same_run(train(tmp_path / "run", stop, resume=True), uninterrupted)
+    assert any("is passed over" in line for line in stop.lines)
+
+
+def test_other_threads_are_allowed_and_told(tmp_path):
+    train(tmp_path / "run", epochs=1)
+    torch.set_num_threads(2)
+    stop = StopAt()
+    train(tmp_path / "run", stop, resume=True)
+    assert any("threads was 1, now 2: the weights may differ" in line for line in stop.lines)
+
+
+def test_a_number_that_is_not_finite_is_traced_to_its_field_and_nothing_is_written_after_it(
+    tmp_path,
+):
+    rows = data()
+    torch.manual_seed(1)
+    model = DeepFM(SCHEMA, dim=4, hidden=(8,))
+    names = []
+
+    def poisoned(logits, label):
+        loss = nn.functional.binary_cross_entropy_with_logits(logits, label)
+        if model.training and float(logits.detach().abs().max()) > 0.4:
+            loss = loss + float("nan") * model.backbone.tables(rows[:1].ids)[0, 0].sum()
+        return loss
+
+    with pytest.raises(NotFiniteError, match="The last good checkpoint is in") as error:
+        fit(model, rows, folder=tmp_path / "run", loss=poisoned, progress=False, **SETTINGS)
+    assert "the loss was not finite" in str(error.value)
+    folder = rb.training.checkpoint_file.CheckpointFolder(tmp_path / "run")
+    for name in folder.names():
+        state = folder.read(name)
+        names.append(name)
+        assert all(
+            torch.isfinite(value).all()
+            for value in state.get("model", state.get("weights")).values()
+        )
+    assert names
