@@ -396,3 +396,45 @@ def test_the_gpu_gives_the_answer_of_the_cpu():
     train(other, [tuple(part.cuda() for part in args) for args in batches])
     for name, value in model.state_dict().items():
         assert_close(other.state_dict()[name].cpu(), value, rtol=1e-4, atol=1e-5)
+
+
+class Breaks(torch.autograd.Function):
+    """Its backward fails, as one that runs out of memory does."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        raise RuntimeError("out of memory")
+
+
+def two_losses(model, args, last=lambda x: x):
+    scores = model(*args)
+    return last(scores).mean(), scores.square().mean()
+
+
+@pytest.mark.parametrize("model", [Net(), Tied()], ids=["lookups", "tied"])
+def test_a_step_that_failed_is_no_part_of_the_next(model):
+    model = copy.deepcopy(model)
+    plain, args = copy.deepcopy(model), batch()
+    with RowGradients(model, sum_losses) as rows:
+        with pytest.raises(RuntimeError, match="out of memory"):
+            rows.backward(*two_losses(model, batch(), Breaks.apply))
+        model.zero_grad()
+        rows.backward(*two_losses(model, args))
+    sum(two_losses(plain, args)).backward()
+    assert_same_gradients(model, plain, torch.float32)
+
+
+def test_micro_batches_can_be_discarded():
+    model, args = Net(), batch()
+    plain = copy.deepcopy(model)
+    with RowGradients(model, sum_losses) as rows:
+        rows.backward(*two_losses(model, batch()), last=False)
+        rows.discard()
+        model.zero_grad()
+        rows.backward(loss_of(model, args))
+    loss_of(plain, args).backward()
+    assert_same_gradients(model, plain, torch.float32)

@@ -27,8 +27,9 @@ from torch import nn
 from rarebit import __version__
 from rarebit.errors import CheckpointError
 from rarebit.training import checkpoint_file
-from rarebit.training.checkpoint_file import DTYPES, MAX_DEPTH, CheckpointFolder
+from rarebit.training.checkpoint_file import CheckpointFolder
 from rarebit.training.disk import Disk
+from rarebit.training.state_encoding import DTYPES, MAX_DEPTH
 
 PARTS = ("state.json", "tensors.safetensors")
 
@@ -571,8 +572,8 @@ def test_a_thousand_mutations_under_a_right_checksum_do_no_harm(tmp_path):
 @pytest.mark.parametrize(
     ("state", "reason"),
     [
-        ([], "does not describe the tensors"),
-        ({"dict": []}, "does not describe the tensors"),
+        ([], "does not describe its tensors"),
+        ({"dict": []}, "does not describe its tensors"),
         ({"dict": [["a", {"tensor": "1"}]]}, "names a tensor that is missing"),
         ({"dict": [["a", {"tensor": "../0"}]]}, "names a tensor that is missing"),
         ({"dict": [["a", {"tensor": 0}]]}, "names a tensor that is missing"),
@@ -657,7 +658,7 @@ def test_a_tensor_that_nothing_uses_is_refused(tmp_path):
     content = (path / PARTS[1]).read_bytes()
     files = {PARTS[1]: {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}}
     (path / "state.json").write_bytes(sealed(described(path) | {"files": files}))
-    with pytest.raises(CheckpointError, match="does not describe the tensors"):
+    with pytest.raises(CheckpointError, match="does not describe its tensors"):
         CheckpointFolder(tmp_path).read("0")
 
 

@@ -8,7 +8,7 @@ from torch.nn import functional as F
 import rarebit as rb
 from rarebit import Dataset, Field, Schema, evaluate, fit
 from rarebit.data.dataset import shuffled_order
-from rarebit.errors import NotEnoughMemoryError
+from rarebit.errors import NotEnoughMemoryError, TrainingError
 from rarebit.models.deepfm import DeepFM
 from rarebit.models.fm import FM
 from rarebit.training.progress import Silence
@@ -164,3 +164,21 @@ def test_what_cannot_be_compiled_is_said_in_one_line_and_trained_anyway(monkeypa
     fit(reference, data, progress=False, **options)
     assert told.lines[1:] == ["the model is not compiled: no compiler was found"]
     assert_same(model, reference)
+
+
+def test_row_gradients_without_their_backward_are_refused():
+    model = DeepFM(SCHEMA, dim=3, hidden=(4,))
+    with (
+        rb.RowGradients(model, rb.sum_losses),
+        pytest.raises(TrainingError, match=r"rows\.backward"),
+    ):
+        fit(model, some_data(), epochs=1, progress=False)
+
+
+def test_an_error_of_ours_is_not_taken_for_a_failed_compilation(monkeypatch):
+    def fails(*arguments):
+        raise TrainingError("something of ours")
+
+    monkeypatch.setattr(torch, "compile", lambda function, dynamic: fails)
+    with pytest.raises(TrainingError, match="something of ours"):
+        fit(FM(SCHEMA, dim=2), some_data(), compile=True, batch_size=16, progress=False)

@@ -16,7 +16,8 @@ loss in one process on the CPU to the last bit, else within the rounding of a su
 each lookup's gradient has 8 bits and only their sum is float32; under autocast tables are float32.
 
 What the tables hand out while a rule is attached is a leaf: torch refuses to change it in place. A
-weight that is used without a module, as in `x @ table.weight.T`, adds its gradient past the rule.
+weight that is used without a module, as in `x @ table.weight.T`, adds its gradient past the rule, and
+so does a lookup inside `torch.utils.checkpoint` with `use_reentrant=True`.
 
 Several processes (`DistributedDataParallel`):
 
@@ -111,12 +112,24 @@ class RowGradients:
         scaling the losses.
         """
         self._check(losses)
-        with self._watch.pass_through():
-            self._collect(losses if scaler is None else [_scaled(scaler, loss) for loss in losses])
-            self._num_losses = len(losses)
-            if last:
-                one = torch.ones((), device=losses[0].device)
-                self._finish(None if scaler is None else _scaled(scaler, one))
+        try:
+            with self._watch.pass_through():
+                self._collect(
+                    losses if scaler is None else [_scaled(scaler, loss) for loss in losses]
+                )
+                self._num_losses = len(losses)
+                if last:
+                    one = torch.ones((), device=losses[0].device)
+                    self._finish(None if scaler is None else _scaled(scaler, one))
+        except BaseException:
+            self.discard()  # a step that failed must not be a part of the next one
+            raise
+
+    def discard(self) -> None:
+        """Forget the micro-batches of a step that will not be finished, as `zero_grad` forgets theirs."""
+        self._num_losses = None
+        for table in self._all():
+            table.drop_step()
 
     def close(self) -> None:
         """Take everything off the model again; raise when a step was left unfinished."""
@@ -208,9 +221,7 @@ class RowGradients:
             for tied in self._tied:
                 self._answer_tied(tied, scale)
         finally:
-            self._num_losses = None
-            for source in self._all():
-                source.drop_step()
+            self.discard()
         if not parts and not self._tied:
             raise TrainingError(
                 "the losses depend on no row of the tables with row gradients; look rows up with "

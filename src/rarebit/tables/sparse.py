@@ -10,6 +10,8 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
+from rarebit.errors import OptimizerError
+
 __all__ = ["lookups_of", "row_gradient", "row_gradients_kept", "set_row_gradients"]
 
 Plain = nn.Embedding | nn.EmbeddingBag
@@ -27,8 +29,13 @@ def set_row_gradients(model: nn.Module, *, by_rows: bool) -> None:
     True
     """
     shared = _weights_of_other_layers(model)
-    for table in _plain_tables(model):
-        table.sparse = by_rows and _can_be_sparse(table) and id(table.weight) not in shared
+    wanted = {
+        table: by_rows and _can_be_sparse(table) and id(table.weight) not in shared
+        for table in _plain_tables(model)
+    }
+    _refuse_in_ddp(model, [table for table, sparse in wanted.items() if sparse != table.sparse])
+    for table, sparse in wanted.items():
+        table.sparse = sparse
 
 
 @contextmanager
@@ -70,6 +77,21 @@ def _can_be_sparse(table: Plain) -> bool:
     if isinstance(table, nn.EmbeddingBag) and table.mode == "max":
         return False
     return not table.scale_grad_by_freq
+
+
+def _refuse_in_ddp(model: nn.Module, changed: list[Plain]) -> None:
+    """Raise when a wrapper has already noted for good which gradients are sparse."""
+    weights = {id(table.weight) for table in changed}
+    for wrapper in model.modules():
+        if type(wrapper).__name__ != "DistributedDataParallel":
+            continue
+        ignored = set(getattr(wrapper, "parameters_to_ignore", ()))
+        named = wrapper.module.named_parameters()  # type: ignore[union-attr]  # the wrapped model
+        if any(id(p) in weights and name not in ignored for name, p in named):
+            raise OptimizerError(
+                "DistributedDataParallel notes when it is made which gradients come by rows; "
+                "build the optimizer of the model first, then wrap it"
+            )
 
 
 def _plain_tables(model: nn.Module) -> Iterator[Plain]:

@@ -36,6 +36,7 @@ class TiedTable(Watched):
         gradient, self.weight.grad = self.weight.grad, None
         if gradient is None:
             return
+        gradient = gradient.to_dense() if gradient.is_sparse else gradient
         gradient = gradient.to(wide(gradient.dtype))
         earlier = self.sums[loss]
         self.sums[loss] = gradient if earlier is None else earlier + gradient

@@ -60,8 +60,7 @@ def _refusal(site: Site) -> str | None:
         return "it has row gradients already: close those first"
     if isinstance(site, FieldSite):
         return site.tie
-    plain = isinstance(site.module, nn.Embedding | nn.EmbeddingBag)
-    if site.tie and (not plain or site.module.sparse):
+    if site.tie and not isinstance(site.module, nn.Embedding | nn.EmbeddingBag):
         return site.tie
     return lookup_refusal(site.module)
 

@@ -9,17 +9,10 @@
 
 A checkpoint is written under the hidden name, synced, and renamed: under NAME it is always complete.
 A NAME that is taken is refused, so an old one is never gone before the new one is there.
-In `state.json` plain values and lists stand for themselves. Every JSON object has exactly one key,
-which says what it is, so a user's dictionary that looks like one of them is told apart:
-
-    {"dict": [[key, value], ...]}   {"tuple": [...]}       {"tensor": "12"}
-    {"int": "0x..."}                beyond 64 bits         {"float": "7ff8000000000000"}   not finite
-    {"text": "6162..."}             not valid Unicode, in hexadecimal
 """
 
 import hashlib
 import json
-import math
 import os
 import re
 import struct
@@ -30,13 +23,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
-from torch import Tensor, nn
+from torch import Tensor
 
 from rarebit.errors import CheckpointError, NewerFormatError
 from rarebit.training.disk import Disk, file_lock, is_alive, open_file, open_folder, plain_words
+from rarebit.training.state_encoding import Decoder, Encoder
 
 __all__ = ["FORMAT", "CheckpointFolder", "Found"]
 
@@ -44,15 +37,7 @@ FORMAT = 1
 STATE, TENSORS, LOCK = "state.json", "tensors.safetensors", "lock"
 PARTS = {STATE, TENSORS}
 MAX_STATE_BYTES = 64 << 20
-MAX_DEPTH = 64
-"""Levels of a state: far more than any has, far fewer than Python can follow."""
-DTYPES = {
-    *(torch.float64, torch.float32, torch.float16, torch.bfloat16),
-    *(torch.float8_e4m3fn, torch.float8_e5m2),
-    *(torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool),
-}
 NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,99}")
-SURROGATE = re.compile("[\ud800-\udfff]")  # two in a row would come back from JSON as one character
 TEMPORARY = re.compile(r"\..+\.([0-9]{1,9})\.(?:writing|removing)")
 
 # What content that makes no sense raises, whatever it is: nothing worse may come out of a file.
@@ -96,8 +81,8 @@ class CheckpointFolder:
 
     def write(self, name: str, state: Mapping[str, Any]) -> Path:
         """Write a state under a free name; an error leaves nothing, or the whole if the last sync failed."""
-        target, encoder = self._path(name), _Encoder()
-        structure = encoder.encode(dict(state), ())
+        target, encoder = self._path(name), Encoder()
+        structure = encoder.encode(dict(state))
         needed = len(json.dumps(structure)) + sum(t.nbytes for t in encoder.tensors.values())
         partial = self.folder / f".{name}.{os.getpid()}.writing"
         with self._one_at_a_time, self._plain_errors(f"write the checkpoint {name!r} to", needed):
@@ -121,7 +106,7 @@ class CheckpointFolder:
             with open_folder(path) as descriptor:
                 description = _read_description(descriptor)
                 tensors = _read_tensors(path, descriptor, description["files"][TENSORS])
-            return _Decoder(tensors).decode_all(description["state"])
+            return Decoder(tensors).decode_all(description["state"])
         except CheckpointError:
             raise
         except NONSENSE as error:
@@ -228,122 +213,6 @@ class CheckpointFolder:
             raise CheckpointError(f"cannot {what} {str(self.folder)!r}: {reason}") from None
 
 
-class _Encoder:
-    """Turns a state into JSON values, and collects its tensors."""
-
-    def __init__(self) -> None:
-        self.tensors: dict[str, Tensor] = {}
-        self._numbers: dict[tuple[object, ...], str] = {}
-        self._storages: set[int] = set()
-
-    def encode(self, value: Any, path: tuple[Any, ...]) -> Any:
-        if len(path) > MAX_DEPTH:
-            raise CheckpointError(
-                f"{_dotted(path[:8])} has more than {MAX_DEPTH} levels or holds itself; make it flatter"
-            )
-        if isinstance(value, Tensor):
-            return {"tensor": self._number(value, path)}
-        if isinstance(value, dict):
-            return {"dict": [self._pair(key, inner, path) for key, inner in value.items()]}
-        if type(value) in {list, tuple}:
-            items = [self.encode(inner, (*path, place)) for place, inner in enumerate(value)]
-            return items if type(value) is list else {"tuple": items}
-        return _encode_plain(value, path)
-
-    def _pair(self, key: Any, value: Any, path: tuple[Any, ...]) -> list[Any]:
-        if type(key) not in {str, int}:
-            raise CheckpointError(
-                f"{_dotted(path)} has the key {key!r}, which is {_kind(key)}; use str or int keys"
-            )
-        return [_encode_plain(key, path), self.encode(value, (*path, key))]
-
-    def _number(self, tensor: Tensor, path: tuple[Any, ...]) -> str:
-        """Return the number that a tensor is stored under; the same for the same memory."""
-        _check_tensor(tensor, path)
-        place = (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, tensor.device)
-        if tensor.numel() and place in self._numbers:
-            return self._numbers[place]
-        number = str(len(self.tensors))
-        written = tensor.detach().cpu().contiguous()
-        storage = written.untyped_storage().data_ptr()
-        # a part of another tensor, which safetensors refuses, is written on its own
-        self.tensors[number] = written.clone() if storage in self._storages else written
-        self._storages.add(storage)
-        self._numbers[place] = number
-        return number
-
-
-def _check_tensor(tensor: Tensor, path: tuple[Any, ...]) -> None:
-    has_data = type(tensor) in {Tensor, nn.Parameter} and not tensor.is_meta
-    is_dense = tensor.layout is torch.strided and not tensor.is_neg()
-    if not has_data or not is_dense or tensor.dtype not in DTYPES:
-        raise CheckpointError(
-            f"{_dotted(path)} is {_kind(tensor)} of {tensor.dtype}, {tensor.layout}, on "
-            f"{tensor.device}, which a checkpoint cannot hold; make it an ordinary tensor first"
-        )
-
-
-def _encode_plain(value: Any, path: tuple[Any, ...]) -> Any:
-    if value is None or type(value) is bool:
-        return value
-    if type(value) is int:
-        return value if -(2**63) <= value < 2**63 else {"int": hex(value)}
-    if type(value) is float:
-        return value if math.isfinite(value) else {"float": struct.pack(">d", value).hex()}
-    if type(value) is str:
-        is_text = SURROGATE.search(value) is None
-        return value if is_text else {"text": value.encode("utf-8", "surrogatepass").hex()}
-    raise CheckpointError(
-        f"{_dotted(path)} is {_kind(value)}, which a checkpoint cannot hold; "
-        "use tensors, plain numbers, str, None, and dict, list and tuple of them"
-    )
-
-
-class _Decoder:
-    """Turns JSON values back into a state. Whatever is not as the encoder made it is an error."""
-
-    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
-        self.tensors, self._unused = tensors, set(tensors)
-
-    def decode_all(self, content: Any) -> dict[str, Any]:
-        state = self.decode(content, 0)
-        if isinstance(state, dict) and not self._unused:
-            return state
-        raise ValueError(f"{STATE} does not describe the tensors in {TENSORS}")
-
-    def decode(self, content: Any, depth: int) -> Any:
-        if depth > MAX_DEPTH:
-            raise ValueError(f"{STATE} is nested deeper than {MAX_DEPTH} levels")
-        if isinstance(content, list):
-            return [self.decode(inner, depth + 1) for inner in content]
-        return self._decode_object(content, depth) if isinstance(content, dict) else content
-
-    def _decode_object(self, content: dict[str, Any], depth: int) -> Any:
-        match content if len(content) == 1 else None:
-            case {"dict": list(pairs)}:
-                return self._decode_dict(pairs, depth + 1)
-            case {"tuple": list(items)}:
-                return tuple(self.decode(items, depth))
-            case {"tensor": str(number)} if number in self.tensors:
-                self._unused.discard(number)
-                return self.tensors[number]
-            case {"int": str(digits)}:
-                return int(digits, 16)
-            case {"float": str(bits)}:
-                return struct.unpack(">d", bytes.fromhex(bits))[0]
-            case {"text": str(coded)}:
-                return bytes.fromhex(coded).decode("utf-8", "surrogatepass")
-        raise ValueError(
-            f"{STATE} has a value of an unknown kind or names a tensor that is missing"
-        )
-
-    def _decode_dict(self, pairs: list[Any], depth: int) -> dict[Any, Any]:
-        decoded = {self.decode(key, depth): self.decode(inner, depth) for key, inner in pairs}
-        if len(decoded) != len(pairs) or not {type(key) for key in decoded} <= {str, int}:
-            raise ValueError(f"{STATE} has a dictionary with wrong keys")
-        return decoded
-
-
 def _sealed(description: Mapping[str, Any]) -> bytes:
     """Return the content of `state.json`: the checksum of what follows, then what follows."""
     text = json.dumps(description, allow_nan=False, separators=(",", ":")).encode()
@@ -389,12 +258,3 @@ def _short_int(digits: str) -> int:
     if len(digits) > 20:
         raise ValueError(f"{STATE} has a number of {len(digits)} digits")
     return int(digits)
-
-
-def _dotted(path: tuple[Any, ...]) -> str:
-    return ".".join(map(str, path)) or "the state"
-
-
-def _kind(value: Any) -> str:
-    name = type(value).__name__
-    return f"{'an' if name[0].lower() in 'aeiou' else 'a'} {name}"

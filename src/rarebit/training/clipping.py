@@ -1,5 +1,7 @@
 """Clip gradients of a whole model, those that come by rows included."""
 
+import functools
+
 import torch
 from torch import Tensor, nn
 
@@ -29,7 +31,8 @@ def clip_grad_norm_(model: nn.Module, max_norm: float) -> Tensor:
     if not parameters:
         return torch.zeros(())
     norms = [_norm(parameter) for parameter in parameters]
-    total = _length(torch.stack([norm.to(norms[0]) for norm in norms]))
+    exact = functools.reduce(torch.promote_types, [norm.dtype for norm in norms], torch.float32)
+    total = _length(torch.stack([norm.to(norms[0].device, exact) for norm in norms]))
     factor = (max_norm / (total + 1e-6)).clamp(max=1.0)  # no look at the norm: it may be on a GPU
     for parameter in parameters:
         _scale(parameter, factor.to(parameter.device))

@@ -10,8 +10,9 @@ from torch.nn import functional as F
 from torch.optim import Optimizer
 
 from rarebit.data.dataset import Dataset
-from rarebit.errors import CheckpointError, DataError, NotFiniteError
+from rarebit.errors import CheckpointError, DataError, NotFiniteError, TrainingError
 from rarebit.settings import require, updated
+from rarebit.tables.lookups import is_watched
 from rarebit.tables.optimizer_state import check
 from rarebit.tables.sparse import row_gradients_kept
 from rarebit.training.checkpoint_file import CheckpointFolder
@@ -81,6 +82,7 @@ def fit(
     settings = updated(settings, overrides)
     tell = progress if not isinstance(progress, bool) else LineProgress() if progress else Silence()
     _check_data(model, train, valid, settings, loss)
+    _check_backward(model, backward)
     estimate = estimate_memory(model, train, valid, settings=settings, optimizer=optimizer)
     tell.say(estimate.line())
     estimate.check()
@@ -169,6 +171,15 @@ def _averaging(step: TrainingStep, settings: Training) -> Iterator[EMA | None]:
         yield ema
     finally:
         ema.close()
+
+
+def _check_backward(model: nn.Module, backward: Backward | None) -> None:
+    """Raise when row gradients are attached that a plain backward would leave without an answer."""
+    if backward is None and any(is_watched(module) for module in model.modules()):
+        raise TrainingError(
+            "the model has row gradients, which need their own backward: fit(..., "
+            "backward=rows.backward), or rows.close() first"
+        )
 
 
 def _refuse_unused(overrides: Mapping[str, Any]) -> None:

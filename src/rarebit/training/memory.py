@@ -124,8 +124,10 @@ class MemoryEstimate:
     def line(self) -> str:
         """Return it all in one line."""
         head, *_ = str(self).split("\n", 1)
-        parts = ", ".join(f"{LABELS[name]} {_size(size)}" for name, size in self.parts.items())
-        return f"{head} ({parts})"
+        parts = [f"{LABELS[name]} {_size(size)}" for name, size in self.parts.items()]
+        if self.unknown_optimizer is not None:
+            parts.append(f"optimizer state of {self.unknown_optimizer} unknown")
+        return f"{head} ({', '.join(parts)})"
 
     def __str__(self) -> str:
         free = "free memory unknown" if self.available is None else f"{_size(self.available)} free"

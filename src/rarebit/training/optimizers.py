@@ -58,6 +58,8 @@ def optimizer(
     'RowwiseAdam'
     """
     _check(kind, tables, decoupled=decoupled)
+    for name, value in {"lr": lr, "table_lr": table_lr, "weight_decay": weight_decay}.items():
+        require(value is None or value >= 0, f"{name} must be 0 or more, got {name}={value}")
     groups = _groups(model, lr, lr if table_lr is None else table_lr)
     groups[0]["weight_decay"] = weight_decay
     groups[1]["weight_decay"] = weight_decay if table_weight_decay is None else table_weight_decay

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import increment_version
 
 from rarebit.tables.distinct import find_distinct
 
@@ -21,6 +22,8 @@ except ImportError:
 
 __all__ = ["adagrad", "adam", "sgd", "suits"]
 
+TINY = 1e-300
+"""In place of a beta of 0, which has no logarithm."""
 ROWS_A_PROGRAM = 32
 """Rows that one program of a kernel takes."""
 SHORT_IDS = torch.iinfo(torch.int32).max
@@ -58,7 +61,13 @@ def adam(
     _launch(
         _adam,
         *(ids, values, weight, exp_avg, exp_avg_sq, steps),
-        *(lr, *betas, *(1.0 - beta for beta in betas), *map(math.log2, betas), eps),
+        *(
+            lr,
+            *betas,
+            *(1.0 - beta for beta in betas),
+            *(math.log2(max(beta, TINY)) for beta in betas),
+            eps,
+        ),
         decay=_decay(lr, weight_decay, decoupled=decoupled),
     )
 
@@ -123,6 +132,8 @@ def _launch(
         BLOCK=triton.next_power_of_2(width),
         **constants,
     )
+    # torch cannot see what was written: a backward through rows from before would be wrong silently
+    increment_version([weight, *(a for a in arguments if isinstance(a, Tensor))])
 
 
 def _jit(function: Any) -> Any:

@@ -18,11 +18,15 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from rarebit.errors import OptimizerError
+from rarebit.settings import require
 from rarebit.tables.sparse import lookups_of
 from rarebit.training import row_updates
 from rarebit.training.row_kernel import row_kernel, suits
 
 __all__ = ["RowwiseAdagrad", "RowwiseAdam", "RowwiseOptimizer", "RowwiseSGD"]
+
+
+OWN_OPTIONS = ("lr", "betas", "eps", "momentum", "weight_decay", "decoupled")
 
 
 class Touched(NamedTuple):
@@ -57,18 +61,35 @@ class RowwiseOptimizer(Optimizer):
     def __init__(
         self, params: Iterable[nn.Parameter] | Iterable[dict[str, Any]], defaults: dict[str, Any]
     ) -> None:
-        super().__init__(params, {"fused": None, "capturable": False, **defaults})
+        unknown = set(defaults) - {"fused", "capturable", *OWN_OPTIONS}
+        require(not unknown, f"{type(self).__name__} has no option {', '.join(sorted(unknown))}")
+        _check_range(defaults)
+        # torch's options are in the groups, too, so that its own optimizer can load our state
+        torchs = self.dense_kind([torch.zeros(1)]).defaults  # type: ignore[call-arg]  # a concrete one
+        super().__init__(params, {**torchs, "fused": None, "capturable": False, **defaults})
 
     dense_kind: type[Optimizer]
     """Torch's own optimizer for what is no table."""
 
     @abstractmethod
-    def first_state(self, weight: Tensor, group: dict[str, Any]) -> dict[str, Tensor]:
-        """Return the state of a table before its first step."""
+    def state_keys(self, group: dict[str, Any]) -> tuple[str, ...]:
+        """Return what is kept of a table beside its count of steps."""
+
+    def first_state(self, weight: Tensor, key: str) -> Tensor:
+        """Return a part of a table's state before its first step."""
+        del key
+        return torch.zeros_like(weight)
 
     @abstractmethod
     def update_rows(self, table: Touched) -> None:
         """Update the rows that were looked up, and their state."""
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Take a state; options that torch's own optimizer does not have start at their defaults."""
+        super().__setstate__(state)
+        for group in self.param_groups:
+            for key, value in self.defaults.items():
+                group.setdefault(key, value)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -88,9 +109,13 @@ class RowwiseOptimizer(Optimizer):
         gradient = parameter.grad
         assert gradient is not None
         state = self.state[parameter]
-        if not state:
+        # torch's own may have begun it, on a gradient for all rows, or without momentum
+        if state.get("step") is None:
             state["step"] = self._zero_steps(parameter, group)
-            state |= self.first_state(parameter, group)
+        for key in self.state_keys(group):
+            if state.get(key) is None:
+                state[key] = self.first_state(parameter, key)
+        self._refuse_dense_state(parameter)
         state["step"] += 1
         self.update_rows(Touched(parameter, *lookups_of(gradient), state, group))
 
@@ -98,6 +123,8 @@ class RowwiseOptimizer(Optimizer):
         if not parameters:
             return
         options = {key: value for key, value in group.items() if key != "decoupled"}
+        if self.dense_kind is torch.optim.Adagrad and parameters[0].is_cuda:
+            options["fused"] = False  # which torch does not have there in all versions
         if group["decoupled"] and group["weight_decay"]:
             torch._foreach_mul_([*parameters], 1.0 - group["lr"] * group["weight_decay"])
             options["weight_decay"] = 0.0
@@ -125,6 +152,14 @@ class RowwiseOptimizer(Optimizer):
             raise OptimizerError(
                 f"a table of {len(parameter):,} rows was trained by rows and now got a gradient for all "
                 "of them, as from a penalty on its whole weight; use tables='dense' for that"
+            )
+
+    def _refuse_dense_state(self, parameter: nn.Parameter) -> None:
+        total = self.state[parameter].get("sum")
+        if total is not None and total.dim() != 1:
+            raise OptimizerError(
+                f"the state of a table of {len(parameter):,} rows is that of dense Adagrad, which keeps "
+                "a number for every weight; go on with tables='dense', or start anew"
             )
 
     def _zero_steps(self, parameter: nn.Parameter, group: dict[str, Any]) -> Tensor:
@@ -162,10 +197,10 @@ class RowwiseAdam(RowwiseOptimizer):
             params, {**own, "weight_decay": weight_decay, "decoupled": decoupled, **options}
         )
 
-    def first_state(self, weight: Tensor, group: dict[str, Any]) -> dict[str, Tensor]:
+    def state_keys(self, group: dict[str, Any]) -> tuple[str, ...]:
         """Return both moments, for every number of the table."""
         del group
-        return {"exp_avg": torch.zeros_like(weight), "exp_avg_sq": torch.zeros_like(weight)}
+        return "exp_avg", "exp_avg_sq"
 
     def update_rows(self, table: Touched) -> None:
         """Take Adam's step on the rows that were looked up."""
@@ -196,10 +231,15 @@ class RowwiseAdagrad(RowwiseOptimizer):
         own = {"lr": lr, "eps": eps, "weight_decay": weight_decay, "decoupled": decoupled}
         super().__init__(params, {**own, **options})
 
-    def first_state(self, weight: Tensor, group: dict[str, Any]) -> dict[str, Tensor]:
-        """Return the sum of squares, one number a row."""
+    def state_keys(self, group: dict[str, Any]) -> tuple[str, ...]:
+        """Return the sum of squares."""
         del group
-        return {"sum": weight.new_zeros(len(weight))}
+        return ("sum",)
+
+    def first_state(self, weight: Tensor, key: str) -> Tensor:
+        """Return one number a row."""
+        del key
+        return weight.new_zeros(len(weight))
 
     def update_rows(self, table: Touched) -> None:
         """Take Adagrad's step on the rows that were looked up."""
@@ -228,9 +268,9 @@ class RowwiseSGD(RowwiseOptimizer):
         own = {"lr": lr, "momentum": momentum, "weight_decay": weight_decay}
         super().__init__(params, {**own, "decoupled": decoupled, **options})
 
-    def first_state(self, weight: Tensor, group: dict[str, Any]) -> dict[str, Tensor]:
+    def state_keys(self, group: dict[str, Any]) -> tuple[str, ...]:
         """Return the momentum, where there is one."""
-        return {"momentum_buffer": torch.zeros_like(weight)} if group["momentum"] else {}
+        return ("momentum_buffer",) if group["momentum"] else ()
 
     def update_rows(self, table: Touched) -> None:
         """Take SGD's step on the rows that were looked up."""
@@ -239,6 +279,14 @@ class RowwiseSGD(RowwiseOptimizer):
             *(table.ids, table.values, table.weight, buffer),
             **table.options("lr", "momentum", "weight_decay", "decoupled"),
         )
+
+
+def _check_range(options: dict[str, Any]) -> None:
+    for name in ("lr", "eps", "momentum", "weight_decay"):
+        value = options.get(name, 0.0)
+        require(bool(value >= 0), f"{name} must be 0 or more, got {name}={value}")
+    for beta in options.get("betas", ()):
+        require(bool(0.0 <= beta < 1.0), f"betas must lie in [0, 1), got {options['betas']}")
 
 
 def _first_dense_state(

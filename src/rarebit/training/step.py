@@ -9,7 +9,7 @@ from torch.nn import functional as F
 from torch.optim import Optimizer
 
 from rarebit.data.dataset import Batch
-from rarebit.errors import NotFiniteError
+from rarebit.errors import NotFiniteError, RarebitError
 from rarebit.tables.stack import PlainStack
 from rarebit.training.clipping import clip_grad_norm_
 from rarebit.training.evaluate import Forward, device_of, score
@@ -45,7 +45,11 @@ class TrainingStep:
         self.clip_norm = clip_norm
         self.compiled_size = compiled_size
         """The batch size the model is compiled for; another size would be compiled for again."""
-        self.compiled = torch.compile(score, dynamic=False) if compiled_size else score
+        self.compiled = score
+        if compiled_size is not None:
+            # torch compiles a function only so many times, and many models may share ours
+            torch.compiler.reset()
+            self.compiled = torch.compile(score, dynamic=False)
         self.say = say
         self.inspect: Callable[[Tensor], None] | None = None
         """Called with the loss between backward and update, by whoever looks for a fault."""
@@ -77,6 +81,8 @@ class TrainingStep:
         if len(batch) == self.compiled_size:
             try:
                 return self.compiled(self.model, batch, self.forward)
+            except RarebitError:
+                raise
             except Exception as error:  # noqa: BLE001  # a fault of the model's own comes again below
                 self.compiled_size = None
                 self.say(f"the model is not compiled: {first_line(error)}")
