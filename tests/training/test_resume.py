@@ -13,6 +13,7 @@ import rarebit as rb
 from rarebit import Dataset, fit
 from rarebit.errors import CheckpointError, NotFiniteError, TrainingInterrupted
 from rarebit.models.deepfm import DeepFM
+from rarebit.training.checkpoint_file import CheckpointFolder
 from rarebit.training.progress import Silence
 
 SETTINGS = {
@@ -174,29 +175,75 @@ def test_other_threads_are_allowed_and_told(tmp_path):
     assert any("threads was 1, now 2: the weights may differ" in line for line in stop.lines)
 
 
-def test_a_number_that_is_not_finite_is_traced_to_its_field_and_nothing_is_written_after_it(
-    tmp_path,
-):
-    rows = data()
+def fit_with_rule(rule, folder, model=None, **settings):
     torch.manual_seed(1)
-    model = DeepFM(SCHEMA, dim=4, hidden=(8,))
-    names = []
+    model = model or DeepFM(SCHEMA, dim=4, hidden=(8,))
+    with rb.RowGradients(model, rule) as rows:
+        fit(
+            model,
+            data(),
+            folder=folder,
+            backward=rows.backward,
+            progress=False,
+            **(SETTINGS | settings),
+        )
 
+
+def assert_all_written_is_finite(folder):
+    checkpoints = CheckpointFolder(folder)
+    states = [checkpoints.read(name) for name in checkpoints.names()]
+    assert states
+    for state in states:
+        weights = state["model"] if "model" in state else state["weights"]
+        assert all(torch.isfinite(weight).all() for weight in weights.values())
+
+
+@pytest.mark.parametrize("minutes", [10.0, 1e-9], ids=["by the loss", "by a checkpoint"])
+def test_a_gradient_that_is_not_finite_is_traced_to_its_row_and_field(tmp_path, minutes):
+    calls = []
+
+    def poisoned(ids, gradients):
+        """Give one row of the second field, the tags, a gradient that is not a number in step 8."""
+        calls.append(ids)
+        total = gradients.sum(dim=0)
+        if len(calls) == 8:  # and again when the step is made again
+            total[ids == 40 + 4] = torch.nan
+            calls.clear()
+            calls.extend([None] * 6)  # the checkpoint is that of the end of epoch 1
+        return total
+
+    with pytest.raises(NotFiniteError) as error:
+        fit_with_rule(poisoned, tmp_path / "run", checkpoint_minutes=minutes)
+    assert "the gradient of backbone.tables.stacks.0.embedding.weight was not finite" in str(
+        error.value
+    )
+    assert "in the row of id 4 of field 'tags'" in str(error.value)
+    assert_all_written_is_finite(tmp_path / "run")
+
+
+def test_a_loss_that_is_not_finite_is_told_from_bad_weights(tmp_path):
     def poisoned(logits, label):
         loss = nn.functional.binary_cross_entropy_with_logits(logits, label)
-        if model.training and float(logits.detach().abs().max()) > 0.4:
-            loss = loss + float("nan") * model.backbone.tables(rows[:1].ids)[0, 0].sum()
-        return loss
+        return loss * torch.where(logits.detach().abs().max() > 0.4, torch.nan, 1.0)
 
-    with pytest.raises(NotFiniteError, match="The last good checkpoint is in") as error:
-        fit(model, rows, folder=tmp_path / "run", loss=poisoned, progress=False, **SETTINGS)
-    assert "the loss was not finite" in str(error.value)
-    folder = rb.training.checkpoint_file.CheckpointFolder(tmp_path / "run")
-    for name in folder.names():
-        state = folder.read(name)
-        names.append(name)
-        assert all(
-            torch.isfinite(value).all()
-            for value in state.get("model", state.get("weights")).values()
-        )
-    assert names
+    torch.manual_seed(1)
+    model = DeepFM(SCHEMA, dim=4, hidden=(8,))
+    with pytest.raises(NotFiniteError, match="the loss was not finite, though all weights were"):
+        fit(model, data(), folder=tmp_path / "run", loss=poisoned, progress=False, **SETTINGS)
+    assert_all_written_is_finite(tmp_path / "run")
+
+
+def test_a_second_process_is_kept_out(tmp_path):
+    with (
+        CheckpointFolder(tmp_path / "run").locked(),
+        pytest.raises(CheckpointError, match=f"{os.getpid()}"),
+    ):
+        train(tmp_path / "run")
+
+
+def test_a_folder_that_cannot_be_made_is_an_error_before_training(tmp_path):
+    (tmp_path / "file").write_text("in the way")
+    stop = StopAt()
+    with pytest.raises(CheckpointError, match="file"):
+        train(tmp_path / "file" / "run", stop)
+    assert stop.calls == 0

@@ -64,6 +64,7 @@ class CheckpointFolder:
     float and str. Tensors come back on the CPU, without gradient; one that is in the state twice is
     stored once and comes back as one. Only the process inside `locked()` should write and prune.
 
+    >>> import torch
     >>> import tempfile
     >>> with tempfile.TemporaryDirectory() as folder:
     ...     checkpoints = CheckpointFolder(folder)

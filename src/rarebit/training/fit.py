@@ -83,7 +83,14 @@ def fit(
     tell = progress if not isinstance(progress, bool) else LineProgress() if progress else Silence()
     _check_data(model, train, valid, settings, loss)
     _check_backward(model, backward)
-    estimate = estimate_memory(model, train, valid, settings=settings, optimizer=optimizer)
+    estimate = estimate_memory(
+        model,
+        train,
+        valid,
+        settings=settings,
+        optimizer=optimizer,
+        checkpoints=folder is not None,
+    )
     tell.say(estimate.line())
     estimate.check()
     with row_gradients_kept(model):

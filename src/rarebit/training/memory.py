@@ -5,6 +5,7 @@
     optimizer state          Adam twice the weights; by rows Adagrad keeps one number a row
     data                     training and validation data on the device of the model
     best and average         a copy of the weights each
+    checkpoint               weights and state once more, while they are written
 
 Activations are left out: they depend on what the model does between its layers.
 """
@@ -39,6 +40,7 @@ LABELS = {
     "valid_data": "validation data",
     "best_weights": "copy of the best weights",
     "average_weights": "averaged weights",
+    "checkpoint": "copy for a checkpoint",
 }
 
 ADVICE = {
@@ -50,6 +52,7 @@ ADVICE = {
     "valid_data": "validate on fewer rows, or keep the data elsewhere",
     "best_weights": "valid=None keeps no copy of the best weights",
     "average_weights": "ema_decay=None keeps no averages",
+    "checkpoint": "without a folder nothing is copied for checkpoints",
 }
 """What helps against each part."""
 
@@ -76,6 +79,8 @@ class MemoryEstimate:
     """The copy of the best epoch's weights, kept where there is validation data."""
     average_weights: int = 0
     """Averaged weights, where they are asked for."""
+    checkpoint: int = 0
+    """What is copied to be written while training goes on, where training is on the CPU itself."""
     there: frozenset[str] = frozenset()
     """The parts that are allocated already."""
     available: int | None = None
@@ -153,8 +158,11 @@ def estimate_memory(
     *,
     settings: Training = Training(),
     optimizer: Optimizer | None = None,
+    checkpoints: bool = False,
 ) -> MemoryEstimate:
     """Return what `fit` with these arguments will take in memory, without taking it.
+
+    `checkpoints` counts the copy of weights and state that is made to write one.
 
     >>> model = nn.Sequential(nn.Embedding(1000, 16, device="meta"))
     >>> data = Dataset.from_columns({"user": [0, 1, 2]}, label=[0, 1, 0])
@@ -173,6 +181,9 @@ def estimate_memory(
     buffers = sum(buffer.nbytes for buffer in model.buffers())
     averages = _bytes(trained) + 4 * sum(len(p) for p in trained if id(p) in rows)
     state = _optimizer_state(trained, rows, settings, optimizer)
+    kept = _bytes(model.state_dict().values())
+    averaged = 0 if settings.ema_decay is None else averages
+    copied = (1 + (valid is not None)) * kept + state.num_bytes + averaged
     there = {
         "tables": device.type != "meta",
         "network": device.type != "meta",
@@ -188,8 +199,9 @@ def estimate_memory(
         optimizer_state=state.num_bytes,
         train_data=train.num_bytes,
         valid_data=0 if valid is None else valid.num_bytes,
-        best_weights=0 if valid is None else _bytes(model.state_dict().values()),
-        average_weights=0 if settings.ema_decay is None else averages,
+        best_weights=0 if valid is None else kept,
+        average_weights=averaged,
+        checkpoint=copied if checkpoints and device.type == "cpu" else 0,
         there=frozenset(name for name, is_there in there.items() if is_there),
         available=available_memory(device),
         unknown_optimizer=state.unknown,
