@@ -391,10 +391,12 @@ def test_data_elsewhere_is_to_be_allocated():
 def test_a_checkpoint_copies_weights_best_weights_state_and_averages():
     model = nn.Sequential(nn.Embedding(10, 2))  # 80 bytes
     settings = Training(ema_decay=0.9)
-    with_valid = estimate_memory(model, __init__(), __init__(), settings=settings, checkpoints=True)
+    with_valid = estimate_memory(
+        model, some_data(), some_data(), settings=settings, checkpoints=True
+    )
     assert with_valid.checkpoint == 80 + 80 + 160 + with_valid.average_weights
     assert (
-        estimate_memory(model, __init__(), settings=Training(), checkpoints=True).checkpoint
+        estimate_memory(model, some_data(), settings=Training(), checkpoints=True).checkpoint
         == 80 + 160
     )
-    assert estimate_memory(model, __init__(), __init__(), settings=settings).checkpoint == 0
+    assert estimate_memory(model, some_data(), some_data(), settings=settings).checkpoint == 0
