@@ -11,7 +11,7 @@ from training.rowwise_models import SCHEMA, batch_of
 
 import rarebit as rb
 from rarebit import Dataset, fit
-from rarebit.errors import CheckpointError, NotFiniteError, TrainingInterrupted
+from rarebit.errors import CheckpointError, NotFiniteError, SettingsError, TrainingInterrupted
 from rarebit.models.deepfm import DeepFM
 from rarebit.training.checkpoint_file import CheckpointFolder
 from rarebit.training.progress import Silence
@@ -247,3 +247,8 @@ def test_a_folder_that_cannot_be_made_is_an_error_before_training(tmp_path):
     with pytest.raises(CheckpointError, match="file"):
         train(tmp_path / "file" / "run", stop)
     assert stop.calls == 0
+
+
+def test_resuming_needs_a_folder():
+    with pytest.raises(SettingsError, match="resume=True needs the folder of the checkpoints"):
+        train(resume=True)

@@ -80,6 +80,7 @@ def fit(
     elif optimizer is not None:
         _refuse_unused(overrides)
     settings = updated(settings, overrides)
+    require(not resume or folder is not None, "resume=True needs the folder of the checkpoints")
     tell = progress if not isinstance(progress, bool) else LineProgress() if progress else Silence()
     _check_data(model, train, valid, settings, loss)
     _check_backward(model, backward)

@@ -17,6 +17,7 @@ from rarebit.tables.sparse import lookups_of
 from rarebit.tables.stack import PlainStack
 from rarebit.training.loop import NoKeeper, TrainingLoop
 from rarebit.training.progress import Silence
+from rarebit.training.steps import Steps
 
 __all__ = ["find_source", "raise_if_weights_are_not_finite"]
 
@@ -45,6 +46,7 @@ def find_source(loop: TrainingLoop) -> str:
     Slow, and the loop is of no use afterwards.
     """
     loop.tell = Silence()
+    loop.steps = Steps(loop.step, loop.steps.train)  # a recorded step could not be looked into
     loop.step.inspect = lambda loss: _look(loop.step.model, loss)
     try:
         loop.run(NoKeeper())
