@@ -16,6 +16,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 
 import torch
@@ -50,7 +51,8 @@ def main() -> None:
     if options.worker is not None:
         train(options.worker)
         return
-    result = kill_and_resume(options.kills, options.seed) | {"machine": machine()}
+    facts = machine()  # before the runs: the commit is that of the code that runs
+    result = kill_and_resume(options.kills, options.seed) | {"machine": facts}
     print(json.dumps(result))
     if options.out is not None:
         options.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
@@ -107,8 +109,6 @@ def run_until(folder: Path, seconds: float | None) -> bool:
 
 def train(folder: Path) -> None:
     """Train, or go on training, in a folder; write a digest of everything that came out."""
-    import time
-
     torch.set_num_threads(1)
     schema = rb.Schema((rb.Field(name="user", rows=3000), rb.Field(name="item", rows=500)))
     train, valid = draw(schema, 2048, seed=1), draw(schema, 512, seed=2)
