@@ -17,6 +17,7 @@ def stored(name):
 CEILING, BENCH, ROWS = stored("ceiling"), stored("bench-train"), stored("bench-rows")
 GPU, LARGE = stored("gpu"), stored("large-table")
 PEERS, AUC = stored("peers"), stored("peers-auc")
+KILLS, CHECKPOINT = stored("kills"), stored("bench-checkpoint")
 
 
 @pytest.mark.parametrize("result", CEILING["results"], ids=lambda result: result["model"])
@@ -77,6 +78,15 @@ def test_the_figures_of_a_gpu_are_those_of_the_result():
     assert f"{first['samples_per_second'] / 1e6:.1f} million samples a second" in README
 
 
+def test_the_figures_of_checkpoints_are_those_of_the_results():
+    words = " ".join(README.split())
+    assert f"{KILLS['kills']} kills of a run" in words
+    assert f"{KILLS['inside_a_write']} of them inside the writing" in words
+    assert KILLS["different"] == 0
+    assert "left no different end" in words
+    assert f"a minute of training {CHECKPOINT['ratio']:.3f} times as long" in words
+
+
 @pytest.mark.parametrize(
     "result",
     [
@@ -87,8 +97,20 @@ def test_the_figures_of_a_gpu_are_those_of_the_result():
         PEERS["machine"],
         AUC["machine"],
         LARGE["machine"],
+        KILLS["machine"],
+        CHECKPOINT,
     ],
-    ids=["ceiling", "train", "rows", "gpu", "peers", "peers-auc", "large-table"],
+    ids=[
+        "ceiling",
+        "train",
+        "rows",
+        "gpu",
+        "peers",
+        "peers-auc",
+        "large-table",
+        "kills",
+        "bench-checkpoint",
+    ],
 )
 def test_a_result_names_its_commit_and_machine(result):
     assert re.fullmatch(r"[0-9a-f]{40}", result["commit"])
