@@ -11,7 +11,13 @@ from training.rowwise_models import SCHEMA, batch_of
 
 import rarebit as rb
 from rarebit import Dataset, fit
-from rarebit.errors import CheckpointError, NotFiniteError, SettingsError, TrainingInterrupted
+from rarebit.errors import (
+    CheckpointError,
+    NotFiniteError,
+    RarebitError,
+    SettingsError,
+    TrainingInterrupted,
+)
 from rarebit.models.deepfm import DeepFM
 from rarebit.training.checkpoint_file import CheckpointFolder
 from rarebit.training.progress import Silence
@@ -252,3 +258,25 @@ def test_a_folder_that_cannot_be_made_is_an_error_before_training(tmp_path):
 def test_resuming_needs_a_folder():
     with pytest.raises(SettingsError, match="resume=True needs the folder of the checkpoints"):
         train(resume=True)
+
+
+@pytest.mark.parametrize("part", ["run", "position", "optimizer", "ema", "best", "random"])
+@pytest.mark.parametrize("other", [None, {}, 7], ids=str)
+def test_a_whole_checkpoint_of_something_else_is_our_own_error(tmp_path, part, other):
+    train(tmp_path / "run", epochs=1)
+    folder = CheckpointFolder(tmp_path / "run")
+    state = folder.newest("at-").state
+    state[part] = other
+    folder.write("at-999999-0000000000", state)
+    with pytest.raises(RarebitError):
+        train(tmp_path / "run", resume=True)
+
+
+def test_nothing_of_another_run_is_removed(tmp_path):
+    train(tmp_path / "run", epochs=1)
+    names = sorted(path.name for path in (tmp_path / "run").iterdir())
+    newest = max((tmp_path / "run").glob("at-*")) / "state.json"
+    newest.write_bytes(newest.read_bytes()[:-1])
+    with pytest.raises(CheckpointError, match="another run"):
+        train(tmp_path / "run", resume=True, lr=0.5)
+    assert sorted(path.name for path in (tmp_path / "run").iterdir()) == names

@@ -14,11 +14,12 @@ from typing import Any
 
 from torch import Tensor
 
-from rarebit.errors import CheckpointError, TrainingInterrupted
-from rarebit.training.checkpoint_file import CheckpointFolder
+from rarebit.errors import CheckpointError, RarebitError, TrainingInterrupted
+from rarebit.training.checkpoint_file import CheckpointFolder, Found
 from rarebit.training.identity import describe_environment, differences, environment_warnings
 from rarebit.training.loop import TrainingLoop
 from rarebit.training.not_finite import raise_if_weights_are_not_finite
+from rarebit.training.step import first_line
 from rarebit.training.stopping import StopRequests
 
 __all__ = ["Checkpoints"]
@@ -94,10 +95,18 @@ class Checkpoints:
         found = self.folder.newest(STATE)
         if found is None:
             return False
-        for name, reason in found.damaged:
-            self.say(f"the checkpoint {name} is passed over: {reason}")
-        damaged = {name for name, _ in found.damaged}  # their names are needed again
-        self.folder.prune([name for name in self.folder.names() if name not in damaged])
+        try:
+            self._take_up(found, loop)
+        except RarebitError:
+            raise
+        except (AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
+            raise CheckpointError(
+                f"{found.name!r} in {str(self.folder.folder)!r} does not hold the state of this "
+                f"training: {first_line(error)}; choose another folder"
+            ) from None
+        return True
+
+    def _take_up(self, found: Found, loop: TrainingLoop) -> None:
         changed = differences(found.state["run"], self.run)
         if changed:
             raise CheckpointError(
@@ -110,8 +119,11 @@ class Checkpoints:
         weights = None if epoch is None else self.folder.read(f"{BEST}{epoch:06d}")["weights"]
         loop.load(found.state, weights)
         self.best_epoch = epoch
+        for name, reason in found.damaged:
+            self.say(f"the checkpoint {name} is passed over: {reason}")
+        damaged = {name for name, _ in found.damaged}  # their names are needed again
+        self.folder.prune([name for name in self.folder.names() if name not in damaged])
         self.say(f"resumed from {found.name}: epoch {loop.epoch}, batch {loop.batch}")
-        return True
 
     def _stop(self, loop: TrainingLoop) -> None:
         self.save(loop)
