@@ -3,6 +3,7 @@
 import pytest
 import torch
 from torch import nn
+from torch._dynamo.utils import counters
 from torch.nn import functional as F
 
 import rarebit as rb
@@ -182,3 +183,16 @@ def test_an_error_of_ours_is_not_taken_for_a_failed_compilation(monkeypatch):
     monkeypatch.setattr(torch, "compile", lambda function, dynamic: fails)
     with pytest.raises(TrainingError, match="something of ours"):
         fit(FM(SCHEMA, dim=2), some_data(), compile=True, batch_size=16, progress=False)
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # compiler
+def test_every_model_of_a_long_row_is_compiled(monkeypatch):
+    """torch compiles one function for eight models or so, and then no more without a word."""
+    original = torch.compile
+    by_tracing = lambda function, dynamic: original(function, dynamic=dynamic, backend="eager")  # noqa: E731
+    monkeypatch.setattr(torch, "compile", by_tracing)
+    data = some_data(32)
+    for dim in range(2, 13):
+        counters.clear()
+        fit(FM(SCHEMA, dim=dim), data, compile=True, batch_size=16, epochs=1, progress=False)
+        assert counters["stats"]["unique_graphs"] > 0, dim

@@ -1,8 +1,10 @@
 """A run that was stopped anywhere and resumed ends as one that was not, to the last bit."""
 
+import copy
 import dataclasses
 import os
 import signal
+import threading
 
 import pytest
 import torch
@@ -20,7 +22,13 @@ from rarebit.errors import (
 )
 from rarebit.models.deepfm import DeepFM
 from rarebit.training.checkpoint_file import CheckpointFolder
+from rarebit.training.checkpoints import Checkpoints
+from rarebit.training.disk import Disk
+from rarebit.training.loop import TrainingLoop
 from rarebit.training.progress import Silence
+from rarebit.training.step import TrainingStep
+from rarebit.training.steps import Steps
+from rarebit.training.stopping import StopRequests
 
 SETTINGS = {
     "epochs": 4,
@@ -280,3 +288,35 @@ def test_nothing_of_another_run_is_removed(tmp_path):
     with pytest.raises(CheckpointError, match="another run"):
         train(tmp_path / "run", resume=True, lr=0.5)
     assert sorted(path.name for path in (tmp_path / "run").iterdir()) == names
+
+
+class SlowDisk(Disk):
+    """Writes only when it is allowed to."""
+
+    def __init__(self):
+        self.allowed = threading.Event()
+
+    def save_tensors(self, path, tensors):
+        self.allowed.wait()
+        super().save_tensors(path, tensors)
+
+
+def test_what_is_written_is_what_was_there_when_it_began(tmp_path):
+    disk, rows = SlowDisk(), data()
+    folder, model = CheckpointFolder(tmp_path / "run", disk), DeepFM(SCHEMA, dim=4, hidden=(8,))
+    step = TrainingStep(model, rb.optimizer(model, tables="rowwise", lr=0.1))
+    step(rows[:16])  # so that the optimizer has a state
+    loop = TrainingLoop(Steps(step, rows), None, rb.Training(), Silence())
+    expected = copy.deepcopy(loop.state())
+    checkpoints = Checkpoints(folder, {}, StopRequests(), minutes=1.0, say=print)
+    checkpoints.save(loop)
+    step(rows[:16])  # training goes on before the first byte is written
+    disk.allowed.set()
+    checkpoints.wait()
+    checkpoints.close()
+    found = folder.newest("at-").state
+    for part in ("model", "step"):
+        assert all(torch.equal(found[part][name], value) for name, value in expected[part].items())
+    for number, values in expected["optimizer"]["state"].items():
+        written = found["optimizer"]["state"][number]
+        assert all(torch.equal(written[name], value) for name, value in values.items())
