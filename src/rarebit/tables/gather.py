@@ -47,16 +47,20 @@ class GradientMemory:
 
 def gather(table: nn.Embedding, ids: Tensor, memory: GradientMemory) -> Tensor:
     """Return the rows of these ids, as `F.embedding` does, with the same gradient to the last bit."""
+    compiling = torch.compiler.is_compiling()
     # On a GPU torch's own backward is as fast, and scatter_add_ would differ from run to run there.
-    if not table.sparse and (ids.device.type != "cpu" or torch.compiler.is_compiling()):
+    if not table.sparse and (ids.device.type != "cpu" or compiling):
         return F.embedding(ids, table.weight)
-    rows: Tensor = _gather_uncompiled(table, ids, memory)
-    return rows
+    if compiling:
+        from rarebit.tables.uncompiled import gather_uncompiled
+
+        uncompiled: Tensor = gather_uncompiled(table, ids, memory)
+        return uncompiled
+    return gather_eagerly(table, ids, memory)
 
 
-# Not compiled: the compiler does not know gradients by rows.
-@torch.compiler.disable  # type: ignore[untyped-decorator]  # torch leaves it untyped
-def _gather_uncompiled(table: nn.Embedding, ids: Tensor, memory: GradientMemory) -> Tensor:
+def gather_eagerly(table: nn.Embedding, ids: Tensor, memory: GradientMemory) -> Tensor:
+    """Return the rows of these ids, in a way that the compiler cannot follow."""
     if table.sparse and ids.is_cuda:
         by_rows: Tensor = _GatherByRows.apply(table.weight, ids)  # type: ignore[no-untyped-call]  # torch leaves it untyped
         return by_rows
