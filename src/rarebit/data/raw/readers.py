@@ -1,0 +1,210 @@
+"""Any log as chunks of rows: text files, Parquet files, folders of them, and frames in memory."""
+
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Sequence
+from pathlib import Path
+
+import polars as pl
+
+from rarebit.data.raw.bad_rows import BadRows
+from rarebit.data.raw.byte_stream import COMPRESSED, ByteStream
+from rarebit.data.raw.chunk import Place, RawChunk
+from rarebit.data.raw.parquet import (
+    CHUNK_ROWS,
+    parquet_names,
+    read_parquet,
+    values_as_text,
+    with_nulls,
+)
+from rarebit.data.raw.text import TextFormat, sniff_format
+from rarebit.data.raw.text_reader import BLOCK_BYTES, TextColumns, TextReader
+from rarebit.errors import DataError
+from rarebit.settings import suggest
+
+__all__ = ["column_names", "read_frame", "read_raw"]
+
+TEXT = (".csv", ".tsv", ".txt", ".dat")
+PARQUET = (".parquet", ".pq")
+
+Progress = Callable[[int, int], None]
+
+
+def read_raw(
+    path: Path,
+    columns: Sequence[str] | None,
+    bad: BadRows,
+    *,
+    format: TextFormat | None = None,
+    integers: Collection[str] = (),
+    missing: Sequence[str] = (),
+    progress: Progress | None = None,
+    part: str = "",
+    block_bytes: int = BLOCK_BYTES,
+) -> Iterator[RawChunk]:
+    """Yield the rows of a log in order, in memory that does not grow with the log.
+
+    The name says what a file is: .csv, .tsv, .txt and .dat are text, also with .gz, .bz2 or .xz after
+    it; .parquet and .pq are Parquet. A folder is its files, by name, one after the other. `columns`
+    are those to read, in this order; all if none. Rows that have no structure go to `bad`: the
+    records of the files are the rows yielded and those. `format` says how text is written; it is
+    guessed if not given. `integers` are columns of text to return as integers, where a whole block
+    of them are. `progress` is told how many bytes of the files on the disk are read, of how many.
+    """
+    files, rows = _files(path), 0
+    total = sum(_size(file) for file in files)
+    done = 0
+    for file in files:
+        known = bad.count
+
+        def tell(position: int, _: int, before: int = done) -> None:
+            if progress is not None:
+                progress(before + position, total)
+
+        if _is_parquet(file):
+            names = None if columns is None else _chosen(file, parquet_names(file), columns)
+            chunks = read_parquet(file, names, missing=missing, progress=tell, part=part)
+        else:
+            chunks = _read_text(
+                file,
+                columns,
+                bad,
+                format=format,
+                integers=integers,
+                missing=missing,
+                progress=tell,
+                part=part,
+                block_bytes=block_bytes,
+            )
+        for chunk in chunks:
+            rows += chunk.frame.height
+            yield chunk
+        rows += bad.count - known
+        done += _size(file)
+    if not rows:
+        raise DataError(
+            f"{str(path)!r} has no rows, only column names; a log needs at least one row"
+        )
+
+
+def column_names(path: Path, format: TextFormat | None = None) -> list[str]:
+    """Return the names of the columns of a log, from its beginning."""
+    file = _files(path)[0]
+    if _is_parquet(file):
+        return parquet_names(file)
+    with ByteStream(file) as stream:
+        reader = TextReader(stream, format or sniff_format(file), block_bytes=1 << 20)
+        return _distinct(file, reader.read_names())
+
+
+def read_frame(
+    frame: pl.DataFrame,
+    columns: Sequence[str] | None,
+    bad: BadRows,  # noqa: ARG001  # one call for all kinds of logs: a frame's rows have their structure
+    *,
+    missing: Sequence[str] = (),
+    part: str = "",
+) -> Iterator[RawChunk]:
+    """Yield the rows of a frame.
+
+    >>> frame = pl.DataFrame({"user": ["anna", "-"], "click": [1, 0]})
+    >>> [chunk] = read_frame(frame, ["user"], BadRows(), missing=["-"])
+    >>> chunk.frame["user"].to_list(), chunk.locate(0).text
+    (['anna', None], 'user=anna')
+    """
+    names = frame.columns if columns is None else _chosen(None, frame.columns, columns)
+    if not frame.height:
+        raise DataError("the frame has no rows; a log needs at least one")
+    for start in range(0, frame.height, CHUNK_ROWS):
+        yield _frame_chunk(frame.select(names), start, missing, part)
+
+
+def _frame_chunk(frame: pl.DataFrame, start: int, missing: Sequence[str], part: str) -> RawChunk:
+    raw = frame.slice(start, CHUNK_ROWS)
+
+    def locate(row: int) -> Place:
+        return Place("", start + row + 1, values_as_text(raw, row), "row")
+
+    return RawChunk(with_nulls(raw, missing), locate, part)
+
+
+def _read_text(
+    file: Path,
+    columns: Sequence[str] | None,
+    bad: BadRows,
+    *,
+    format: TextFormat | None,
+    integers: Collection[str],
+    missing: Sequence[str],
+    progress: Progress,
+    part: str,
+    block_bytes: int,
+) -> Iterator[RawChunk]:
+    with ByteStream(file) as stream:
+        reader = TextReader(stream, format or sniff_format(file), block_bytes=block_bytes)
+        names = _distinct(file, reader.read_names())
+        wanted = names if columns is None else _chosen(file, names, columns)
+        chosen = TextColumns(names=names, wanted=wanted, integers=integers, missing=missing)
+        yield from reader.read_rows(chosen, bad, progress=progress, part=part)
+
+
+def _chosen(file: Path | None, names: Sequence[str], columns: Sequence[str]) -> list[str]:
+    """Return the wanted columns, each once, or say which there is not."""
+    for column in columns:
+        if column not in names:
+            where = f"{str(file)!r}" if file else "the frame"
+            listed = ", ".join(map(repr, names))
+            raise DataError(
+                f"{where} has no column {column!r}{suggest(column, names)} (its columns: {listed})"
+            )
+    return list(dict.fromkeys(columns))
+
+
+def _distinct(file: Path, names: list[str]) -> list[str]:
+    repeated = [name for name, n in Counter(names).items() if n > 1]
+    if repeated:
+        raise DataError(
+            f"{str(file)!r} has columns of the same name: {', '.join(map(repr, repeated))}; rename "
+            "them, or give the names if the file has no header"
+        )
+    return names
+
+
+def _files(path: Path) -> list[Path]:
+    """Return the files of a log: the one, or those of a folder by name."""
+    if not path.is_dir():
+        _check_suffix(path)
+        return [path]
+    files = sorted(
+        file
+        for file in path.iterdir()
+        if file.is_file()
+        and not file.name.startswith((".", "_"))
+        and _suffix(file) in TEXT + PARQUET
+    )
+    if not files:
+        known = ", ".join(TEXT + PARQUET)
+        raise DataError(f"the folder {str(path)!r} has no file of a log in it ({known})")
+    return files
+
+
+def _check_suffix(path: Path) -> None:
+    if _suffix(path) not in TEXT + PARQUET:
+        known = ", ".join(TEXT + PARQUET)
+        raise DataError(
+            f"cannot tell what {path.name!r} is from its name; known are {known}, "
+            f"text also with {', '.join(COMPRESSED)} after it"
+        )
+
+
+def _suffix(path: Path) -> str:
+    """Return what a file is by its name, compressed or not."""
+    suffix = path.suffix.lower()
+    return Path(path.stem).suffix.lower() if suffix in COMPRESSED else suffix
+
+
+def _is_parquet(path: Path) -> bool:
+    return _suffix(path) in PARQUET
+
+
+def _size(path: Path) -> int:
+    return path.stat().st_size if path.exists() else 0
