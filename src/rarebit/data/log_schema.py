@@ -1,0 +1,302 @@
+"""What the columns of a raw log are, and how each becomes ids or numbers. Written as TOML, to be edited.
+
+categorical   one value a row; every value seen often enough in training gets an id
+multi         several values a row with a separator between them
+numeric       a number: standardised, or cut into bins that are ids like any other
+time          when it happened: for a split by time, not for the model
+ignored       not read
+"""
+
+import json
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+from rarebit.errors import DataError
+from rarebit.settings import check_types, from_mapping, read_toml, require, suggest, to_mapping
+
+__all__ = ["FORMAT", "SPLIT_NAMES", "Column", "LogSchema", "Split"]
+
+FORMAT = 1
+SPLIT_NAMES = ("train", "valid", "test")
+
+ColumnKind = Literal["categorical", "multi", "numeric", "time", "ignored"]
+Treatment = Literal["standardised", "log_square", "quantile"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Column:
+    """One column of a raw log.
+
+    >>> Column(name="price", kind="numeric", treatment="quantile", bins=10).has_ids
+    True
+    """
+
+    name: str
+    """The column's name in the log."""
+    kind: ColumnKind = "categorical"
+    """What it holds."""
+    min_count: int = 1
+    """Values seen fewer times in training share the row of unknown values."""
+    buckets: int | None = None
+    """Hash the values to this many ids and keep no vocabulary; for columns of very many values."""
+    vocabulary: str = ""
+    """Columns that name the same vocabulary share their values and counts; its own if empty."""
+    separator: str = ""
+    """Of a multi-valued column: what stands between two values. Empty where the file has lists."""
+    max_length: int = 1
+    """Of a multi-valued column: most values kept of a row; the rest are left out, and counted."""
+    pooling: Literal["mean", "sum"] = "mean"
+    """Of a multi-valued column: how the rows of its values become one."""
+    treatment: Treatment = "standardised"
+    """Of a numeric column: (x - mean) / std as a float; floor(ln(x)^2) as a category, x - 2 up to 2;
+    or bins of equally many rows as categories."""
+    bins: int = 20
+    """Of a numeric column with treatment "quantile": how many bins."""
+
+    def __post_init__(self) -> None:
+        check_types(self, where=str(self.name))
+        require(bool(self.name), "a column needs a name, got name=''")
+        require(
+            self.min_count >= 1,
+            f"{self.name}: min_count must be at least 1, got min_count={self.min_count}",
+        )
+        require(
+            self.buckets is None or self.buckets >= 1,
+            f"{self.name}: buckets must be at least 1, got buckets={self.buckets}",
+        )
+        require(
+            self.buckets is None or self.kind in ("categorical", "multi"),
+            f"{self.name}: buckets are for categorical and multi columns, got kind={self.kind!r}",
+        )
+        require(
+            self.buckets is None or not self.vocabulary,
+            f"{self.name}: a hashed column has no vocabulary to share; leave out one of the two",
+        )
+        require(
+            self.max_length >= 1 and (self.kind == "multi" or self.max_length == 1),
+            f"{self.name}: max_length must be 1, or at least 1 for kind='multi', "
+            f"got kind={self.kind!r}, max_length={self.max_length}",
+        )
+        require(self.bins >= 2, f"{self.name}: bins must be at least 2, got bins={self.bins}")
+
+    @property
+    def has_ids(self) -> bool:
+        """Whether the model looks its values up in a table."""
+        return self.kind in ("categorical", "multi") or (
+            self.kind == "numeric" and self.treatment != "standardised"
+        )
+
+    @property
+    def is_number(self) -> bool:
+        """Whether it is read as a float: standardised, or cut at quantiles that are found later."""
+        return self.kind == "numeric" and self.treatment != "log_square"
+
+    @property
+    def vocabulary_name(self) -> str:
+        """The name of its vocabulary: the shared one's, or its own."""
+        return self.vocabulary or self.name
+
+
+@dataclass(frozen=True, kw_only=True)
+class Split:
+    """Which rows are for training, which to choose, which to report.
+
+    >>> Split(kind="time", column="timestamp").shares
+    (0.8, 0.1, 0.1)
+    """
+
+    kind: Literal["random", "order", "time", "user", "given"] = "random"
+    """random rows; as the rows lie in the file; by a time column; all rows of a user in one part;
+    or as a column (or the files themselves) say: train, valid, test."""
+    shares: tuple[float, ...] = (0.8, 0.1, 0.1)
+    """Parts of the rows for train, valid and test; of the users, for kind "user"."""
+    seed: int = 0
+    """Draws the rows or the users."""
+    column: str = ""
+    """The column of the time, the user, or the given part."""
+
+    def __post_init__(self) -> None:
+        check_types(self, where="split")
+        require(
+            len(self.shares) == 3 and min(self.shares) >= 0 and abs(sum(self.shares) - 1) < 1e-9,
+            f"split: shares must be three parts that add up to 1, got {self.shares}",
+        )
+        require(self.shares[0] > 0, "split: the share for training must be above 0")
+        require(
+            bool(self.column) or self.kind not in ("time", "user"),
+            f"split: kind={self.kind!r} needs the name of its column",
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class LogSchema:
+    """All columns of a raw log, and how it is split and counted.
+
+    >>> schema = LogSchema(label="click", columns=(Column(name="user"),))
+    >>> LogSchema.from_mapping(schema.to_mapping()) == schema
+    True
+    """
+
+    label: str
+    """The column that is 1 for a click and 0 for none."""
+    columns: tuple[Column, ...]
+    """Every other column, in order; one that is not listed is not read."""
+    split: Split = Split()
+    """How rows are divided."""
+    missing: tuple[str, ...] = ()
+    """Texts that stand for a missing value, beside the empty one, such as "NULL"."""
+    counts: Literal["train", "all"] = "train"
+    """Rows that decide which values get an id. "all" is what some papers did: it leaks the
+    vocabulary of the test rows into training."""
+    unknown_share: float = 0.05
+    """Of the values seen once, where min_count is 1: how many are taken for unknown, so that the row
+    of unknown values is trained, too."""
+
+    def __post_init__(self) -> None:
+        check_types(self, where="schema")
+        require(bool(self.label), "a schema needs the name of the label column, got label=''")
+        names = [self.label, *(column.name for column in self.columns)]
+        repeated = [name for name, n in Counter(names).items() if n > 1]
+        require(not repeated, f"column names must be distinct, got {repeated} more than once")
+        require(
+            any(column.kind not in ("time", "ignored") for column in self.columns),
+            "a schema needs at least one column for the model, got none",
+        )
+        require(
+            0 <= self.unknown_share < 1,
+            f"unknown_share must be in [0, 1), got {self.unknown_share}",
+        )
+        self._check_split_column()
+        self._check_shared()
+
+    def _check_split_column(self) -> None:
+        kinds = {"time": "time", "user": "categorical"}
+        if self.split.kind in kinds:
+            wanted, column = kinds[self.split.kind], self[self.split.column]
+            require(
+                column.kind == wanted and column.buckets is None,
+                f"a split by {self.split.kind} needs a {wanted} column without buckets; "
+                f"{column.name!r} is kind={column.kind!r}, buckets={column.buckets}",
+            )
+
+    def _check_shared(self) -> None:
+        """Columns that share values must agree on which values have an id."""
+        for name, columns in self.vocabularies.items():
+            for column in columns[1:]:
+                first = columns[0]
+                require(
+                    column.min_count == first.min_count and column.kind != "numeric",
+                    f"{column.name!r} and {first.name!r} share the vocabulary {name!r}, so they need "
+                    f"the same min_count, and neither may be numeric",
+                )
+
+    def __getitem__(self, name: str) -> Column:
+        for column in self.columns:
+            if column.name == name:
+                return column
+        names = [column.name for column in self.columns]
+        raise DataError(f"no column {name!r}{suggest(name, names)}")
+
+    @property
+    def id_columns(self) -> tuple[Column, ...]:
+        """The columns that become ids, in order."""
+        return tuple(column for column in self.columns if column.has_ids)
+
+    @property
+    def number_columns(self) -> tuple[Column, ...]:
+        """The columns that stay numbers, in order."""
+        return tuple(
+            column for column in self.columns if column.kind == "numeric" and not column.has_ids
+        )
+
+    @property
+    def vocabularies(self) -> dict[str, list[Column]]:
+        """The columns of each vocabulary; hashed columns and quantile bins have none."""
+        found: dict[str, list[Column]] = {}
+        for column in self.id_columns:
+            is_quantile = column.kind == "numeric" and column.treatment == "quantile"
+            if column.buckets is None and not is_quantile:
+                found.setdefault(column.vocabulary_name, []).append(column)
+        return found
+
+    @property
+    def columns_read(self) -> tuple[str, ...]:
+        """The names of the columns that are read from a log, in order: all that are used."""
+        used = [column.name for column in self.columns if column.kind not in ("time", "ignored")]
+        split = [self.split.column] if self.split.column else []
+        return tuple(dict.fromkeys([self.label, *used, *split]))
+
+    def with_split(self, split: Split) -> "LogSchema":
+        """Return the same schema with another split."""
+        return replace(self, split=split)
+
+    def to_mapping(self) -> dict[str, Any]:
+        """Return the schema as plain values."""
+        return {"format": FORMAT, **to_mapping(self)}
+
+    @classmethod
+    def from_mapping(cls, values: Mapping[str, Any]) -> "LogSchema":
+        """Read a schema back from plain values."""
+        values = dict(values)
+        version = values.pop("format", FORMAT)
+        if not isinstance(version, int) or version > FORMAT:
+            raise DataError(
+                f"the schema is of format {version!r}; this version reads up to {FORMAT}: upgrade it"
+            )
+        return from_mapping(cls, values, where="schema")
+
+    @classmethod
+    def read(cls, path: Path) -> "LogSchema":
+        """Read a schema from a TOML file."""
+        return cls.from_mapping(read_toml(path))
+
+    def to_toml(self) -> str:
+        """Return the schema as a TOML file to edit: what is as it comes is left out.
+
+        >>> print(LogSchema(label="click", columns=(Column(name="user", min_count=2),)).to_toml())
+        format = 1
+        label = "click"
+        <BLANKLINE>
+        [split]
+        kind = "random"
+        shares = [0.8, 0.1, 0.1]
+        seed = 0
+        <BLANKLINE>
+        [[columns]]
+        name = "user"
+        kind = "categorical"
+        min_count = 2
+        <BLANKLINE>
+        """
+        lines = [f"format = {FORMAT}"]
+        top = _changed(self, LogSchema(label="-", columns=(Column(name="--"),)), always=("label",))
+        lines += [f"{key} = {_toml(value)}" for key, value in top.items()]
+        lines += ["", "[split]"]
+        split = _changed(self.split, Split(), always=("kind", "shares", "seed"))
+        lines += [f"{key} = {_toml(value)}" for key, value in split.items()]
+        for column in self.columns:
+            values = _changed(column, Column(name="-"), always=("name", "kind"))
+            lines += ["", "[[columns]]"]
+            lines += [f"{key} = {_toml(value)}" for key, value in values.items()]
+        return "\n".join(lines) + "\n"
+
+
+def _changed(settings: Any, default: Any, always: tuple[str, ...] = ()) -> dict[str, Any]:
+    """Return the plain settings that are not as they come; tables have their own section."""
+    usual = to_mapping(default)
+    return {
+        key: value
+        for key, value in to_mapping(settings).items()
+        if key in always or (value != usual[key] and key not in ("columns", "split"))
+    }
+
+
+def _toml(value: Any) -> str:
+    """Return a plain value as TOML; JSON's strings are TOML's, too."""
+    if isinstance(value, list):
+        return f"[{', '.join(_toml(item) for item in value)}]"
+    # DEL is the one character that JSON leaves as it is and TOML does not allow
+    return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")

@@ -1,0 +1,332 @@
+"""Guess the schema of a raw log from its first rows, with a reason for every column.
+
+A wrong guess is cheap: the schema is shown, and written to a file to edit. The first rule that fits
+a column decides:
+
+    its type is not one we read (structs, bytes)                             ignored
+    no value at all                                                          ignored
+    dates, or texts such as 2014-10-21 08:30:00                              time
+    one value in all rows, unless its name says that it changes with time    ignored
+    lists, or texts with a separator between parts that come again           multi
+    numbers from 1990 to 2040 in seconds or milliseconds, named as a time    time
+    numbers that are not exact as floats, or whose name says id or code      categorical
+    numbers with fractions                                                   numeric, standardised
+    whole numbers, few of them                                               categorical
+    whole numbers whose name says amount, or most of which are small         numeric, log_square;
+                                                      standardised where some are below -3
+    anything else: texts, numbers with leading zeros, ids                    categorical
+
+A column that comes out as categorical is ignored where every row has its own value, and its
+min_count is 2 where it has more than one value in ten rows. Both need 1,000 rows to tell.
+Words such as NULL stand for missing where they are all that keeps a column from being numbers.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import numpy as np
+import polars as pl
+from numpy.typing import NDArray
+
+from rarebit.data.log_schema import Column, LogSchema, Split
+from rarebit.data.raw.seen_column import NUMBER, SeenColumn
+from rarebit.errors import DataError
+from rarebit.settings import suggest
+
+__all__ = ["Inferred", "infer_schema"]
+
+ENOUGH_ROWS = 1000
+"""With fewer rows, that every value is seen once does not mean much."""
+FEW = 20
+SMALL_PART = 0.25
+"""Counts crowd near zero: half of their distinct values lie in this part of the range. Ids do not."""
+LOWEST_LOG_SQUARE = -3
+MOST_VALUES = 50
+MANY_DISTINCT = 0.1
+MANY_TEXT = "; over 10 % of the rows, so values seen once are unknown"
+FIRST_TIME, LAST_TIME = 631_152_000, 2_240_611_200  # 1990 and 2041 in seconds
+EXACT = 1 << 53
+
+MISSING_WORDS = ("NULL", "Null", "null", "NaN", "nan", "NA", "N/A", "n/a", "None", "none", r"\N")
+ISO_TIME = (
+    r"^[0-9]{4}-[0-9]{2}-[0-9]{2}"
+    r"(?:[T ][0-9]{2}:[0-9]{2}(?::[0-9]{2}(?:\.[0-9]+)?)?(?:Z|[+-][0-9]{2}:?[0-9]{2})?)?$"
+)
+
+_Guess: TypeAlias = tuple[Column, str]
+
+
+@dataclass(frozen=True)
+class Inferred:
+    """A guessed schema, and why each column is what it is."""
+
+    schema: LogSchema
+    reasons: dict[str, str]
+    """For each column, a few words for people."""
+
+
+def infer_schema(sample: pl.DataFrame, label: str, *, split: Split | None = None) -> Inferred:
+    """Guess the schema of a log from its first rows: some 20,000 tell enough.
+
+    >>> sample = pl.DataFrame({"click": ["0", "1"], "user": ["ann", "bob"], "price": ["1.5", "NULL"]})
+    >>> guess = infer_schema(sample, "click")
+    >>> [(column.name, column.kind) for column in guess.schema.columns], guess.schema.missing
+    ([('user', 'categorical'), ('price', 'numeric')], ('NULL',))
+    """
+    split = split or Split()
+    _check(sample, label, split)
+    others = [series for series in sample.get_columns() if series.name != label]
+    words = _missing_words(others)
+    columns, reasons = [], {}
+    for series in others:
+        column, reason = _guess(SeenColumn(series, words), split)
+        columns.append(column)
+        reasons[column.name] = reason
+    if all(column.kind in ("time", "ignored") for column in columns):
+        found = "; ".join(f"{name}: {reason}" for name, reason in reasons.items()) or "none"
+        raise DataError(
+            f"no column beside the label {label!r} looks useful for a model ({found}); "
+            "write the schema by hand if one is"
+        )
+    schema = LogSchema(label=label, columns=tuple(columns), split=split, missing=words)
+    return Inferred(schema, reasons)
+
+
+def _check(sample: pl.DataFrame, label: str, split: Split) -> None:
+    names = sample.columns
+    if label not in names:
+        raise DataError(f"the log has no column {label!r} for the label{suggest(label, names)}")
+    if not sample.height:
+        raise DataError("the log has no rows, so its schema cannot be guessed")
+    if "" in names:
+        raise DataError(
+            f"column {names.index('') + 1} of the log has no name; every column needs one"
+        )
+    if split.column and (split.column not in names or split.column == label):
+        others = [name for name in names if name != label]
+        raise DataError(
+            f"a split by {split.kind} needs the column {split.column!r}, and the log has none beside "
+            f"its label{suggest(split.column, others)}"
+        )
+
+
+def _missing_words(columns: list[pl.Series]) -> tuple[str, ...]:
+    """Return the words that are all that keeps some column from being numbers."""
+    found: set[str] = set()
+    for series in columns:
+        if series.dtype != pl.String:
+            continue
+        values = series.drop_nulls()
+        no_numbers = values.filter(~values.str.contains(NUMBER))
+        words = set(no_numbers.head(ENOUGH_ROWS).unique())
+        if words <= set(MISSING_WORDS) and 0 < no_numbers.len() < values.len():
+            words = set(no_numbers.unique())
+            found |= words if words <= set(MISSING_WORDS) else set()
+    return tuple(sorted(found))
+
+
+def _guess(seen: SeenColumn, split: Split) -> _Guess:
+    column, reason = _for_split(seen, split) or _by_rules(seen)
+    if seen.missing_words and column.kind != "ignored":
+        reason += f"; {', '.join(map(repr, seen.missing_words))} counts as missing"
+    return column, reason
+
+
+def _for_split(seen: SeenColumn, split: Split) -> _Guess | None:
+    """A column that the split needs is what it needs."""
+    if seen.name != split.column:
+        return None
+    if split.kind == "time":
+        return Column(name=seen.name, kind="time"), "the split is by this time"
+    if split.kind == "user":
+        column = Column(name=seen.name, min_count=_min_count(seen, seen.distinct))
+        return column, "all rows of one of these are in one split"
+    if split.kind == "given":
+        return Column(name=seen.name, kind="ignored"), "says which split a row is for"
+    return None
+
+
+def _by_rules(seen: SeenColumn) -> _Guess:
+    rules: tuple[Callable[[SeenColumn], _Guess | None], ...] = (
+        _no_use,
+        _time,
+        _constant,
+        _list,
+        _separated,
+        _epoch,
+        _number,
+    )
+    for rule in rules:
+        guess = rule(seen)
+        if guess is not None:
+            return guess
+    if seen.dtype == pl.String:
+        return _categorical(seen, f"texts, {seen.distinct_text}")
+    return _categorical(seen, f"{_type(seen.dtype)}, {seen.distinct_text}")
+
+
+def _no_use(seen: SeenColumn) -> _Guess | None:
+    if seen.dtype != pl.Null and not _is_read(seen.dtype):
+        return _ignored(seen, f"of type {_type(seen.dtype)}, which is not read")
+    if not seen.values.len():
+        return _ignored(seen, f"no value in {seen.rows:,} rows")
+    return None
+
+
+def _time(seen: SeenColumn) -> _Guess | None:
+    if isinstance(seen.dtype, pl.Date | pl.Datetime):
+        return Column(name=seen.name, kind="time"), f"of type {_type(seen.dtype)}"
+    if seen.dtype != pl.String or not seen.values.str.contains(ISO_TIME).all():
+        return None
+    days = seen.values.str.slice(0, 10).str.to_date("%Y-%m-%d", strict=False)
+    if days.null_count():
+        return None
+    return Column(name=seen.name, kind="time"), f"dates such as {seen.values[0]}"
+
+
+def _constant(seen: SeenColumn) -> _Guess | None:
+    is_constant = seen.rows > 1 and seen.values.len() == seen.rows and seen.distinct == 1
+    if not is_constant:
+        return None
+    if seen.name_says_time:
+        return Column(name=seen.name), f"one value in {seen.rows:,} rows, but times change later on"
+    return _ignored(seen, f"the same value in all {seen.rows:,} rows")
+
+
+def _list(seen: SeenColumn) -> _Guess | None:
+    if not isinstance(seen.dtype, pl.List):
+        return None
+    longest = int(seen.values.list.len().to_numpy().max())
+    parts = seen.values.explode().drop_nulls().n_unique()
+    return _multi(seen, "lists", parts, longest, "")
+
+
+def _separated(seen: SeenColumn) -> _Guess | None:
+    """Texts that are several values: split, they give fewer distinct ones, which come again."""
+    if seen.dtype != pl.String or seen.numbers is not None:
+        return None
+    wholes = seen.values.unique()
+    if wholes.str.contains(r"^[\[{]").any():
+        return None  # lists as JSON: splitting would leave the brackets in the values
+    for sign, strict in (("|", False), (";", False), ("^", False), (",", True), (" ", True)):
+        num_signs = wholes.str.count_matches(sign, literal=True).to_numpy()
+        if not _may_separate(num_signs, strict=strict):
+            continue
+        followed = wholes.str.count_matches(f"{sign} ", literal=True).to_numpy()
+        spaced = sign != " " and bool((followed == num_signs).all())
+        separator = f"{sign} " if spaced else sign
+        parts = wholes.str.split(separator).explode()
+        parts = parts.filter(parts != "")
+        num_parts = parts.n_unique()
+        fewer = 4 * num_parts <= wholes.len() if strict else num_parts < wholes.len()
+        if fewer and 2 * num_parts <= parts.len():
+            what, longest = f"texts with {separator!r} in them", int(num_signs.max()) + 1
+            return _multi(seen, what, num_parts, longest, separator)
+    return None
+
+
+def _may_separate(num_signs: NDArray[np.uint32], *, strict: bool) -> bool:
+    """Whether a sign is in enough texts; of a comma or a space, not always as many, nor in prose."""
+    if strict:
+        return bool(num_signs.min() < num_signs.max() and num_signs.mean() <= 100)
+    return bool((num_signs > 0).mean() >= 0.1)
+
+
+def _epoch(seen: SeenColumn) -> _Guess | None:
+    if seen.numbers is None or seen.name_says_id:
+        return None
+    all_differ = seen.rows >= ENOUGH_ROWS and seen.distinct >= 0.9 * seen.rows
+    if not (seen.name_says_time or all_differ):
+        return None
+    for unit, factor in (("seconds", 1), ("milliseconds", 1000)):
+        times = seen.numbers / factor
+        if times.min() >= FIRST_TIME and times.max() < LAST_TIME:
+            return Column(name=seen.name, kind="time"), f"numbers like {unit} since 1970"
+    return None
+
+
+def _number(seen: SeenColumn) -> _Guess | None:
+    numbers = seen.numbers
+    if numbers is None:
+        return None
+    whole = bool((numbers == np.floor(numbers)).all())
+    text = f"{'integers' if whole else 'numbers with fractions'}, {seen.distinct_text}"
+    if seen.name_says_id:
+        return _categorical(seen, f"{text}: an id by its name")
+    if not whole:
+        return Column(name=seen.name, kind="numeric"), text
+    if (np.abs(numbers) > EXACT).any():
+        return _categorical(seen, f"{text}: too long for amounts, taken for an id")
+    if seen.distinct <= min(FEW, seen.rows // 10):
+        return _categorical(seen, f"{text}: few")
+    if seen.name_says_amount:
+        return _amount(seen, f"{text}: an amount by its name")
+    if _crowds_near_zero(numbers) or _spreads_around_zero(numbers):
+        return _amount(seen, f"{text}, mostly small: taken for amounts")
+    return _categorical(seen, f"{text}: taken for an id")
+
+
+def _crowds_near_zero(numbers: NDArray[np.float64]) -> bool:
+    values = np.unique(np.abs(numbers))
+    from_lowest = values - values[0]
+    return bool(len(values) > 1 and np.median(from_lowest) <= SMALL_PART * from_lowest[-1])
+
+
+def _spreads_around_zero(numbers: NDArray[np.float64]) -> bool:
+    """Whether there are negative and positive values without large gaps; hashes have large gaps."""
+    low, high = numbers.min(), numbers.max()
+    return bool(low < LOWEST_LOG_SQUARE and high > 0 and 4 * len(np.unique(numbers)) >= high - low)
+
+
+def _amount(seen: SeenColumn, reason: str) -> _Guess:
+    assert seen.numbers is not None
+    if (seen.numbers < LOWEST_LOG_SQUARE).any():
+        return Column(name=seen.name, kind="numeric"), f"{reason}, some negative"
+    return Column(name=seen.name, kind="numeric", treatment="log_square"), reason
+
+
+def _categorical(seen: SeenColumn, reason: str) -> _Guess:
+    if seen.distinct == seen.values.len() and seen.rows >= ENOUGH_ROWS and seen.distinct > FEW:
+        return _ignored(seen, "every row has its own value")
+    min_count = _min_count(seen, seen.distinct)
+    many = MANY_TEXT if min_count > 1 else ""
+    return Column(name=seen.name, min_count=min_count), reason + many
+
+
+def _multi(seen: SeenColumn, what: str, parts: int, longest: int, separator: str) -> _Guess:
+    column = Column(
+        name=seen.name,
+        kind="multi",
+        separator=separator,
+        max_length=max(1, min(longest, MOST_VALUES)),
+        min_count=_min_count(seen, parts),
+    )
+    cut = f", of which {MOST_VALUES} are kept" if longest > MOST_VALUES else ""
+    many = MANY_TEXT if column.min_count > 1 else ""
+    return column, f"{what}, {parts:,} distinct values, up to {longest} a row{cut}{many}"
+
+
+def _min_count(seen: SeenColumn, distinct: int) -> int:
+    return 2 if seen.rows >= ENOUGH_ROWS and distinct > MANY_DISTINCT * seen.rows else 1
+
+
+def _ignored(seen: SeenColumn, reason: str) -> _Guess:
+    return Column(name=seen.name, kind="ignored"), reason
+
+
+def _is_read(dtype: pl.DataType) -> bool:
+    if isinstance(dtype, pl.List):
+        inner = pl.Series(dtype=dtype.inner).dtype  # a type may stand in it as its bare class
+        return inner == pl.Null or (_is_scalar(inner) and not inner.is_float())
+    return _is_scalar(dtype) or isinstance(dtype, pl.Date | pl.Datetime)
+
+
+def _is_scalar(dtype: pl.DataType) -> bool:
+    texts = pl.String | pl.Boolean | pl.Categorical | pl.Enum
+    return isinstance(dtype, texts) or dtype.is_numeric()
+
+
+def _type(dtype: pl.DataType) -> str:
+    """Return the name of a type without its settings, which may be long."""
+    return str(dtype).split("(", maxsplit=1)[0]
