@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rarebit import Dataset, Field, Schema
-from rarebit.data.dataset import batch_bounds, shuffled_order
+from rarebit.data.order import batch_bounds, shuffled_order
 from rarebit.errors import DataError, SettingsError
 
 ONE = Schema((Field(name="user", rows=4),))

@@ -8,7 +8,7 @@ from torch.nn import functional as F
 
 import rarebit as rb
 from rarebit import Dataset, Field, Hashing, Schema, Training, apply_, evaluate, fit
-from rarebit.data.dataset import shuffled_order
+from rarebit.data.order import shuffled_order
 from rarebit.errors import (
     DataError,
     OptimizerError,

@@ -8,7 +8,7 @@ from torch.nn import functional as F
 
 import rarebit as rb
 from rarebit import Dataset, Field, Schema, evaluate, fit
-from rarebit.data.dataset import shuffled_order
+from rarebit.data.order import shuffled_order
 from rarebit.errors import NotEnoughMemoryError, TrainingError
 from rarebit.models.deepfm import DeepFM
 from rarebit.models.fm import FM

@@ -28,7 +28,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from rarebit.bench._frame import BenchResult, Say, measure, timing_figures
 from rarebit.bench._machine import OtherLoad
-from rarebit.data.dataset import Batch, Dataset, shuffled_order
+from rarebit.data.dataset import Batch, Dataset
+from rarebit.data.order import shuffled_order
 from rarebit.data.synthetic import SyntheticLog, generate
 from rarebit.models._mlp import MLP
 from rarebit.models.deepfm import DeepFM

@@ -1,19 +1,33 @@
-"""A click log in memory or on a device: column arrays, and batches by one index operation."""
+"""A click log in memory, on a device or on disk: column arrays, and batches by one index operation."""
 
-from collections.abc import Iterator, Mapping
+import os
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-import numpy as np
 import torch
 from numpy.typing import ArrayLike
 from torch import Tensor
 
-from rarebit.data.schema import PADDING, Field, Schema
+from rarebit.data.arrays import (
+    check_ids,
+    check_same_length,
+    field_columns,
+    infer_schema,
+    to_floats,
+    to_ids,
+    to_tensor,
+)
+from rarebit.data.folder import PreparedFolder
+from rarebit.data.order import batch_bounds, chunk_plan, chunk_shuffled_order, shuffled_order
+from rarebit.data.schema import PADDING, Schema, SomeEncoder
 from rarebit.errors import DataError
-from rarebit.settings import require, suggest
+from rarebit.settings import suggest
 
-__all__ = ["Batch", "Dataset", "Splits", "batch_bounds", "shuffled_order"]
+if TYPE_CHECKING:
+    from rarebit.data.log_schema import LogSchema, Split
+
+__all__ = ["Batch", "Dataset", "Splits", "collate"]
 
 
 @dataclass(frozen=True)
@@ -42,12 +56,51 @@ class Batch:
         columns = self.ids[:, self.schema.slots[name]]
         return columns if field.kind == "multi" else columns[:, 0]
 
+    def to(self, device: torch.device | str, *, non_blocking: bool = False) -> "Batch":
+        """Return the same rows on another device."""
+        ids, numeric, label = (
+            array.to(device, non_blocking=non_blocking)
+            for array in (self.ids, self.numeric, self.label)
+        )
+        return Batch(ids, numeric, label, self.schema)
+
+    def pin_memory(self) -> "Batch":
+        """Return the same rows in memory that a GPU can copy from in the background."""
+        ids, numeric = self.ids.pin_memory(), self.numeric.pin_memory()
+        return Batch(ids, numeric, self.label.pin_memory(), self.schema)
+
+
+def collate(rows: "Batch | Sequence[Batch]") -> Batch:
+    """Return one batch of several, for a `DataLoader` over a `Dataset`.
+
+    The loader asks for a whole batch of rows at once, so it costs one index operation.
+
+    >>> from torch.utils.data import DataLoader
+    >>> data = Dataset.from_columns({"user": [0, 1, 2]}, label=[0, 1, 0])
+    >>> [len(batch) for batch in DataLoader(data, batch_size=2, collate_fn=collate)]
+    [2, 1]
+    """
+    if isinstance(rows, Batch):
+        return rows
+    if not rows or not all(isinstance(row, Batch) for row in rows):
+        raise DataError(
+            "collate takes rows of a rarebit Dataset, as data[0] gives them; encode raw rows first: "
+            "Dataset.from_frame"
+        )
+    return Batch(
+        torch.cat([row.ids for row in rows]),
+        torch.cat([row.numeric for row in rows]),
+        torch.cat([row.label for row in rows]),
+        rows[0].schema,
+    )
+
 
 class Dataset:
     """A click log as three arrays: ids `(n, num_slots)`, numbers `(n, P)` and labels `(n,)`.
 
     Ids are checked once, when the data set is made, on whatever device they are on.
 
+    >>> from rarebit import Field
     >>> schema = Schema((Field(name="user", rows=4), Field(name="age", kind="numeric")))
     >>> data = Dataset(schema, ids=[[1], [3]], numeric=[[0.5], [-1.0]], label=[0, 1])
     >>> data[torch.tensor([1])]["user"]
@@ -64,16 +117,73 @@ class Dataset:
         probability: ArrayLike | Tensor | None = None,
     ) -> None:
         self.schema = schema
-        self.ids = _ids(ids)
+        self.ids = to_ids(ids)
         n, device = self.ids.shape[0], self.ids.device
-        self.numeric = _floats("numeric", numeric, (n, len(schema.numeric_fields)), device)
-        self.label = _floats("label", label, (n,), device)
+        self.numeric = to_floats("numeric", numeric, (n, len(schema.numeric_fields)), device)
+        self.label = to_floats("label", label, (n,), device)
         self.probability = (
-            None if probability is None else _floats("probability", probability, (n,), device)
+            None if probability is None else to_floats("probability", probability, (n,), device)
         )
         """The true chance of a click, where it is known: the data was generated."""
+        self.chunks: tuple[int, int] | None = None
+        """Rows of a chunk, and chunks mixed at once, for data on disk that does not fit in memory."""
+        self.parts: Splits | None = None
+        """The parts that the rows were divided into when they were prepared."""
+        self.known_counts: Mapping[str, Tensor] | None = None
+        """How often each id occurs, where that was counted when the rows were prepared."""
         _check_not_empty(self)
-        _check_range(self)
+        check_ids(schema, self.ids)
+
+    @classmethod
+    def open(
+        cls,
+        folder: str | os.PathLike[str],
+        *,
+        verify: bool = False,
+        memory_bytes: int | None = None,
+    ) -> "Dataset":
+        """Open a log prepared by `rarebit data prepare`: all of its rows, and `splits` of them.
+
+        It is mapped into memory, not read, which takes milliseconds. `verify` reads it once and
+        compares checksums. Where the rows take more than half of `memory_bytes`, the machine's
+        memory if not given, an epoch mixes them in chunks that fit.
+        """
+        prepared = PreparedFolder(folder)
+        if verify:
+            prepared.verify()
+        data = _trusted(
+            prepared.schema,
+            torch.from_numpy(prepared.array("ids")),
+            torch.from_numpy(prepared.array("numeric")),
+            torch.from_numpy(prepared.array("label")).to(torch.float32),
+        )
+        if verify:
+            check_ids(data.schema, data.ids)
+        fields = prepared.schema.table_fields
+        counts = torch.from_numpy(prepared.array("counts")).split([field.rows for field in fields])
+        data.divide(prepared.rows, {field.name: n for field, n in zip(fields, counts, strict=True)})
+        for part in (data, *data.splits):
+            part.chunks = chunk_plan(len(part), part.row_bytes, memory_bytes or _physical_memory())
+        return data
+
+    @classmethod
+    def from_frame(
+        cls,
+        frame: Any,
+        label: str | None = None,
+        *,
+        schema: "LogSchema | None" = None,
+        split: "Split | None" = None,
+        like: "Dataset | None" = None,
+    ) -> "Dataset":
+        """Encode raw rows: a Polars or pandas frame, or a mapping of one array a column.
+
+        What each column is, is guessed, or said by a `schema`. Rows `like` those of another data set
+        get the ids that it gives to the same values. Needs Polars.
+        """
+        from rarebit.data.raw.frames import encode_frame
+
+        return encode_frame(frame, label, schema=schema, split=split, like=like)
 
     @classmethod
     def from_columns(
@@ -93,9 +203,9 @@ class Dataset:
         [('user', 'categorical'), ('price', 'numeric')]
         """
         tensors = {
-            name: _tensor(f"the column {name!r}", column) for name, column in columns.items()
+            name: to_tensor(f"the column {name!r}", column) for name, column in columns.items()
         }
-        schema = schema or _infer_schema(tensors)
+        schema = schema or infer_schema(tensors)
         names = [field.name for field in schema.fields]
         for name in names:
             if name not in tensors:
@@ -103,9 +213,9 @@ class Dataset:
         for name in tensors:
             if name not in names:
                 raise DataError(f"the column {name!r} is not in the schema{suggest(name, names)}")
-        _check_same_length(tensors)
-        ids = [_columns(tensors[field.name], field) for field in schema.table_fields]
-        numeric = [_columns(tensors[field.name], field) for field in schema.numeric_fields]
+        check_same_length(tensors)
+        ids = [field_columns(tensors[field.name], field) for field in schema.table_fields]
+        numeric = [field_columns(tensors[field.name], field) for field in schema.numeric_fields]
         n = len(next(iter(tensors.values())))
         return cls(
             schema,
@@ -117,8 +227,23 @@ class Dataset:
     def __len__(self) -> int:
         return self.ids.shape[0]
 
-    def __getitem__(self, rows: Tensor | slice) -> Batch:
+    def __getitem__(self, rows: Tensor | slice | int) -> Batch:
+        if isinstance(rows, int):
+            rows = slice(rows, rows + 1) if rows != -1 else slice(rows, None)
         return Batch(self.ids[rows], self.numeric[rows], self.label[rows], self.schema)
+
+    def __getitems__(self, rows: Sequence[int]) -> Batch:
+        """Return a batch of rows: what a DataLoader calls."""
+        return self[torch.as_tensor(rows)]
+
+    @property
+    def splits(self) -> "Splits":
+        """The rows for training, to choose by, and to report on, where the log was prepared with them."""
+        if self.parts is None:
+            raise DataError(
+                "these rows are not split; Dataset.open and Dataset.from_frame give splits"
+            )
+        return self.parts
 
     @property
     def device(self) -> torch.device:
@@ -131,16 +256,29 @@ class Dataset:
         arrays = [self.ids, self.numeric, self.label, self.probability]
         return sum(array.nbytes for array in arrays if array is not None)
 
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of one row."""
+        return 4 * (self.ids.shape[1] + self.numeric.shape[1] + 1)
+
     def to(self, device: torch.device | str) -> "Dataset":
         """Return the same data on another device; itself where it already is."""
         if torch.device(device) == self.device:
             return self
-        moved = object.__new__(Dataset)  # checked already
-        moved.schema = self.schema
-        moved.ids, moved.numeric = self.ids.to(device), self.numeric.to(device)
-        moved.label = self.label.to(device)
+        moved = _trusted(
+            self.schema, self.ids.to(device), self.numeric.to(device), self.label.to(device)
+        )
         moved.probability = None if self.probability is None else self.probability.to(device)
         return moved
+
+    def order(self, *, seed: int, epoch: int) -> Tensor:
+        """Return the order in which an epoch reads the rows: a permutation, on the data's device."""
+        if self.chunks is None:
+            return shuffled_order(len(self), seed=seed, epoch=epoch, device=self.device)
+        chunk_rows, chunks_at_once = self.chunks
+        return chunk_shuffled_order(
+            len(self), seed=seed, epoch=epoch, chunk_rows=chunk_rows, chunks_at_once=chunks_at_once
+        )
 
     def batches(self, batch_size: int, order: Tensor | None = None) -> Iterator[Batch]:
         """Yield batches in the given order of rows, or as they lie. The last is never a single row."""
@@ -154,6 +292,8 @@ class Dataset:
         >>> data.counts()["user"]
         tensor([1, 0, 2])
         """
+        if self.known_counts is not None:
+            return {name: count.to(self.device) for name, count in self.known_counts.items()}
         counts = {}
         for field in self.schema.table_fields:
             ids = self.ids[:, self.schema.slots[field.name]].reshape(-1)
@@ -161,6 +301,31 @@ class Dataset:
             if field.kind == "multi":
                 counts[field.name][PADDING] = 0
         return counts
+
+    def in_memory(self, encoder: SomeEncoder | None = None) -> "Dataset":
+        """Return the same data read into memory, so that it outlives its folder."""
+        schema = self.schema.with_encoder(encoder)
+        data = _trusted(schema, self.ids.clone(), self.numeric.clone(), self.label.clone())
+        if self.parts is not None:
+            data.divide([len(part) for part in self.parts], self.parts.train.known_counts)
+        return data
+
+    def divide(self, rows: Sequence[int], counts: Mapping[str, Tensor] | None) -> None:
+        """Take the first rows for training, the next to choose, the last to report."""
+        train, valid, _ = rows
+        self.parts = Splits(
+            self._rows(0, train),
+            self._rows(train, train + valid),
+            self._rows(train + valid, len(self)),
+        )
+        if counts is not None:
+            self.parts.train.known_counts = {name: count.clone() for name, count in counts.items()}
+
+    def _rows(self, start: int, stop: int) -> "Dataset":
+        """Return neighbouring rows as a data set that shares their memory; there may be none."""
+        return _trusted(
+            self.schema, self.ids[start:stop], self.numeric[start:stop], self.label[start:stop]
+        )
 
 
 class Splits(NamedTuple):
@@ -171,137 +336,17 @@ class Splits(NamedTuple):
     test: Dataset
 
 
-def batch_bounds(num_rows: int, batch_size: int) -> list[tuple[int, int]]:
-    """Return where each batch starts and stops. A single last row joins the batch before it.
-
-    Batch normalisation has no variance on one row, so no batch is ever one row by accident.
-
-    >>> batch_bounds(9, 4)
-    [(0, 4), (4, 9)]
-    """
-    require(batch_size >= 1, f"batch_size must be at least 1, got batch_size={batch_size}")
-    bounds = [
-        (start, min(start + batch_size, num_rows)) for start in range(0, num_rows, batch_size)
-    ]
-    if len(bounds) > 1 and bounds[-1][1] - bounds[-1][0] == 1:
-        last = bounds.pop()
-        bounds[-1] = (bounds[-1][0], last[1])
-    return bounds
+def _trusted(schema: Schema, ids: Tensor, numeric: Tensor, label: Tensor) -> Dataset:
+    """Return a data set of arrays that were checked before."""
+    data = object.__new__(Dataset)
+    data.schema, data.ids, data.numeric, data.label = schema, ids, numeric, label
+    data.probability = data.chunks = data.parts = data.known_counts = None
+    return data
 
 
-def shuffled_order(
-    num_rows: int, *, seed: int, epoch: int, device: torch.device | str = "cpu"
-) -> Tensor:
-    """Return the order of the rows in one epoch: a permutation that seed and epoch decide.
-
-    It is drawn on the device, whose kind has its own random numbers.
-    """
-    # torch's generator looks at 32 bits of its seed only, so seed and epoch are mixed into them
-    mixed = np.random.SeedSequence([seed, epoch]).generate_state(1)
-    generator = torch.Generator(device).manual_seed(int(mixed[0]))
-    return torch.randperm(num_rows, generator=generator, device=device)
-
-
-def _tensor(name: str, values: ArrayLike | Tensor) -> Tensor:
-    """Return the values as a tensor of a type that torch can compute with."""
-    if isinstance(values, Tensor):
-        if values.is_complex():
-            raise DataError(f"{name} must hold integers or floats, got {values.dtype}")
-        is_wide = values.dtype in (torch.uint16, torch.uint32, torch.uint64)
-        return values.long() if is_wide else values
-    array = np.asarray(values)
-    if array.dtype.kind not in "biuf":
-        raise DataError(
-            f"{name} must hold integers or floats, got {array.dtype}; encode strings as ids first"
-        )
-    # a copy where the array is read-only, which a tensor cannot be
-    return torch.from_numpy(np.require(array, _torch_dtype(array.dtype), ["C", "W"]))
-
-
-def _torch_dtype(dtype: np.dtype[Any]) -> np.dtype[Any]:
-    """Return the closest type that torch can compute with, in this machine's byte order."""
-    if dtype.kind == "u" and dtype.itemsize > 1:
-        return np.dtype(np.int64)
-    if dtype.kind == "f" and dtype.itemsize > 8:
-        return np.dtype(np.float64)
-    return dtype.newbyteorder("=")
-
-
-def _ids(values: ArrayLike | Tensor) -> Tensor:
-    ids = _tensor("ids", values)
-    if ids.is_floating_point() or ids.dtype == torch.bool:
-        raise DataError(
-            f"ids must be integers, got {ids.dtype}; floats cannot hold large ids exactly"
-        )
-    if ids.dim() != 2:
-        raise DataError(f"ids must be (rows, slots), got the shape {tuple(ids.shape)}")
-    if ids.numel() and ids.dtype != torch.int32:
-        for extreme in (int(bound) for bound in ids.aminmax()):
-            if not -(1 << 31) <= extreme < 1 << 31:
-                raise DataError(f"ids must fit 32 bits, got {extreme}")
-    return ids.to(torch.int32)
-
-
-def _floats(
-    name: str, values: ArrayLike | Tensor | None, shape: tuple[int, ...], device: torch.device
-) -> Tensor:
-    if values is None:
-        return torch.zeros(shape, device=device)
-    floats = _tensor(name, values).to(device, torch.float32)
-    if tuple(floats.shape) != shape:
-        raise DataError(f"{name} must have the shape {shape}, got {tuple(floats.shape)}")
-    if not bool(torch.isfinite(floats).all()):
-        row = int((~torch.isfinite(floats.reshape(shape[0], -1)).all(dim=1)).nonzero()[0])
-        raise DataError(
-            f"{name} must be finite, got {floats[row].tolist()} in row {row}; "
-            "fill or drop missing numbers first"
-        )
-    return floats
-
-
-def _infer_schema(tensors: Mapping[str, Tensor]) -> Schema:
-    fields = []
-    for name, column in tensors.items():
-        if column.is_floating_point():
-            fields.append(Field(name=name, kind="numeric"))
-            continue
-        rows = max(int(column.max()), 0) + 1 if column.numel() else 1
-        if column.dim() == 2:
-            length = column.shape[1]
-            fields.append(Field(name=name, kind="multi", rows=rows, max_length=length))
-        else:
-            fields.append(Field(name=name, rows=rows))
-    return Schema(tuple(fields))
-
-
-def _columns(column: Tensor, field: Field) -> Tensor:
-    """Return one field's array as `(n, slots)`, or say what is wrong with it."""
-    is_float = column.is_floating_point()
-    if field.kind == "numeric":
-        if column.dim() != 1:
-            raise DataError(f"{field.name!r} is numeric: one number a row, got {column.dim()} axes")
-        return column[:, None].to(torch.float32)
-    if is_float or column.dtype == torch.bool:
-        raise DataError(f"{field.name!r} is {field.kind}: ids are integers, got {column.dtype}")
-    if field.kind == "multi":
-        if column.dim() != 2 or column.shape[1] != field.max_length:
-            raise DataError(
-                f"{field.name!r} is multi-valued: ids (n, {field.max_length}), "
-                f"got {tuple(column.shape)}; fill shorter rows with 0"
-            )
-        return column
-    if column.dim() != 1:
-        raise DataError(f"{field.name!r} is categorical: one id a row, got {tuple(column.shape)}")
-    return column[:, None]
-
-
-def _check_same_length(tensors: Mapping[str, Tensor]) -> None:
-    for name, column in tensors.items():
-        if column.dim() == 0:
-            raise DataError(f"the column {name!r} needs one value a row, got a single number")
-    lengths = {name: len(column) for name, column in tensors.items()}
-    if len(set(lengths.values())) > 1:
-        raise DataError(f"all columns must have the same number of rows, got {lengths}")
+def _physical_memory() -> int:
+    """Return the bytes of the machine's memory: what is free now would give every run its own order."""
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def _check_not_empty(data: Dataset) -> None:
@@ -311,23 +356,3 @@ def _check_not_empty(data: Dataset) -> None:
         raise DataError(
             f"the schema has {data.schema.num_slots} slots, got ids with {data.ids.shape[1]} columns"
         )
-
-
-def _check_range(data: Dataset) -> None:
-    """Name the first id that no table has a row for. One pass, one synchronisation."""
-    if data.schema.num_slots == 0:
-        return
-    lowest, highest = torch.aminmax(data.ids, dim=0)
-    extremes = torch.stack([lowest, highest]).tolist()
-    for field in data.schema.table_fields:
-        for column in range(
-            data.schema.slots[field.name].start, data.schema.slots[field.name].stop
-        ):
-            if extremes[0][column] < 0 or extremes[1][column] >= field.rows:
-                ids = data.ids[:, column]
-                row = int(((ids < 0) | (ids >= field.rows)).nonzero()[0])
-                raise DataError(
-                    f"field {field.name!r} has a table of {field.rows} rows, so ids lie in "
-                    f"[0, {field.rows - 1}]; row {row} holds {int(ids[row])}. Map unseen values to "
-                    "the unknown id, or give the field more rows"
-                )

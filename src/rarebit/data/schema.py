@@ -9,16 +9,18 @@ reserves the first three ids of each field:
     3  FIRST_VALUE  the first real value
 """
 
+import dataclasses
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, Literal
+from pathlib import Path
+from typing import Any, Literal, Protocol
 
 from rarebit.errors import DataError
 from rarebit.settings import check_types, from_mapping, require, suggest, to_mapping
 
-__all__ = ["FIRST_VALUE", "MISSING", "PADDING", "UNKNOWN", "Field", "Schema"]
+__all__ = ["FIRST_VALUE", "MISSING", "PADDING", "UNKNOWN", "Field", "Schema", "SomeEncoder"]
 
 PADDING, UNKNOWN, MISSING, FIRST_VALUE = range(4)
 
@@ -30,7 +32,7 @@ class Field:
     """One column of a click log.
 
     >>> Field(name="user", rows=5003)
-    Field(name='user', kind='categorical', rows=5003, max_length=1, pooling='mean')
+    Field(name='user', kind='categorical', rows=5003, max_length=1, pooling='mean', vocabulary='')
     """
 
     name: str
@@ -43,6 +45,9 @@ class Field:
     """Most ids in one row of the log; above 1 for multi-valued fields only."""
     pooling: Literal["mean", "sum"] = "mean"
     """How the rows of a multi-valued field become one."""
+    vocabulary: str = ""
+    """A mark of the raw values behind its ids; empty where they are not known. Two fields of other
+    marks give other ids to the same value, so a model of one must not score rows of the other."""
 
     def __post_init__(self) -> None:
         check_types(self, where=str(self.name))
@@ -60,6 +65,13 @@ class Field:
         )
 
 
+class SomeEncoder(Protocol):
+    """What turned raw rows into ids."""
+
+    def save(self, folder: Path) -> None:
+        """Write it to a new folder."""
+
+
 @dataclass(frozen=True)
 class Schema:
     """The fields of a data set, in order. A batch of ids has one column a slot.
@@ -72,6 +84,8 @@ class Schema:
     """
 
     fields: tuple[Field, ...]
+    encoder: Any = dataclasses.field(default=None, compare=False, repr=False)
+    """What turned raw rows into these ids, a `SomeEncoder`; None where that is not known."""
 
     def __post_init__(self) -> None:
         check_types(self)
@@ -80,6 +94,11 @@ class Schema:
             name for name, n in Counter(field.name for field in self.fields).items() if n > 1
         ]
         require(not repeated, f"field names must be distinct, got {repeated} more than once")
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The names of all fields."""
+        return tuple(field.name for field in self.fields)
 
     @cached_property
     def table_fields(self) -> tuple[Field, ...]:
@@ -111,8 +130,12 @@ class Schema:
                 return field
         raise DataError(f"no field {name!r}{suggest(name, [field.name for field in self.fields])}")
 
+    def with_encoder(self, encoder: SomeEncoder | None) -> "Schema":
+        """Return the same schema with what turned raw rows into its ids."""
+        return replace(self, encoder=encoder)
+
     def to_mapping(self) -> dict[str, Any]:
-        """Return the schema as plain values."""
+        """Return the schema as plain values; what turned raw rows into ids is a file of its own."""
         return {"fields": [to_mapping(field) for field in self.fields]}
 
     @classmethod

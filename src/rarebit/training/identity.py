@@ -160,6 +160,7 @@ def _describe_data(data: Dataset) -> dict[str, Any]:
     return {
         "schema": data.schema.to_mapping(),
         "rows": len(data),
+        "chunks": None if data.chunks is None else list(data.chunks),
         "checksum": _checksum({"ids": data.ids, "numeric": data.numeric, "label": data.label}),
     }
 
@@ -236,6 +237,8 @@ def _data_differences(name: str, saved: Any, now: Any) -> list[str]:
         return [f"{what} has other fields"]
     if saved.get("rows") != now.get("rows"):
         return [f"{what} has {now.get('rows')} rows, it had {saved.get('rows')}"]
+    if saved.get("chunks") != now.get("chunks"):
+        return [f"{what} is mixed in other chunks, as the memory of the machine is another"]
     if saved.get("checksum") != now.get("checksum"):
         return [f"{what} has as many rows as before, but its values differ or lie in another order"]
     return []

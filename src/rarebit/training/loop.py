@@ -18,7 +18,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
-from rarebit.data.dataset import Dataset, batch_bounds, shuffled_order
+from rarebit.data.dataset import Dataset
+from rarebit.data.order import batch_bounds
 from rarebit.training.ema import EMA
 from rarebit.training.evaluate import evaluate
 from rarebit.training.metrics import Metrics
@@ -125,10 +126,7 @@ class TrainingLoop:
         self.step.model.train()
         train, settings = self.steps.train, self.settings
         begin, before, untold = time.perf_counter(), self.seconds, 0
-        order = shuffled_order(
-            len(train), seed=settings.seed, epoch=self.epoch, device=train.device
-        )
-        self.steps.start_epoch(order)
+        self.steps.start_epoch(train.order(seed=settings.seed, epoch=self.epoch))
         while self.batch < len(self.bounds):
             start, stop = self.bounds[self.batch]
             self.steps(start, stop)

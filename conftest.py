@@ -1,0 +1,13 @@
+"""What pytest leaves out: examples in files that read raw logs, where Polars is not installed."""
+
+import importlib.util
+
+collect_ignore_glob: list[str] = []
+if importlib.util.find_spec("polars") is None:
+    collect_ignore_glob += [
+        "src/rarebit/data/prepare.py",
+        "src/rarebit/data/raw/*",
+        "src/rarebit/data/sources/*_*.py",
+        "src/rarebit/data/sources/[a-z]*.py",
+        "src/rarebit/training/score.py",
+    ]

@@ -1,0 +1,258 @@
+"""A prepared log as a folder. Reading it needs torch and numpy only.
+
+    manifest.json    fields, rows of each part, statistics, and size and checksum of every file
+    ids.npy          int32 (rows, slots): the rows for training, then to choose, then to report
+    numeric.npy      float32 (rows, columns)
+    label.npy        uint8 (rows,)
+    counts.npy       int64: how often each id of each field occurs in training, field after field
+    schema.toml      how the log was read, to be edited and used again
+    encoder/         the vocabulary, for raw rows that come later; training does not need it
+
+The arrays are memory-mapped, so that opening takes milliseconds whatever their size.
+"""
+
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rarebit.data.schema import Schema
+from rarebit.data.statistics import DataStatistics
+from rarebit.errors import DataError
+
+__all__ = [
+    "FORMAT",
+    "ArrayWriter",
+    "PreparedFolder",
+    "StoredEncoder",
+    "new_folder",
+    "write_manifest",
+]
+
+FORMAT = 1
+MANIFEST, ENCODER, SCHEMA, BAD_ROWS = "manifest.json", "encoder", "schema.toml", "bad_rows.jsonl"
+ARRAYS = ("ids", "numeric", "label", "counts")
+
+
+@dataclass(frozen=True)
+class StoredEncoder:
+    """The encoder in a folder, not read yet: reading needs Polars, copying does not."""
+
+    folder: Path
+
+    def save(self, folder: Path) -> None:
+        """Copy it to a new folder."""
+        shutil.copytree(self.folder, folder)
+
+    def load(self) -> Any:
+        """Read it."""
+        from rarebit.data.raw.encoder import Encoder
+
+        return Encoder.open(self.folder)
+
+
+class PreparedFolder:
+    """What is in a prepared folder, without the arrays themselves."""
+
+    def __init__(self, folder: str | os.PathLike[str]) -> None:
+        self.folder = Path(folder)
+        self.manifest = _read_manifest(self.folder)
+        try:
+            self.schema = Schema.from_mapping(self.manifest["schema"]).with_encoder(
+                StoredEncoder(self.folder / ENCODER)
+            )
+            self.rows = tuple(int(rows) for rows in self.manifest["rows"])
+            self.statistics = DataStatistics.from_mapping(self.manifest["statistics"])
+            self._check_sizes()
+        except DataError:
+            raise
+        except (LookupError, TypeError, ValueError, AttributeError, OSError) as error:
+            raise DataError(f"{str(self.folder)!r} is damaged: {error}; prepare it again") from None
+
+    def _check_sizes(self) -> None:
+        if len(self.rows) != 3 or min(self.rows) < 0:
+            raise DataError(f"{str(self.folder)!r} is damaged: it has {self.rows} rows")
+        for name, file in self.manifest["files"].items():
+            path = self.folder / name
+            if not path.is_file() or path.stat().st_size != file["bytes"]:
+                raise DataError(
+                    f"{str(self.folder)!r} is damaged: {name} is missing or not as long as it was "
+                    "written; prepare it again"
+                )
+
+    def array(self, name: str) -> NDArray[Any]:
+        """Return an array, memory-mapped; what is written to it stays in this process."""
+        shape, dtype = self._expected()[name]
+        path = self.folder / f"{name}.npy"
+        try:
+            if 0 in shape:
+                array = np.load(path, allow_pickle=False)  # nothing to map
+            else:
+                array = np.load(path, mmap_mode="c", allow_pickle=False)
+        except (OSError, ValueError) as error:
+            raise DataError(f"{str(path)!r} is damaged: {error}; prepare it again") from None
+        if array.shape != shape or array.dtype != dtype or not array.flags.c_contiguous:
+            raise DataError(
+                f"{str(path)!r} holds {array.dtype} {array.shape}, where {dtype} {shape} was written; "
+                "prepare it again"
+            )
+        found: NDArray[Any] = array
+        return found
+
+    def _expected(self) -> dict[str, tuple[tuple[int, ...], Any]]:
+        rows = sum(self.rows)
+        ids = sum(field.rows for field in self.schema.table_fields)
+        return {
+            "ids": ((rows, self.schema.num_slots), np.int32),
+            "numeric": ((rows, len(self.schema.numeric_fields)), np.float32),
+            "label": ((rows,), np.uint8),
+            "counts": ((ids,), np.int64),
+        }
+
+    def verify(self) -> None:
+        """Raise when a file is not what its checksum says; it reads every byte."""
+        for name, file in self.manifest["files"].items():
+            if checksum(self.folder / name) != file["sha256"]:
+                raise DataError(
+                    f"{str(self.folder / name)!r} is damaged: it is not what its checksum says; "
+                    "prepare the log again or take another copy"
+                )
+
+
+class ArrayWriter:
+    """Writes the rows of an array in any order of places, without holding it in memory."""
+
+    def __init__(self, path: Path, shape: tuple[int, ...], dtype: Any) -> None:
+        self.file: BinaryIO = path.open("wb")
+        header = {"descr": np.lib.format.dtype_to_descr(np.dtype(dtype)), "fortran_order": False}
+        np.lib.format.write_array_header_1_0(self.file, {**header, "shape": shape})
+        self.start = self.file.tell()
+        self.row_bytes = int(np.prod(shape[1:], dtype=np.int64)) * np.dtype(dtype).itemsize
+        self.file.truncate(self.start + shape[0] * self.row_bytes)
+
+    def write(self, row: int, rows: NDArray[Any]) -> None:
+        """Write some rows from a place on."""
+        self.file.seek(self.start + row * self.row_bytes)
+        self.file.write(np.ascontiguousarray(rows).data)
+
+    def close(self) -> None:
+        """Finish the file."""
+        self.file.close()
+
+
+@contextmanager
+def new_folder(target: Path, *, overwrite: bool = False) -> Iterator[Path]:
+    """Give a folder to fill, which gets its name when all went well, and vanishes when not."""
+    if target.exists() and not (overwrite and (target / MANIFEST).exists()):
+        hint = "choose another, or overwrite it (--overwrite)"
+        if not (target / MANIFEST).exists():
+            hint = "it was not prepared by Rarebit, so it stays as it is: choose another"
+        raise DataError(f"{str(target)!r} exists already; {hint}")
+    partial = target.with_name(f".{target.name}.{os.getpid()}.partial")
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        _remove_leftovers(target)
+        partial.mkdir()
+    except OSError as error:
+        raise DataError(
+            f"cannot write to the folder {str(target.parent)!r}: {error.strerror}; choose another one"
+        ) from None
+    try:
+        yield partial
+        _move(partial, target)
+    except OSError as error:
+        raise DataError(f"cannot write {str(target)!r}: {error.strerror or error}") from error
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+def _move(partial: Path, target: Path) -> None:
+    if target.exists():
+        old = partial.with_name(f"{partial.name}.old")
+        target.rename(old)
+        partial.rename(target)
+        shutil.rmtree(old, ignore_errors=True)
+    else:
+        partial.rename(target)
+
+
+def _remove_leftovers(target: Path) -> None:
+    """Remove what killed processes left of this folder."""
+    for path in target.parent.glob(f".{target.name}.*.partial*"):
+        number = path.name.removeprefix(f".{target.name}.").split(".")[0]
+        if number.isdigit() and not _is_running(int(number)):
+            shutil.rmtree(path, ignore_errors=True)
+
+
+def _is_running(process: int) -> bool:
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return False
+    except OSError:
+        return True
+    return True
+
+
+def write_manifest(folder: Path, values: Mapping[str, Any]) -> None:
+    """Write the manifest, last of all: a folder without it is none."""
+    from rarebit import __version__
+
+    files = {
+        path.relative_to(folder).as_posix(): path
+        for path in sorted(folder.rglob("*"))
+        if path.is_file()
+    }
+    described = {
+        name: {"bytes": path.stat().st_size, "sha256": checksum(path)}
+        for name, path in files.items()
+    }
+    manifest = {"format": FORMAT, "rarebit": __version__, **values, "files": described}
+    manifest["manifest_sha256"] = _own_checksum(manifest)
+    text = json.dumps(manifest, indent=1, ensure_ascii=False) + "\n"
+    (folder / MANIFEST).write_text(text, encoding="utf-8")
+
+
+def checksum(path: Path) -> str:
+    """Return the SHA-256 of a file."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _read_manifest(folder: Path) -> dict[str, Any]:
+    path = folder / MANIFEST
+    try:
+        manifest = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise DataError(
+            f"{str(folder)!r} holds no prepared log: {MANIFEST} is missing; make one with "
+            "rarebit data prepare"
+        ) from None
+    except OSError as error:
+        raise DataError(f"cannot read {str(path)!r}: {error.strerror}") from None
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"{str(path)!r} is damaged: {error}; prepare the log again") from None
+    if not isinstance(manifest, dict) or not isinstance(manifest.get("format"), int):
+        raise DataError(f"{str(path)!r} does not describe a prepared log")
+    if manifest["format"] > FORMAT:
+        raise DataError(
+            f"{str(folder)!r} was prepared in format {manifest['format']} by Rarebit "
+            f"{manifest.get('rarebit')}; this version reads up to format {FORMAT}: upgrade it"
+        )
+    if manifest.get("manifest_sha256") != _own_checksum(manifest):
+        raise DataError(f"{str(path)!r} is damaged: it is not what its checksum says")
+    return manifest
+
+
+def _own_checksum(manifest: Mapping[str, Any]) -> str:
+    said = {key: value for key, value in manifest.items() if key != "manifest_sha256"}
+    text = json.dumps(said, sort_keys=True, separators=(",", ":"))
+    return hashlib.sha256(text.encode()).hexdigest()

@@ -1,0 +1,167 @@
+"""The calls that prepare a log: a file of one's own, or one of the well-known sets."""
+
+import os
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+from rarebit.data.dataset import Dataset
+from rarebit.data.log_schema import SPLIT_NAMES, LogSchema, Split
+from rarebit.data.sources import find_source
+from rarebit.errors import SettingsError
+from rarebit.settings import suggest
+
+if TYPE_CHECKING:  # reading raw logs needs Polars, importing this does not
+    from rarebit.data.raw.bad_rows import BadRows
+    from rarebit.data.raw.chunk import RawChunk
+    from rarebit.data.raw.infer import Inferred
+    from rarebit.data.raw.text import TextFormat
+
+__all__ = ["infer_log", "prepare", "prepare_source"]
+
+SAMPLE_ROWS = 20_000
+
+PathLike = str | os.PathLike[str]
+Progress = Callable[[str, int, int], None]
+"""Told what is going on ("reading", "writing"), how much of it is done, and of how much."""
+
+
+def no_progress(stage: str, done: int, total: int) -> None:
+    """Tell nobody."""
+
+
+def prepare(
+    log: PathLike | Mapping[str, PathLike],
+    out: PathLike,
+    *,
+    label: str | None = None,
+    schema: LogSchema | None = None,
+    split: Split | None = None,
+    format: "TextFormat | None" = None,
+    bad_rows: Literal["stop", "aside"] = "stop",
+    overwrite: bool = False,
+    progress: Progress = no_progress,
+) -> Dataset:
+    r"""Encode a CSV, TSV or Parquet log into a folder that trains, and open it.
+
+    What the columns are is guessed from the first rows, with `label` as the label, unless a `schema`
+    says it. A mapping of "train", "valid" and "test" to files is a log that is split already.
+
+    >>> import tempfile
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     log = Path(folder) / "clicks.csv"
+    ...     _ = log.write_text("user,click\n" + "ann,0\nbob,1\n" * 20)
+    ...     data = prepare(log, Path(folder) / "clicks", label="click")
+    >>> len(data), data.schema["user"].rows
+    (40, 5)
+    """
+    from rarebit.data.raw.bad_rows import BadRows
+    from rarebit.data.raw.encode import Origin, encode_log
+
+    files = _files(log)
+    if "" not in files:
+        split = Split(kind="given")
+    if schema is None:
+        schema = infer_log(next(iter(files.values())), label, split=split, format=format).schema
+    elif split is not None:
+        schema = schema.with_split(split)
+    bad = BadRows(bad_rows)
+    chunks = _read(files, schema, bad, format, progress)
+    origin = Origin(name=", ".join(path.name for path in files.values()))
+    encode_log(chunks, schema, out, origin=origin, bad=bad, overwrite=overwrite, progress=progress)
+    return Dataset.open(out)
+
+
+def prepare_source(
+    name: str,
+    folder: PathLike,
+    out: PathLike,
+    *,
+    protocol: str = "",
+    bad_rows: Literal["stop", "aside"] = "aside",
+    overwrite: bool = False,
+    progress: Progress = no_progress,
+) -> Dataset:
+    """Encode one of the well-known sets from its files, by a protocol of its papers, and open it.
+
+    Their files have broken lines that nobody can mend, so those are set aside.
+
+    >>> prepare_source("movielens", "ml-1m", "data/ml-1m")
+    Traceback (most recent call last):
+    ...
+    rarebit.errors.SettingsError: unknown source 'movielens'; ...
+    """
+    from rarebit.data.raw.bad_rows import BadRows
+    from rarebit.data.raw.encode import Origin, encode_log
+
+    source = find_source(name)
+    bad = BadRows(bad_rows)
+    chunks = source.rows(Path(folder), bad, lambda done, total: progress("reading", done, total))
+    origin = Origin(name=name, notes=source.notes(protocol))
+    schema = source.schema(protocol)
+    encode_log(chunks, schema, out, origin=origin, bad=bad, overwrite=overwrite, progress=progress)
+    return Dataset.open(out)
+
+
+def infer_log(
+    log: PathLike,
+    label: str | None,
+    *,
+    split: Split | None = None,
+    format: "TextFormat | None" = None,
+) -> "Inferred":
+    """Guess what the columns of a log are, from its first rows."""
+    import polars as pl
+
+    from rarebit.data.raw.bad_rows import BadRows
+    from rarebit.data.raw.infer import infer_schema
+    from rarebit.data.raw.readers import read_raw
+
+    if not label:
+        raise SettingsError("which column is the label? Name it (--label click), or give a schema")
+    frames, rows = [], 0
+    bad = BadRows()
+    for chunk in read_raw(Path(log), None, bad, format=format, block_bytes=1 << 20):
+        frames.append(chunk.frame)
+        rows += chunk.frame.height
+        if rows >= SAMPLE_ROWS:
+            break
+    if not frames:
+        bad.raise_if_any()  # a few bad rows are told later, when the log is encoded
+    return infer_schema(pl.concat(frames).head(SAMPLE_ROWS), label, split=split)
+
+
+def _files(log: PathLike | Mapping[str, PathLike]) -> dict[str, Path]:
+    """Return the files by the part they are for; one file for all parts has the part ""."""
+    if not isinstance(log, Mapping):
+        return {"": Path(log)}
+    for part in log:
+        if part not in SPLIT_NAMES:
+            raise SettingsError(f"unknown part {part!r}{suggest(part, SPLIT_NAMES)}")
+    if "train" not in log:
+        raise SettingsError("a log in several files needs one for train")
+    return {part: Path(log[part]) for part in SPLIT_NAMES if part in log}
+
+
+def _read(
+    files: Mapping[str, Path],
+    schema: LogSchema,
+    bad: "BadRows",
+    format: "TextFormat | None",
+    progress: Progress,
+) -> "Iterator[RawChunk]":
+    """Yield the rows of all files, one file after the other."""
+    from rarebit.data.raw.readers import read_raw
+
+    counts = [c.name for c in schema.columns if c.kind == "numeric" and not c.is_number]
+    for part, path in files.items():
+        yield from read_raw(
+            path,
+            schema.columns_read,
+            bad,
+            format=format,
+            integers=[schema.label, *counts],
+            missing=schema.missing,
+            progress=lambda done, total: progress("reading", done, total),
+            part=part,
+        )

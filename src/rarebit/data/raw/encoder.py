@@ -1,0 +1,221 @@
+"""What turns raw rows into ids, as it was when a log was prepared: schema, vocabularies, scales.
+
+A prepared folder has it, and so has every model trained on one: new raw rows can be scored.
+
+    encoder/encoder.json          the schema, the scales of numbers, the edges of bins
+    encoder/values-000.parquet    the values of a vocabulary, in the order of their ids
+"""
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import polars as pl
+from numpy.typing import NDArray
+
+from rarebit.data.log_schema import Column, LogSchema
+from rarebit.data.raw.bad_rows import BadRows
+from rarebit.data.raw.chunk import RawChunk
+from rarebit.data.raw.coding import RowCoder
+from rarebit.data.raw.finisher import Finisher
+from rarebit.data.raw.vocabulary import digest
+from rarebit.data.schema import FIRST_VALUE, UNKNOWN, Field, Schema
+from rarebit.errors import DataError
+
+__all__ = ["EncodedRows", "Encoder", "unknown_values"]
+
+FORMAT = 1
+DESCRIPTION = "encoder.json"
+
+
+@dataclass(frozen=True)
+class EncodedRows:
+    """Some rows as a model takes them."""
+
+    ids: NDArray[np.int32]
+    numeric: NDArray[np.float32]
+    label: NDArray[np.uint8]
+    """Empty where the rows have no label."""
+    kept: NDArray[np.bool_] | None = None
+    """Which of the raw rows these are, where some were bad."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Encoder:
+    """Turns raw rows into ids and numbers, and back."""
+
+    schema: LogSchema
+    values: Mapping[str, pl.Series] = field(repr=False)
+    """For each vocabulary, its values in the order of their ids."""
+    scales: Mapping[str, tuple[float, float]] = field(default_factory=dict)
+    """For each standardised column, mean and standard deviation of its training rows."""
+    edges: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
+    """For each column of quantile bins, where one bin ends and the next begins."""
+
+    @cached_property
+    def fields(self) -> Schema:
+        """The schema that a model is built with."""
+        return Schema(
+            tuple(
+                self._field(column)
+                for column in self.schema.columns
+                if column.has_ids or column.kind == "numeric"
+            ),
+            encoder=self,
+        )
+
+    def _field(self, column: Column) -> Field:
+        mark = self._mark(column)
+        if not column.has_ids:
+            return Field(name=column.name, kind="numeric", vocabulary=mark)
+        return Field(
+            name=column.name,
+            kind="multi" if column.kind == "multi" else "categorical",
+            rows=FIRST_VALUE + self.num_values(column),
+            max_length=column.max_length,
+            pooling=column.pooling,
+            vocabulary=mark,
+        )
+
+    def kind_of(self, name: str) -> str:
+        """Return what a column is, in a word for people."""
+        column = self.schema[name]
+        return "binned" if column.kind == "numeric" and column.has_ids else column.kind
+
+    def num_values(self, column: Column) -> int:
+        """Return how many ids a column has for real values."""
+        if column.buckets is not None:
+            return column.buckets
+        if column.name in self.edges:
+            return len(self.edges[column.name]) + 1
+        return len(self.values[column.vocabulary_name])
+
+    def _mark(self, column: Column) -> str:
+        """Return a checksum of all that decides which id a value of the column gets."""
+        parts: list[Any] = [column.kind, column.treatment, column.buckets, column.separator]
+        parts += [self.scales.get(column.name), self.edges.get(column.name)]
+        if column.vocabulary_name in self.values and column.has_ids:
+            parts.append(self._digests[column.vocabulary_name])
+        return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:16]
+
+    @cached_property
+    def _digests(self) -> dict[str, str]:
+        return {name: digest(values) for name, values in self.values.items()}
+
+    def columns_read(self, *, with_label: bool) -> list[str]:
+        """Return the columns that raw rows need, with or without the label."""
+        names = [name for name in self.schema.columns_read if name in self._used]
+        return [self.schema.label, *names] if with_label else names
+
+    @cached_property
+    def _used(self) -> frozenset[str]:
+        return frozenset(found.name for found in self.fields.fields)
+
+    def encode(self, chunk: RawChunk, bad: BadRows, *, with_label: bool = False) -> EncodedRows:
+        """Return raw rows as ids and numbers; bad rows are left out and handed over."""
+        coder = RowCoder(self.schema, self._enums, with_label=with_label, with_key=False)
+        coded = coder.code(chunk, bad)
+        ids, numeric = Finisher(self.schema, None, self.scales, self.edges)(coded)
+        return EncodedRows(ids, numeric, coded.label, coded.kept)
+
+    @cached_property
+    def _enums(self) -> dict[str, pl.DataType]:
+        return {name: pl.Enum(values) for name, values in self.values.items()}
+
+    def decode(self, ids: NDArray[np.int32]) -> pl.DataFrame:
+        """Return the raw values of ids `(rows, slots)`: null where missing, "<unknown>" for those
+        without an id, the number of the bucket or bin where a column is hashed or cut by quantiles.
+        """
+        columns: dict[str, pl.Series] = {}
+        for column in self.schema.id_columns:
+            slots = self.fields.slots[column.name]
+            texts = [self._texts(column, ids[:, slot]) for slot in range(slots.start, slots.stop)]
+            if column.kind == "multi":
+                columns[column.name] = pl.select(
+                    pl.concat_list(texts).list.drop_nulls()
+                ).to_series()
+            else:
+                columns[column.name] = texts[0]
+        return pl.DataFrame(columns)
+
+    def _texts(self, column: Column, ids: NDArray[np.int32]) -> pl.Series:
+        if column.vocabulary_name in self.values and column.buckets is None:
+            values = self.values[column.vocabulary_name]
+        else:
+            values = pl.Series([str(number) for number in range(self.num_values(column))])
+        texts = pl.concat(
+            [pl.Series([None, "<unknown>", None], dtype=pl.String), values.cast(pl.String)]
+        )
+        return texts.gather(pl.Series(ids))
+
+    def save(self, folder: Path) -> None:
+        """Write it to a folder, which must not exist."""
+        folder.mkdir(parents=True)
+        files = {}
+        for number, (name, values) in enumerate(self.values.items()):
+            files[name] = f"values-{number:03}.parquet"
+            pl.DataFrame({"value": values.cast(pl.String)}).write_parquet(folder / files[name])
+        description = {
+            "format": FORMAT,
+            "schema": self.schema.to_mapping(),
+            "scales": {name: list(scale) for name, scale in self.scales.items()},
+            "edges": {name: list(edges) for name, edges in self.edges.items()},
+            "values": files,
+            "digests": self._digests,
+        }
+        text = json.dumps(description, indent=1, ensure_ascii=False) + "\n"
+        (folder / DESCRIPTION).write_text(text, encoding="utf-8")
+
+    @classmethod
+    def open(cls, folder: Path) -> "Encoder":
+        """Read it back from a folder."""
+        try:
+            description = json.loads((folder / DESCRIPTION).read_text(encoding="utf-8"))
+            _check_format(folder, description["format"])
+            encoder = cls(
+                schema=LogSchema.from_mapping(description["schema"]),
+                values={
+                    name: pl.read_parquet(folder / Path(file).name)["value"]
+                    for name, file in description["values"].items()
+                },
+                scales={name: (mean, std) for name, (mean, std) in description["scales"].items()},
+                edges={name: tuple(edges) for name, edges in description["edges"].items()},
+            )
+        except DataError:
+            raise
+        except FileNotFoundError as error:
+            raise DataError(f"{str(folder)!r} holds no vocabulary: {error}") from None
+        except (
+            OSError,
+            ValueError,
+            LookupError,
+            TypeError,
+            AttributeError,
+            pl.exceptions.PolarsError,
+        ) as error:
+            raise DataError(f"the vocabulary in {str(folder)!r} is damaged: {error}") from None
+        for name, wanted in description["digests"].items():
+            if encoder._digests.get(name) != wanted:
+                raise DataError(f"the vocabulary {name!r} in {str(folder)!r} is damaged")
+        return encoder
+
+
+def _check_format(folder: Path, version: int) -> None:
+    if version > FORMAT:
+        raise DataError(
+            f"{str(folder)!r} was written in format {version}; this version reads up to {FORMAT}: "
+            "upgrade it"
+        )
+
+
+def unknown_values(schema: Schema, ids: NDArray[np.int32]) -> dict[str, int]:
+    """Return how many values of each field are unknown."""
+    return {
+        field.name: int((ids[:, schema.slots[field.name]] == UNKNOWN).sum())
+        for field in schema.table_fields
+    }
