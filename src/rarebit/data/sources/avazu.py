@@ -1,0 +1,57 @@
+"""Avazu's mobile ads (Kaggle, 2014): 40.4 M ads shown over ten days, clicked or not.
+
+    click     the label
+    hour      YYMMDDHH, as it is: one of about 240 values
+    the rest  categories, anonymised
+    id        of the row, left out
+
+Comma-separated with a header, in the order of time.
+"""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import ClassVar, Literal
+
+from rarebit.data.log_schema import Column, LogSchema
+from rarebit.data.raw.bad_rows import BadRows
+from rarebit.data.raw.chunk import RawChunk
+from rarebit.data.raw.readers import read_raw
+from rarebit.data.raw.text import TextFormat
+from rarebit.data.sources._base import Progress, Source
+
+__all__ = ["Avazu"]
+
+FIELDS = (
+    *("hour", "C1", "banner_pos", "site_id", "site_domain", "site_category"),
+    *("app_id", "app_domain", "app_category", "device_id", "device_ip", "device_model"),
+    *("device_type", "device_conn_type", *(f"C{i}" for i in range(14, 22))),
+)
+
+
+def _schema(min_count: int, counts: Literal["train", "all"]) -> LogSchema:
+    columns = tuple(Column(name=name, min_count=min_count) for name in FIELDS)
+    return LogSchema(label="click", columns=columns, counts=counts)
+
+
+class Avazu(Source):
+    """Avazu's mobile ads."""
+
+    title = "Avazu mobile ads, 22 fields: an ad that was shown, clicked or not"
+    publisher = "Avazu as the Kaggle click-through rate prediction challenge (train.gz)"
+    files = ("train.csv or train.gz",)
+    facts = ("The hour of the day and the day are one value, YYMMDDHH, as in the papers.",)
+    protocols: ClassVar[dict[str, LogSchema]] = {
+        "clean": _schema(10, "train"),
+        "pep": _schema(10, "all"),
+        "me": _schema(4, "all"),
+    }
+
+    def rows(
+        self, folder: Path, bad: BadRows, progress: Progress | None = None
+    ) -> Iterator[RawChunk]:
+        """Yield the ads; `folder` may be the file itself."""
+        path = self.only_file(folder, ("train.csv", "train.gz", "train.csv.*", "train"))
+        columns = ("click", *FIELDS)
+        return read_raw(
+            path, columns, bad, format=TextFormat(), integers=("click",), progress=progress
+        )

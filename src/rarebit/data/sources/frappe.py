@@ -1,0 +1,106 @@
+"""Frappe (https://arxiv.org/abs/1505.03014): which app a user opened, in which situation, or did not.
+
+Every one of the 96,203 logged uses is a positive row. Two negative rows follow each: the same user
+and situation with an app drawn by `seed`, uniformly and independently, from all apps of the log that
+this user never opened. That is how the often used 288,609 rows came to be (He and Chua 2017).
+
+    cost    belongs to the app, not to the situation: a negative row has the cost of its own app
+
+NOTE[DIFF]: the published negatives keep the cost of the use they were drawn for, so a paid app
+marked "free" can only be a negative: the label leaks.
+"""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import ClassVar
+
+import numpy as np
+import polars as pl
+
+from rarebit.data.log_schema import Column, LogSchema, Split
+from rarebit.data.raw.bad_rows import BadRows
+from rarebit.data.raw.chunk import Place, RawChunk
+from rarebit.data.raw.readers import read_raw
+from rarebit.data.raw.text import TextFormat
+from rarebit.data.sources._base import Progress, Source, set_aside
+from rarebit.data.sources._negatives import negatives
+
+__all__ = ["Frappe"]
+
+NEGATIVES = 2
+SITUATION = ("daytime", "weekday", "isweekend", "homework", "cost", "weather", "country", "city")
+FIELDS = ("user", "item", *SITUATION)
+COLUMNS = tuple(Column(name=name) for name in FIELDS)
+
+
+class Frappe(Source):
+    """Frappe, with two negatives for each use."""
+
+    title = "Frappe, ten fields: an app that a user opened in a situation, or did not"
+    publisher = "Baltrunas et al. (Telefonica Research) as frappe.zip"
+    files = ("frappe.csv",)
+    facts = (
+        (
+            "Every logged use is positive. Two negatives follow each: the same user and situation, "
+            "and an app drawn uniformly from those that the user never opened."
+        ),
+        (
+            "A negative has the cost of its own app. The negatives published elsewhere kept the cost "
+            "of the use, which gives the label away."
+        ),
+    )
+    protocols: ClassVar[dict[str, LogSchema]] = {
+        "clean": LogSchema(label="label", columns=COLUMNS),
+        "nfm": LogSchema(
+            label="label",
+            columns=COLUMNS,
+            split=Split(shares=(0.7, 0.2, 0.1)),
+            counts="all",
+            unknown_share=0.0,
+        ),
+    }
+    seed: ClassVar[int] = 0
+    """Draws the negatives."""
+
+    def rows(
+        self, folder: Path, bad: BadRows, progress: Progress | None = None
+    ) -> Iterator[RawChunk]:
+        """Yield each use followed by its negatives."""
+        path = self.only_file(folder, self.files)
+        tabs = TextFormat(separator="\t", quote="")
+        chunks = [
+            set_aside(
+                chunk, _all_known(chunk.frame, ("user", "item")), bad, "a use without user or item"
+            )
+            for chunk in read_raw(path, FIELDS, bad, format=tabs, progress=progress)
+        ]
+        uses = pl.concat([chunk.frame for chunk in chunks])
+        apps = uses.select("item", "cost").unique("item", keep="first", maintain_order=True)
+        drawn = negatives(uses["user"], uses["item"], apps["item"], NEGATIVES, self.seed)
+        first = 0
+        for chunk in chunks:
+            last = first + chunk.frame.height
+            yield _with_negatives(chunk, apps[drawn[first:last].ravel()])
+            first = last
+
+
+def _with_negatives(chunk: RawChunk, apps: pl.DataFrame) -> RawChunk:
+    """Return each use followed by its negatives: the use again with other apps and their costs."""
+    uses, each = chunk.frame, NEGATIVES + 1
+    rows = np.arange(uses.height * each)
+    positive = rows % each == 0
+    frame = uses[rows // each]
+    items = pl.concat([uses.select("item", "cost"), apps])
+    own = rows // each
+    other = uses.height + rows - own - 1  # the negatives lie behind the uses, in the same order
+    frame = frame.with_columns(items[np.where(positive, own, other)])
+    label = pl.Series("label", positive.astype(np.uint8))
+
+    def locate(row: int) -> Place:
+        return chunk.locate(row // each)
+
+    return RawChunk(frame.select(label, *FIELDS), locate, chunk.part)
+
+
+def _all_known(frame: pl.DataFrame, names: tuple[str, ...]) -> pl.Series:
+    return frame.select(pl.all_horizontal(pl.col(names).is_not_null())).to_series()

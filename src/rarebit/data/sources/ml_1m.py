@@ -1,0 +1,87 @@
+"""MovieLens-1M as in PEP (https://arxiv.org/abs/2101.07577): who liked which kind of film, without ids.
+
+    label     1 for a rating above 3, 0 below; ratings of 3 are left out
+    time      floor(ln(t - first)^2), t - first - 2 up to 2; t in seconds, first over all ratings
+    year      of the film's release: the last four digits of its title
+    genres    the film's genres as one value, such as "Comedy|Drama"
+
+The files are latin-1 with `::` between values.
+"""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import ClassVar
+
+import polars as pl
+
+from rarebit.data.log_schema import Column, LogSchema
+from rarebit.data.raw.bad_rows import BadRows
+from rarebit.data.raw.chunk import RawChunk
+from rarebit.data.sources._base import Progress, Source, keep, read_table, set_aside, split_lines
+
+__all__ = ["ML1M"]
+
+FIELDS = ("time", "gender", "age", "occupation", "zip", "year", "genres")
+COLUMNS = tuple(Column(name=name) for name in FIELDS)
+
+
+class ML1M(Source):
+    """MovieLens-1M, PEP's seven fields."""
+
+    title = "MovieLens-1M, seven fields as in PEP: a film that a user rated, liked or not"
+    publisher = "GroupLens (grouplens.org) as ml-1m.zip"
+    files = ("ratings.dat", "users.dat", "movies.dat")
+    facts = (
+        "Ratings above 3 are positive, below 3 negative; ratings of 3 are left out.",
+        "The film's genres are one value, such as Comedy|Drama; user and film ids are not used.",
+    )
+    protocols: ClassVar[dict[str, LogSchema]] = {
+        "pep": LogSchema(label="label", columns=COLUMNS, counts="all", unknown_share=0.0),
+        "clean": LogSchema(label="label", columns=COLUMNS),
+    }
+
+    def rows(
+        self, folder: Path, bad: BadRows, progress: Progress | None = None
+    ) -> Iterator[RawChunk]:
+        """Yield the ratings with what is known of the user and the film."""
+        ratings, users, movies = self.paths(folder)
+        known_users = _users(users, bad)
+        known_movies = _movies(movies, bad)
+        chunks = list(_ratings(ratings, bad, progress))
+        times = [chunk.frame["time"].to_numpy() for chunk in chunks]
+        first = min((int(t.min()) for t in times if t.size), default=0)
+        for chunk in chunks:
+            kept = keep(chunk, chunk.frame["rating"] != 3)
+            frame = (
+                kept.frame.with_columns(
+                    label=(pl.col("rating") > 3).cast(pl.UInt8), time=_bins(pl.col("time") - first)
+                )
+                .join(known_users, on="user", how="left", maintain_order="left")
+                .join(known_movies, on="movie", how="left", maintain_order="left")
+            )
+            wanted = self.schema().columns_read
+            yield RawChunk(frame.select(wanted), kept.locate, kept.part)
+
+
+def _ratings(path: Path, bad: BadRows, progress: Progress | None) -> Iterator[RawChunk]:
+    for chunk in split_lines(path, ("user", "movie", "rating", "time"), bad, progress):
+        numbers = chunk.frame.with_columns(pl.col("rating", "time").cast(pl.Int64, strict=False))
+        right = numbers["rating"].is_between(1, 5) & numbers["time"].is_not_null()
+        typed = RawChunk(numbers, chunk.locate, chunk.part)
+        yield set_aside(typed, right, bad, "not a rating from 1 to 5 with a time in seconds")
+
+
+def _users(path: Path, bad: BadRows) -> pl.DataFrame:
+    names = ("user", "gender", "age", "occupation", "zip")
+    return read_table(split_lines(path, names, bad), "user", bad)
+
+
+def _movies(path: Path, bad: BadRows) -> pl.DataFrame:
+    movies = read_table(split_lines(path, ("movie", "title", "genres"), bad), "movie", bad)
+    return movies.with_columns(year=pl.col("title").str.extract(r"\((\d{4})\)\s*$"))
+
+
+def _bins(seconds: pl.Expr) -> pl.Expr:
+    """Return PEP's bins of the time since the first rating, as text."""
+    bins = pl.when(seconds > 2).then((seconds.log() ** 2).floor()).otherwise(seconds - 2)
+    return bins.cast(pl.Int64).cast(pl.String)
