@@ -1,6 +1,8 @@
 """Embedding tables that are better on rare items, smaller, and able to grow."""
 
-from rarebit.data.dataset import Batch, Dataset, Splits
+from rarebit.data.dataset import Batch, Dataset, Splits, collate
+from rarebit.data.log_schema import Column, LogSchema, Split
+from rarebit.data.prepare import prepare, prepare_source
 from rarebit.data.schema import Field, Schema
 from rarebit.data.synthetic import SyntheticLog, generate
 from rarebit.methods.hashing import Hashing
@@ -18,7 +20,8 @@ from rarebit.training.memory import MemoryEstimate, estimate_memory
 from rarebit.training.metrics import Metrics
 from rarebit.training.model_file import load_model, save_model
 from rarebit.training.optimizers import optimizer
-from rarebit.training.run import RunResult, RunSettings, run
+from rarebit.training.run import PreparedLog, RunResult, RunSettings, run
+from rarebit.training.score import Scored, score_log
 from rarebit.training.settings import Training
 
 __version__ = "0.1.0"
@@ -26,19 +29,24 @@ __version__ = "0.1.0"
 __all__ = [
     "EMA",
     "Batch",
+    "Column",
     "Dataset",
     "Evaluation",
     "Field",
     "Hashing",
     "History",
+    "LogSchema",
     "LowRank",
     "MemoryEstimate",
     "Method",
     "Metrics",
+    "PreparedLog",
     "RowGradients",
     "RunResult",
     "RunSettings",
     "Schema",
+    "Scored",
+    "Split",
     "Splits",
     "SyntheticLog",
     "Table",
@@ -49,6 +57,7 @@ __all__ = [
     "apply_",
     "check",
     "clip_grad_norm_",
+    "collate",
     "estimate_memory",
     "evaluate",
     "find_tables",
@@ -58,7 +67,10 @@ __all__ = [
     "merge_",
     "optimizer",
     "predict",
+    "prepare",
+    "prepare_source",
     "run",
     "save_model",
+    "score_log",
     "sum_losses",
 ]

@@ -7,22 +7,40 @@ import shutil
 import sys
 import tomllib
 from pathlib import Path
-from typing import Annotated, Any, NoReturn
+from typing import Annotated, Any, Literal, NoReturn
 
 import torch
 import typer
 
 from rarebit import __version__
 from rarebit.bench import bench_names, run_bench
-from rarebit.cli.show import BarProgress, console, errors, show_evaluation, show_run
+from rarebit.cli.data import choose_bad_rows, data_app
+from rarebit.cli.show import (
+    BarProgress,
+    console,
+    errors,
+    how_to_call,
+    show_evaluation,
+    show_run,
+    show_scored,
+)
 from rarebit.data.dataset import Dataset, Splits
-from rarebit.data.synthetic import SyntheticLog, generate
+from rarebit.data.synthetic import SyntheticLog
 from rarebit.errors import ModelFileError, RarebitError, SettingsError, TrainingInterrupted
 from rarebit.models import model_names
 from rarebit.settings import read_toml, suggest
 from rarebit.training.evaluate import Evaluation, evaluate, predict
 from rarebit.training.model_file import load_model
-from rarebit.training.run import CHECKPOINTS, RunResult, RunSettings, read_run, run
+from rarebit.training.run import (
+    CHECKPOINTS,
+    PreparedLog,
+    RunResult,
+    RunSettings,
+    load_splits,
+    read_run,
+    run,
+)
+from rarebit.training.score import score_log
 
 __all__ = ["app", "start"]
 
@@ -50,6 +68,8 @@ app = typer.Typer(
     rich_markup_mode="rich",
     context_settings={"help_option_names": ["-h", "--help"]},
 )
+
+app.add_typer(data_app)
 
 DeviceOption = Annotated[str, typer.Option(help="cpu, cuda, or auto: a GPU where there is one.")]
 
@@ -94,7 +114,7 @@ def demo(
     result = _train(settings, DEMO_FOLDER, device)
     if _lags_on_rare_rows(result.test):
         console.print("It is furthest from what is possible on rows of rare values.")
-    command = _how_to_call()
+    command = how_to_call()
     console.print("\nWhat to try next:")
     for purpose, words in {
         "score the test split again with the saved model": f"predict --model {DEMO_FOLDER}",
@@ -112,7 +132,10 @@ def train(  # noqa: PLR0917  # typer calls it by name
         str | None, typer.Option(help=f"One of {', '.join(model_names())}; deepfm if not given.")
     ] = None,
     data: Annotated[
-        str | None, typer.Option(help="synthetic, the built-in click log; the default.")
+        str | None,
+        typer.Option(
+            help="A folder made by rarebit data prepare; or synthetic, the built-in click log."
+        ),
     ] = None,
     config: Annotated[
         Path | None,
@@ -143,7 +166,8 @@ def train(  # noqa: PLR0917  # typer calls it by name
     """Train a ranking model and keep it in a folder. Options win over the settings file."""
     values = _first_settings(config, resume, out)
     _override(values, "model", "name", model)
-    _override(values, "data", "source", data)
+    if data is not None:
+        values["data"] = {"source": data} if data == "synthetic" else {"folder": data}
     _override(values, "data", "rows", rows)
     _override(values, "training", "epochs", epochs)
     _override(values, "training", "batch_size", batch_size)
@@ -156,32 +180,62 @@ def train(  # noqa: PLR0917  # typer calls it by name
     folder = resume or out or _new_folder(settings.model)
     result = _train(settings, folder, device, resume=resume is not None)
     console.print(f"\nSaved in {result.folder}. To score with it:", soft_wrap=True)
-    console.print(f"  {_how_to_call()} predict --model {result.folder}", soft_wrap=True)
+    console.print(f"  {how_to_call()} predict --model {result.folder}", soft_wrap=True)
 
 
 @app.command(name="predict")
-def predict_(
+def predict_(  # noqa: PLR0917  # typer calls it by name
     model: Annotated[Path, typer.Option(help="Folder of a run, as rarebit train leaves it.")],
+    input_: Annotated[
+        Path | None,
+        typer.Option("--input", help="A raw log to score: .csv .tsv .txt (.gz ...) or .parquet."),
+    ] = None,
     split: Annotated[
-        str, typer.Option(help="Which split to score: train, valid or test.")
+        str, typer.Option(help="Without --input, which split to score: train, valid or test.")
     ] = "test",
     out: Annotated[
-        Path | None, typer.Option(help="Write row, score and label of every row to this CSV file.")
+        Path | None, typer.Option(help="Write the score of every row to this CSV file.")
     ] = None,
+    bad_rows: Annotated[
+        str, typer.Option(help="stop at rows that cannot be read, or set them aside in a file.")
+    ] = "stop",
     device: DeviceOption = "auto",
 ) -> None:
-    """Score a split of the click log a model was trained on, and measure the scores."""
+    """Score a raw log, or a split of the log a model was trained on, and measure the scores."""
+    if input_ is not None:
+        _score(model, input_, out, choose_bad_rows(bad_rows), device)
+        return
     if split not in Splits._fields:
         raise SettingsError(f"unknown split {split!r}{suggest(split, Splits._fields)}")
     settings = read_run(model)
     loaded = load_model(model, device=_device(device))
-    splits = _generate(settings.data)
+    with BarProgress() as progress:
+        splits = load_splits(settings.data, progress=progress.rows)
     chosen: Dataset = getattr(splits, split)
     if out is not None:
         _write_scores(out, torch.sigmoid(predict(loaded, chosen)), chosen)
         console.print(f"{len(chosen):,} scores in {out}")
     evaluation = evaluate(loaded, chosen, counts=splits.train.counts())
     show_evaluation(evaluation, f"{settings.model} from {model}, {split} split")
+
+
+def _score(
+    folder: Path, log: Path, out: Path | None, bad_rows: Literal["stop", "aside"], device: str
+) -> None:
+    loaded = load_model(folder, device=_device(device))
+    with BarProgress() as progress:
+        scored = score_log(
+            loaded,
+            log,
+            out=out,
+            bad_rows=bad_rows,
+            progress=lambda done, total: progress.stage("reading", done, total),
+        )
+    show_scored(scored, f"{folder} on {log}")
+    if out is not None:
+        console.print(f"{scored.rows:,} scores in {out}", soft_wrap=True, markup=False)
+    else:
+        console.print("To keep the scores: --out scores.csv")
 
 
 @app.command()
@@ -207,7 +261,7 @@ def _first_settings(config: Path | None, resume: Path | None, out: Path | None) 
 
 
 def _train(settings: RunSettings, folder: Path, device: str, *, resume: bool = False) -> RunResult:
-    again = f"{_how_to_call()} train --resume {folder}"
+    again = f"{how_to_call()} train --resume {folder}"
     try:
         with BarProgress() as progress:
             result = run(
@@ -223,13 +277,10 @@ def _train(settings: RunSettings, folder: Path, device: str, *, resume: bool = F
         _stop(f"{stopped}. To go on: {again}", code=stopped.exit_code)
     except KeyboardInterrupt:
         _stop(f"stopped at once. To go on from the last checkpoint: {again}", code=130)
-    show_run(result, f"{settings.model} on the test split of the built-in click log")
+    log = settings.data
+    name = log.folder if isinstance(log, PreparedLog) else "the built-in click log"
+    show_run(result, f"{settings.model} on the test split of {name}")
     return result
-
-
-def _generate(log: SyntheticLog) -> Splits:
-    with BarProgress() as progress:
-        return generate(log, progress=progress.rows)
 
 
 def _device(name: str) -> torch.device:
@@ -271,14 +322,6 @@ def _lags_on_rare_rows(test: Evaluation) -> bool:
         if best and reached and best.auc is not None and reached.auc is not None
     ]
     return len(gaps) == 2 and gaps[0] > gaps[1]
-
-
-def _how_to_call() -> str:
-    """Return what to type for `rarebit`: a path where it is not on the search path."""
-    script = Path(sys.executable).with_name("rarebit")
-    if shutil.which("rarebit") or not script.exists():
-        return "rarebit"
-    return str(script.relative_to(Path.cwd()) if script.is_relative_to(Path.cwd()) else script)
 
 
 def _new_folder(model: str) -> Path:

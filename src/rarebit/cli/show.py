@@ -1,5 +1,8 @@
 """What the command line shows: tables, progress bars, errors."""
 
+import shutil
+import sys
+from pathlib import Path
 from types import TracebackType
 from typing import Self
 
@@ -7,13 +10,24 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
 from rich.progress import Progress as Bars
 from rich.table import Table
+from rich.text import Text
 
 from rarebit.training.evaluate import Evaluation
 from rarebit.training.metrics import Metrics
 from rarebit.training.progress import EpochRecord
 from rarebit.training.run import RunResult
+from rarebit.training.score import Scored
 
-__all__ = ["BarProgress", "console", "errors", "show_evaluation", "show_run", "size"]
+__all__ = [
+    "BarProgress",
+    "console",
+    "errors",
+    "how_to_call",
+    "show_evaluation",
+    "show_run",
+    "show_scored",
+    "size",
+]
 
 console = Console(highlight=False)
 errors = Console(stderr=True, highlight=False)
@@ -51,9 +65,13 @@ class BarProgress:
 
     def rows(self, done: int, total: int) -> None:
         """Show how many rows of the log are generated."""
-        if self.bars.tasks[self.task].description != "click log":
-            self.task = self.bars.add_task("click log", total=total, note="")
-        self.bars.update(self.task, completed=done)
+        self.stage("click log", done, total)
+
+    def stage(self, name: str, done: int, total: int) -> None:
+        """Show how much of some work is done."""
+        if self.bars.tasks[self.task].description != name:
+            self.task = self.bars.add_task(name, total=total, note="")
+        self.bars.update(self.task, completed=done, total=total)
 
     def say(self, line: str) -> None:
         """Print a line above the bars."""
@@ -77,6 +95,14 @@ class BarProgress:
             errors.print(f"epoch {record.epoch}: {note}")
 
 
+def how_to_call() -> str:
+    """Return what to type for `rarebit`: a path where it is not on the search path."""
+    script = Path(sys.executable).with_name("rarebit")
+    if shutil.which("rarebit") or not script.exists():
+        return "rarebit"
+    return str(script.relative_to(Path.cwd()) if script.is_relative_to(Path.cwd()) else script)
+
+
 def show_run(result: RunResult, title: str) -> None:
     """Print the table at the end of a run."""
     table = _table(title)
@@ -93,6 +119,23 @@ def show_evaluation(evaluation: Evaluation, title: str) -> None:
     """Print the metrics of a model on some data."""
     table = _table(title)
     _add_metrics(table, evaluation)
+    console.print(table)
+
+
+def show_scored(scored: Scored, title: str) -> None:
+    """Print what scoring a raw log gave: rows, values the model does not know, metrics."""
+    table = _table(title)
+    table.add_row("rows scored", f"{scored.rows:,}")
+    if scored.bad_rows:
+        table.add_row("rows set aside", f"{scored.bad_rows:,}")
+    for name, count in scored.unknown.items():
+        if count:
+            table.add_row(Text(f"unknown values of {name}"), f"{count:,}")
+    if not any(scored.unknown.values()):
+        table.add_row("unknown values", "0")
+    if scored.metrics is not None:
+        table.add_row("AUC", _auc(scored.metrics))
+        table.add_row("logloss", f"{scored.metrics.logloss:.4f}")
     console.print(table)
 
 

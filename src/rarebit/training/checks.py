@@ -1,6 +1,7 @@
 """Does the data fit the model and the loss? Asked once, before any training."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
@@ -18,7 +19,14 @@ def check_schema(model: nn.Module, data: Dataset) -> None:
         return
     built_for = {field.name: field for field in model.schema.fields}
     for field in data.schema.fields:
-        if built_for.get(field.name) != field:
+        known = built_for.get(field.name)
+        if known is not None and replace(known, vocabulary=field.vocabulary) == field != known:
+            raise DataError(
+                f"the model was trained with another vocabulary of {field.name!r} than the data has: "
+                "the same id means another value. Encode the rows with the model's own vocabulary: "
+                "rarebit predict --model RUN --input FILE, or Dataset.from_frame(frame, like=data)"
+            )
+        if known != field:
             raise DataError(
                 "the model was built for other data: "
                 f"it has {built_for.get(field.name, f'no field {field.name!r}')}, "

@@ -1,4 +1,4 @@
-"""A model as a folder: `weights.safetensors` and `model.json`. Never pickle.
+"""A model as a folder: `weights.safetensors`, `model.json`, and `encoder/` where it has one. Never pickle.
 
 `model.json` says what to build before the weights fit: for a model of ours its name, settings and
 fields; for every table, the methods applied to it. It also holds the checksum of the weights and one
@@ -22,7 +22,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from rarebit.data.schema import Schema
-from rarebit.errors import ModelFileError
+from rarebit.errors import DataError, ModelFileError
 from rarebit.methods import method_class, method_from_mapping, method_names, method_to_mapping
 from rarebit.models import build_model, model_names
 from rarebit.models._base import RankingModel
@@ -30,6 +30,7 @@ from rarebit.tables.apply import restore_tables
 from rarebit.tables.find import find_sites, find_tables
 from rarebit.tables.table import methods_of
 from rarebit.training.allocations import OBJECT_BYTES, AllocationLimit
+from rarebit.training.model_encoder import find_encoder, write_encoder
 
 __all__ = ["FORMAT", "load_model", "save_model"]
 
@@ -64,11 +65,12 @@ def save_model(model: nn.Module, folder: str | os.PathLike[str]) -> Path:
         folder.mkdir(parents=True, exist_ok=True)
         save_file(tensors, weights)
         description["sha256"] = _checksum(weights)
+        description["encoder"] = write_encoder(_schema_of(model), folder)
         description[OWN_CHECKSUM] = _own_checksum(description)
         text.write_text(json.dumps(description, indent=1) + "\n", encoding="utf-8")
         weights.replace(folder / WEIGHTS)
         text.replace(folder / DESCRIPTION)
-    except (OSError, SafetensorError) as error:
+    except (OSError, SafetensorError, DataError) as error:
         with suppress(OSError):
             weights.unlink(missing_ok=True)
             text.unlink(missing_ok=True)
@@ -110,6 +112,7 @@ def load_model(
     except NONSENSE as error:
         raise ModelFileError(f"{str(folder)!r} is a model of another kind: {error}") from None
     _load_weights(folder, model, tensors)
+    _attach_encoder(folder, model, description)
     return model.to(device)
 
 
@@ -130,6 +133,20 @@ def _describe(model: nn.Module) -> dict[str, Any]:
         },
         "frozen": [info.name for info in find_tables(model) if not info.trainable],
     }
+
+
+def _schema_of(model: nn.Module) -> Schema | None:
+    return model.schema if isinstance(model, RankingModel) else None
+
+
+def _attach_encoder(folder: Path, model: nn.Module, description: Mapping[str, Any]) -> None:
+    """Let a model know what turned raw rows into its ids, where it was saved with that."""
+    checksums = description.get("encoder") or {}
+    if not isinstance(checksums, dict):
+        raise ModelFileError(f"{str(folder)!r} does not say which files its vocabulary has")
+    encoder = find_encoder(folder, checksums)
+    if encoder is not None and isinstance(model, RankingModel):
+        model.schema = model.schema.with_encoder(encoder)
 
 
 def _name_of(model: RankingModel) -> str | None:
@@ -303,6 +320,12 @@ def _check_fields(folder: Path, into: RankingModel, description: Mapping[str, An
         saved = Schema.from_mapping(description["schema"])
     except NONSENSE as error:
         raise ModelFileError(f"{str(folder)!r} was not saved from such a model: {error}") from None
+    for field in into.schema.fields:
+        if field.name in saved.names and field.vocabulary != saved[field.name].vocabulary:
+            raise ModelFileError(
+                f"{str(folder)!r} was trained with another vocabulary of {field.name!r}: the same id "
+                "means another value"
+            )
     if saved != into.schema:
         raise ModelFileError(
             f"{str(folder)!r} is a model of other fields: {_list_fields(saved)} in the file, "

@@ -16,11 +16,12 @@ from typing import Any
 import torch
 from torch import nn
 
+from rarebit.data.dataset import Dataset, Splits
 from rarebit.data.synthetic import SyntheticLog, generate
-from rarebit.errors import ModelFileError, SettingsError
+from rarebit.errors import DataError, ModelFileError, SettingsError
 from rarebit.methods import method_from_mapping, method_to_mapping
 from rarebit.models import build_model, model_settings
-from rarebit.settings import from_mapping, suggest, to_mapping
+from rarebit.settings import check_types, from_mapping, require, suggest, to_mapping
 from rarebit.tables.apply import apply_
 from rarebit.tables.find import table_parameters
 from rarebit.tables.table import Method
@@ -30,11 +31,37 @@ from rarebit.training.model_file import save_model
 from rarebit.training.progress import Progress
 from rarebit.training.settings import Training
 
-__all__ = ["CHECKPOINTS", "RunResult", "RunSettings", "read_run", "run"]
+__all__ = [
+    "CHECKPOINTS",
+    "PreparedLog",
+    "RunResult",
+    "RunSettings",
+    "load_splits",
+    "read_run",
+    "run",
+]
 
 RUN_FILE = "run.json"
 CHECKPOINTS = "checkpoints"
 SECTIONS = ("model", "data", "training", "methods")
+
+
+@dataclass(frozen=True, kw_only=True)
+class PreparedLog:
+    """A log that `rarebit data prepare` left in a folder."""
+
+    folder: str
+    """The folder."""
+
+    def __post_init__(self) -> None:
+        check_types(self, where="data")
+        require(bool(self.folder), "data: a prepared log needs its folder, got folder=''")
+
+
+LOGS: dict[str, type[SyntheticLog | PreparedLog]] = {
+    "synthetic": SyntheticLog,
+    "prepared": PreparedLog,
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,8 +76,8 @@ class RunSettings:
     """The model's name."""
     model_settings: Mapping[str, Any] = field(default_factory=dict)
     """What the model is built with, such as `dim`."""
-    data: SyntheticLog = SyntheticLog()
-    """The click log."""
+    data: SyntheticLog | PreparedLog = SyntheticLog()
+    """The click log: generated, or prepared from one's own."""
     training: Training = Training()
     """How to train. Its seed also draws the initial weights."""
     methods: tuple[Method, ...] = ()
@@ -69,22 +96,27 @@ class RunSettings:
             if not isinstance(values.get(section, {}), Mapping):
                 raise SettingsError(f"[{section}] must be a table, got {values[section]!r}")
         model, data = dict(values.get("model", {})), dict(values.get("data", {}))
-        source = data.pop("source", "synthetic")
-        if source != "synthetic":
-            raise SettingsError(f"data must be 'synthetic', the built-in click log, got {source!r}")
+        source = data.pop("source", "prepared" if "folder" in data else "synthetic")
+        if source not in LOGS:
+            raise SettingsError(f"unknown source of data {source!r}{suggest(str(source), LOGS)}")
         return cls(
             model=str(model.pop("name", "deepfm")),
             model_settings=model,
-            data=from_mapping(SyntheticLog, data, where="data"),
+            data=from_mapping(LOGS[source], data, where="data"),
             training=from_mapping(Training, values.get("training", {}), where="training"),
             methods=tuple(method_from_mapping(method) for method in values.get("methods", ())),
         )
+
+    @property
+    def source(self) -> str:
+        """Where the data comes from: "synthetic" or "prepared"."""
+        return next(name for name, kind in LOGS.items() if isinstance(self.data, kind))
 
     def to_mapping(self) -> dict[str, Any]:
         """Return the settings as a TOML file would hold them."""
         return {
             "model": {"name": self.model, **self.model_settings},
-            "data": {"source": "synthetic", **to_mapping(self.data)},
+            "data": {"source": self.source, **to_mapping(self.data)},
             "training": to_mapping(self.training),
             "methods": [method_to_mapping(method) for method in self.methods],
         }
@@ -115,7 +147,7 @@ def run(
     data_progress: Callable[[int, int], None] | None = None,
     say: Callable[[str], None] = print,
 ) -> RunResult:
-    """Generate the data, build and train the model, measure it on the test split, and write it.
+    """Generate or open the data, build and train the model, measure it on the test split, and write it.
 
     With a folder, training writes checkpoints there, and `resume` goes on from the newest.
 
@@ -128,7 +160,7 @@ def run(
     if out is not None and not resume:
         _refuse_used(out)
         _write(out / RUN_FILE, {"settings": settings.to_mapping()})
-    splits = generate(settings.data, progress=data_progress)
+    splits = load_splits(settings.data, progress=data_progress)
     torch.manual_seed(settings.training.seed)
     model = build_model(settings.model, splits.train.schema, settings.model_settings)
     for method in settings.methods:
@@ -137,7 +169,7 @@ def run(
     history = fit(
         model,
         splits.train,
-        splits.valid,
+        splits.valid if len(splits.valid) else None,
         settings=settings.training,
         folder=None if out is None else out / CHECKPOINTS,
         resume=resume,
@@ -155,6 +187,24 @@ def run(
         save_model(model, out)
         _write(out / RUN_FILE, _describe(settings, result))
     return result
+
+
+def load_splits(
+    log: SyntheticLog | PreparedLog, *, progress: Callable[[int, int], None] | None = None
+) -> Splits:
+    """Generate a click log, or open a prepared one, whose checksums are compared first.
+
+    >>> len(load_splits(SyntheticLog(rows=100)).test)
+    10
+    """
+    if isinstance(log, SyntheticLog):
+        return generate(log, progress=progress)
+    splits = Dataset.open(log.folder, verify=True).splits
+    if not len(splits.test):
+        raise DataError(
+            f"{log.folder!r} has no rows to test on; prepare it with a split that leaves some"
+        )
+    return splits
 
 
 def read_run(folder: str | os.PathLike[str]) -> RunSettings:
