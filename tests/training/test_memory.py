@@ -7,10 +7,11 @@ import torch
 from capabilities import needs_cuda
 from torch import nn
 
-from rarebit import Dataset, Field, Hashing, LowRank, Schema, Training, apply_, optimizer
+from rarebit import Dataset, Field, Hashing, LowRank, Schema, Training, apply_, fit, optimizer
 from rarebit.errors import NotEnoughMemoryError, TrainingError
 from rarebit.models.deepfm import DeepFM
 from rarebit.training.memory import MemoryEstimate, available_memory, estimate_memory
+from rarebit.training.progress import Silence
 
 CPU = torch.device("cpu")
 SCHEMA = Schema((Field(name="user", rows=100), Field(name="item", rows=50)))
@@ -400,3 +401,29 @@ def test_a_checkpoint_copies_weights_best_weights_state_and_averages():
         == 80 + 160
     )
     assert estimate_memory(model, some_data(), some_data(), settings=settings).checkpoint == 0
+
+
+@needs_cuda
+def test_data_that_does_not_fit_on_the_gpu_comes_batch_by_batch():
+    rows = 20_000_000  # 240 MB
+    generator = torch.Generator().manual_seed(0)
+    data = Dataset.from_columns(
+        {
+            "user": torch.randint(100, (rows,), generator=generator, dtype=torch.int32),
+            "item": torch.randint(100, (rows,), generator=generator, dtype=torch.int32),
+        },
+        label=torch.randint(2, (rows,), generator=generator).float(),
+    )
+    lines = []
+
+    class Lines(Silence):
+        def say(self, line):
+            lines.append(line)
+
+    model = DeepFM(data.schema, dim=2, hidden=(4,)).cuda()
+    free, _ = torch.cuda.mem_get_info()
+    filler = torch.empty(free - (150 << 20), dtype=torch.uint8, device="cuda")
+    fit(model, data, epochs=1, batch_size=1 << 20, progress=Lines())
+    del filler
+    torch.cuda.empty_cache()
+    assert "the training data does not fit on cuda:0: copied batch by batch" in lines

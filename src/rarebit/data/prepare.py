@@ -97,7 +97,7 @@ def prepare_source(
     source = find_source(name)
     bad = BadRows(bad_rows)
     chunks = source.rows(Path(folder), bad, lambda done, total: progress("reading", done, total))
-    origin = Origin(name=name, notes=source.notes(protocol))
+    origin = Origin(name=name, notes=lambda: source.notes(protocol))
     schema = source.schema(protocol)
     encode_log(chunks, schema, out, origin=origin, bad=bad, overwrite=overwrite, progress=progress)
     return Dataset.open(out)

@@ -92,13 +92,19 @@ def fit(
         optimizer=optimizer,
         checkpoints=folder is not None,
     )
+    from_host = not estimate.fits and estimate.with_training_data_elsewhere().fits
+    if from_host:
+        estimate = estimate.with_training_data_elsewhere()
     tell.say(estimate.line())
     estimate.check()
+    if from_host:
+        tell.say(f"the training data does not fit on {estimate.device}: copied batch by batch")
     with row_gradients_kept(model):
         optimizer = optimizer or _optimizer(model, settings)
         check(model, optimizer)
         device = device_of(model)
-        train, valid = train.to(device), None if valid is None else valid.to(device)
+        train = train if from_host else train.to(device)
+        valid = None if valid is None else valid.to(device)
         step = TrainingStep(
             model,
             optimizer,

@@ -11,7 +11,7 @@ Activations are left out: they depend on what the model does between its layers.
 """
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -109,9 +109,18 @@ class MemoryEstimate:
         """Bytes of the parts that are not there yet."""
         return sum(size for name, size in self.parts.items() if name not in self.there)
 
+    @property
+    def fits(self) -> bool:
+        """Whether what is to be allocated is free, as far as the system says."""
+        return self.available is None or self.to_allocate <= self.available
+
+    def with_training_data_elsewhere(self) -> "MemoryEstimate":
+        """Return the estimate for training data that stays where it is, and comes batch by batch."""
+        return replace(self, train_data=0)
+
     def check(self) -> None:
         """Raise when what is to be allocated is more than what is free."""
-        if self.available is None or self.to_allocate <= self.available:
+        if self.available is None or self.fits:
             return
         missing = [name for name in self.parts if name not in self.there]
         raise NotEnoughMemoryError(

@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from rarebit.data.dataset import Dataset
+from rarebit.training.evaluate import device_of
 from rarebit.training.rowwise import RowwiseAdagrad, RowwiseSGD
 from rarebit.training.step import TrainingStep, first_line
 
@@ -33,6 +34,7 @@ class Steps:
 
     def __init__(self, step: TrainingStep, train: Dataset) -> None:
         self.step, self.train = step, train
+        self.device = device_of(step.model)
         self.order = torch.empty(0, dtype=torch.int64)
 
     def start_epoch(self, order: Tensor) -> None:
@@ -41,7 +43,8 @@ class Steps:
 
     def __call__(self, start: int, stop: int) -> None:
         """Train on the rows at these places of the order."""
-        self.step(self.train[self.order[start:stop]])
+        batch = self.train[self.order[start:stop]]
+        self.step(batch if self.train.device == self.device else batch.to(self.device))
 
 
 class RecordedSteps(Steps):

@@ -9,7 +9,7 @@ Reading a text is the slow part, so it is done once; what follows are passes ove
 """
 
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -52,8 +52,8 @@ class Origin:
 
     name: str
     """The file, or the name of a well-known set."""
-    notes: tuple[str, ...] = ()
-    """What whoever uses the data should know."""
+    notes: Callable[[], Sequence[str]] = tuple
+    """What whoever uses the data should know; asked when all rows are read."""
 
 
 @dataclass
@@ -170,7 +170,7 @@ def _write(
             "values_cut": reading.cut,
             "bad_rows": dict(bad.reasons),
             "origin": origin.name,
-            "notes": list(origin.notes),
+            "notes": list(origin.notes()),
             "statistics": statistics.to_mapping(),
         },
     )

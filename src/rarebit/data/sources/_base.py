@@ -19,6 +19,7 @@ from rarebit.data.raw.bad_rows import BadRows
 from rarebit.data.raw.chunk import Place, RawChunk
 from rarebit.data.raw.readers import read_raw
 from rarebit.data.raw.text import TextFormat
+from rarebit.data.sources._file_facts import FileFacts
 from rarebit.errors import DataError, SettingsError
 from rarebit.settings import suggest
 
@@ -52,6 +53,9 @@ class Source(ABC):
     remarks: ClassVar[dict[str, str]] = {}
     """What a user has to know about one of the protocols, in a line."""
 
+    in_files: FileFacts | None = None
+    """What the files hold, counted while `rows` are read, where rows are left out or added."""
+
     def schema(self, protocol: str = "") -> LogSchema:
         """Return what a protocol says of the columns, the split and the counting."""
         name = protocol or next(iter(self.protocols))
@@ -64,7 +68,8 @@ class Source(ABC):
         name = protocol or next(iter(self.protocols))
         remark = (self.remarks[name],) if name in self.remarks else ()
         leak = (LEAK,) if self.schema(name).counts == "all" else ()
-        return (*self.facts, *remark, *leak)
+        counted = (self.in_files.line(),) if self.in_files is not None else ()
+        return (*self.facts, *counted, *remark, *leak)
 
     @abstractmethod
     def rows(

@@ -23,6 +23,7 @@ from rarebit.data.raw.chunk import RawChunk
 from rarebit.data.raw.readers import read_raw
 from rarebit.data.raw.text import TextFormat
 from rarebit.data.sources._base import Progress, Source, keep, read_table, set_aside
+from rarebit.data.sources._file_facts import FileFacts
 
 __all__ = ["BookCrossing"]
 
@@ -58,7 +59,9 @@ class BookCrossing(Source):
         self, folder: Path, bad: BadRows, progress: Progress | None = None
     ) -> Iterator[RawChunk]:
         """Yield the explicit ratings."""
+        self.in_files = FileFacts("ratings, those of 0 among them", FIELDS)
         for chunk in all_ratings(self.paths(folder), bad, progress):
+            self.in_files.add(chunk.frame)
             explicit = keep(chunk, chunk.frame["rating"] > 0)
             label = (pl.col("rating") >= 8).cast(pl.UInt8).alias("label")
             yield RawChunk(explicit.frame.select(label, *FIELDS), explicit.locate, explicit.part)

@@ -23,6 +23,7 @@ from rarebit.data.raw.chunk import Place, RawChunk
 from rarebit.data.raw.readers import read_raw
 from rarebit.data.raw.text import TextFormat
 from rarebit.data.sources._base import Progress, Source, set_aside
+from rarebit.data.sources._file_facts import FileFacts
 from rarebit.data.sources._negatives import negatives
 
 __all__ = ["Frappe"]
@@ -75,6 +76,8 @@ class Frappe(Source):
             for chunk in read_raw(path, FIELDS, bad, format=tabs, progress=progress)
         ]
         uses = pl.concat([chunk.frame for chunk in chunks])
+        self.in_files = FileFacts("uses", FIELDS)
+        self.in_files.add(uses)
         apps = uses.select("item", "cost").unique("item", keep="first", maintain_order=True)
         drawn = negatives(uses["user"], uses["item"], apps["item"], NEGATIVES, self.seed)
         first = 0

@@ -18,6 +18,7 @@ from rarebit.data.log_schema import Column, LogSchema
 from rarebit.data.raw.bad_rows import BadRows
 from rarebit.data.raw.chunk import RawChunk
 from rarebit.data.sources._base import Progress, Source, keep, read_table, set_aside, split_lines
+from rarebit.data.sources._file_facts import FileFacts
 
 __all__ = ["ML1M"]
 
@@ -50,17 +51,19 @@ class ML1M(Source):
         chunks = list(_ratings(ratings, bad, progress))
         times = [chunk.frame["time"].to_numpy() for chunk in chunks]
         first = min((int(t.min()) for t in times if t.size), default=0)
+        self.in_files = FileFacts("ratings, those of 3 among them", ("user", "movie", "zip"))
         for chunk in chunks:
-            kept = keep(chunk, chunk.frame["rating"] != 3)
             frame = (
-                kept.frame.with_columns(
+                chunk.frame.with_columns(
                     label=(pl.col("rating") > 3).cast(pl.UInt8), time=_bins(pl.col("time") - first)
                 )
                 .join(known_users, on="user", how="left", maintain_order="left")
                 .join(known_movies, on="movie", how="left", maintain_order="left")
             )
+            self.in_files.add(frame)
+            kept = keep(RawChunk(frame, chunk.locate, chunk.part), frame["rating"] != 3)
             wanted = self.schema().columns_read
-            yield RawChunk(frame.select(wanted), kept.locate, kept.part)
+            yield RawChunk(kept.frame.select(wanted), kept.locate, kept.part)
 
 
 def _ratings(path: Path, bad: BadRows, progress: Progress | None) -> Iterator[RawChunk]:
