@@ -342,9 +342,11 @@ def test_a_frame_is_read_in_slices(tmp_path):
 MEASURE = """
 import sys
 from pathlib import Path
-from rarebit.data.raw.bad_rows import BadRows  # noqa: E402  # the same
-from rarebit.data.raw.readers import read_raw  # noqa: E402  # the same
-rows = sum(chunk.frame.height for chunk in read_raw(Path(sys.argv[1]), None, BadRows("aside")))
+from rarebit.data.raw.bad_rows import BadRows
+from rarebit.data.raw.readers import read_raw
+from rarebit.data.raw.text import TextFormat
+chunks = read_raw(Path(sys.argv[1]), None, BadRows("aside"), format=TextFormat(separator=chr(9)))
+rows = sum(chunk.frame.height for chunk in chunks)
 status = Path("/proc/self/status").read_text()
 print(rows, int(status.split("VmHWM:")[1].split()[0]) // 1024)
 """
@@ -382,8 +384,24 @@ def test_memory_does_not_grow_with_the_file(tmp_path, name):
         elif name == "log.tsv":
             frame.write_csv(path, separator="\t")
         else:
-            write(path, b"n\ttext\n1\ta\n2\t" + b"x" * (millions * 40_000_000) + b"\n3\tb\n")
+            write(path, b'n\ttext\n1\ta\n2\t"b\n' + b"x" * (millions * 40_000_000) + b"\n3\tb\n")
         rows, megabytes = peak(path)
         assert rows == (2 if name == "line.tsv" else frame.height)
         peaks.append(megabytes)
     assert peaks[1] < peaks[0] + 80
+
+
+@pytest.mark.parametrize("text", ["a,b\n1,2\n3,4\n5,6\n", 'a,b\n1,"x\ny"\n3,4,5\n5,6\n'])
+def test_all_rows_are_numbered_as_one_by_one(tmp_path, text):
+    path = tmp_path / "log.csv"
+    path.write_text(text)
+    bad = BadRows("aside")
+    [chunk] = read_raw(path, None, bad)
+    rows = range(chunk.frame.height)
+    assert chunk.numbers().tolist() == [chunk.locate(row).number for row in rows]
+    frame = chunk.frame
+    [chunk] = read_frame(frame, None, bad)
+    assert chunk.numbers().tolist() == [1 + row for row in rows]
+    frame.write_parquet(tmp_path / "log.parquet")
+    [chunk] = read_raw(tmp_path / "log.parquet", None, bad)
+    assert chunk.numbers().tolist() == [chunk.locate(row).number for row in rows]

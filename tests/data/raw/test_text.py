@@ -210,6 +210,9 @@ def test_any_text_is_read_as_one_byte_after_the_other_would_be(
     lines=st.lists(st.lists(st.sampled_from(["x", "", "é"]), min_size=1, max_size=4), min_size=1),
     wanted=st.sampled_from([["a"], ["c", "a"], ["b", "c", "a"], ["a", "b", "c"]]),
 )
+@example(lines=[["x"] * 3] * 500 + [["x"], ["x"] * 4, ["x"] * 4], wanted=["a"])
+@example(lines=[["x"] * 3] * 500 + [["x"] * 2, ["x"] * 4], wanted=["a", "b", "c"])
+@example(lines=[["x"] * 3] * 500 + [["x"] * 4, ["x"] * 2], wanted=["c", "b", "a"])
 def test_ragged_lines_are_bad_whichever_columns_are_wanted(tmp_path_factory, lines, wanted):
     path = tmp_path_factory.mktemp("text") / "log.tsv"
     text = "a\tb\tc\n" + "".join("\t".join(line) + "\n" for line in lines) + "end\tend\tend\n"

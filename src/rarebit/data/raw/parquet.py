@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import polars as pl
 
 from rarebit.data.raw.byte_stream import ByteStream
@@ -69,7 +70,9 @@ def _chunk(
     def locate(row: int) -> Place:
         return Place(name, start + row + 1, values_as_text(frame, row), "row")
 
-    return RawChunk(with_nulls(frame, missing), locate, part)
+    return RawChunk(
+        with_nulls(frame, missing), locate, part, lambda: start + 1 + np.arange(frame.height)
+    )
 
 
 def _open(stream: ByteStream) -> Any:

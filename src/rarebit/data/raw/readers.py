@@ -4,6 +4,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
 
+import numpy as np
 import polars as pl
 
 from rarebit.data.raw.bad_rows import BadRows
@@ -50,7 +51,7 @@ def read_raw(
     guessed if not given. `integers` are columns of text to return as integers, where a whole block
     of them are. `progress` is told how many bytes of the files on the disk are read, of how many.
     """
-    files, rows = _files(path), 0
+    files, rows = _files(path, is_text=format is not None), 0
     total = sum(_size(file) for file in files)
     done = 0
     for file in files:
@@ -88,7 +89,7 @@ def read_raw(
 
 def column_names(path: Path, format: TextFormat | None = None) -> list[str]:
     """Return the names of the columns of a log, from its beginning."""
-    file = _files(path)[0]
+    file = _files(path, is_text=format is not None)[0]
     if _is_parquet(file):
         return parquet_names(file)
     with ByteStream(file) as stream:
@@ -124,7 +125,9 @@ def _frame_chunk(frame: pl.DataFrame, start: int, missing: Sequence[str], part: 
     def locate(row: int) -> Place:
         return Place("", start + row + 1, values_as_text(raw, row), "row")
 
-    return RawChunk(with_nulls(raw, missing), locate, part)
+    return RawChunk(
+        with_nulls(raw, missing), locate, part, lambda: start + 1 + np.arange(raw.height)
+    )
 
 
 def _read_text(
@@ -169,10 +172,11 @@ def _distinct(file: Path, names: list[str]) -> list[str]:
     return names
 
 
-def _files(path: Path) -> list[Path]:
+def _files(path: Path, *, is_text: bool = False) -> list[Path]:
     """Return the files of a log: the one, or those of a folder by name."""
     if not path.is_dir():
-        _check_suffix(path)
+        if not is_text:  # whoever says how a text is written knows that it is one
+            _check_suffix(path)
         return [path]
     files = sorted(
         file

@@ -1,7 +1,8 @@
 """Text files as chunks: blocks of bytes, cut at the end of a record, parsed by Polars.
 
-A block without quotes needs two counts to be sure of its structure; any other block is divided record
-by record first. Either way Polars gets whole rows of the right number of columns and no quotes.
+A block without quotes, or with none that matter, needs two counts to be sure of its structure; any
+other is divided record by record first. Polars gets whole rows of the right number of columns and no
+quotes, so that what it takes for a row and a value is what the count and the division took for one.
 """
 
 import codecs
@@ -68,9 +69,8 @@ class TextColumns:
         self, text: bytes, separator: str, newline: str, integers: Collection[str]
     ) -> pl.DataFrame:
         if text.startswith(BYTE_ORDER_MARK):
-            text = (
-                BYTE_ORDER_MARK + text
-            )  # Polars takes the first one away; it is part of a value here
+            # Polars takes the first one away, and this one is part of a value
+            text = BYTE_ORDER_MARK + text
         schema: dict[str, type[pl.DataType]] = {
             f"column_{number}": pl.Int64 if name in integers else pl.String
             for number, name in enumerate(self.names, 1)
@@ -193,7 +193,7 @@ class TextReader:
             assert frame.height == len(places.bounds[0])
         self._line += lines
         self._rest = self._rest[used:]
-        return RawChunk(frame, places.find, part) if frame.height else None
+        return RawChunk(frame, places.find, part, places.numbers) if frame.height else None
 
     def _whole_lines(self, columns: int) -> tuple[bytes, bool]:
         """Return what has been read up to the end of a line, and whether no record goes on after it."""
@@ -273,6 +273,12 @@ class _Places:
             return self.of_span(start, int(self.newlines[row]))
         starts, ends = self.bounds
         return self.of_span(int(starts[row]), int(ends[row]))
+
+    def numbers(self) -> NDArray[np.int64]:
+        """Return the line of every row."""
+        if self.bounds is None:
+            return self.first_line + np.arange(len(self.newlines))
+        return self.first_line + np.searchsorted(self.newlines, self.bounds[0])
 
     def of_span(self, start: int, end: int) -> Place:
         """Return the place of some bytes of the block."""
