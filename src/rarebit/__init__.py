@@ -5,6 +5,7 @@ from rarebit.data.log_schema import Column, LogSchema, Split
 from rarebit.data.prepare import prepare, prepare_source
 from rarebit.data.schema import Field, Schema
 from rarebit.data.synthetic import SyntheticLog, generate
+from rarebit.data.text_format import TextFormat
 from rarebit.methods.hashing import Hashing
 from rarebit.methods.low_rank import LowRank
 from rarebit.tables.apply import TableChanges, apply_, merge_
@@ -52,6 +53,7 @@ __all__ = [
     "Table",
     "TableChanges",
     "TableInfo",
+    "TextFormat",
     "Training",
     "__version__",
     "apply_",

@@ -186,6 +186,9 @@ def _convert(value: Any, hint: Any, name: str) -> Any:
 
 
 def _convert_union(value: Any, choices: tuple[Any, ...], name: str) -> Any:
+    settings = [choice for choice in choices if dataclasses.is_dataclass(choice)]
+    if isinstance(value, Mapping) and len(settings) == 1:
+        return _convert(value, settings[0], name)  # what is wrong in it is told, not hidden
     for choice in choices:
         try:
             return _convert(value, choice, name)

@@ -389,7 +389,7 @@ def test_an_unknown_protocol_is_told(call):
 @pytest.mark.parametrize(
     ("old", "new", "message"),
     [
-        ("separator", "seperator", "unknown setting 'seperator' for Column; did you mean 'separator'?"),
+        ("separator", "seperator", "unknown setting 'seperator' for TextFormat; did you mean 'separator'?"),
         ("format = 1", "format = 9", "the schema is of format 9; this version reads up to 1: upgrade it"),
         ('kind = "multi"', 'kind = "many"', "kind must be one of"),
         ('name = "user"', 'name = "usr"', "has no column 'usr'; did you mean 'user'?"),
@@ -449,7 +449,11 @@ def test_a_settings_file_names_the_prepared_log(call, log):
     assert code == 0, err
     assert "test split of here" in out
     settings = json.loads(Path("run/run.json").read_text())["settings"]
-    assert settings["data"] == {"source": "prepared", "folder": str(Path("here").absolute())}
+    assert settings["data"] == {
+        "source": "prepared",
+        "folder": str(Path("here").absolute()),
+        "checksum": json.loads(Path("here/manifest.json").read_text())["manifest_sha256"],
+    }
 
 
 def test_a_run_is_not_resumed_on_other_rows(call, log):
@@ -457,7 +461,37 @@ def test_a_run_is_not_resumed_on_other_rows(call, log):
     train(call, "--data", "here", "--out", "run")
     prepare(call, log, "--label", "click", "--seed", "5", "--out", "here", "--overwrite")
     code, _, err = call("train", "--resume", "run", "--epochs", "2")
+    assert (code, "prepared anew since the run" in err) == (2, True)
+    code, _, err = call("train", "--resume", "run", "--data", "here", "--epochs", "2")
     assert (code, "another run" in err.splitlines()[-1]) == (2, True)
+
+
+def test_a_run_is_not_measured_on_a_log_that_was_prepared_anew(call, log):
+    prepare(call, log, "--label", "click", "--out", "here")
+    train(call, "--data", "here", "--out", "run")
+    assert call("predict", "--model", "run")[0] == 0
+    prepare(call, log, "--label", "click", "--seed", "5", "--out", "here", "--overwrite")
+    code, _, err = call("predict", "--model", "run", "--out", "scores.csv")
+    assert (code, err.count("\n"), "prepared anew since the run" in err) == (2, 1, True)
+    assert not Path("scores.csv").exists()
+    prepare(call, log, "--label", "click", "--out", "here", "--overwrite")
+    assert call("predict", "--model", "run")[0] == 0, "the same log again"
+    stored = json.loads(Path("run/run.json").read_text())
+    del stored["settings"]["data"]["checksum"]  # as runs were written before there was one
+    Path("run/run.json").write_text(json.dumps(stored))
+    assert call("predict", "--model", "run")[0] == 0
+
+
+def test_a_split_without_rows_has_no_scores(call, log):
+    prepare(call, log, "--label", "click", "--shares", "0.9,0,0.1", "--out", "here")
+    train(call, "--data", "here", "--out", "run")
+    words = ["predict", "--model", "run", "--split", "valid", "--out", "scores.csv"]
+    code, _, err = call(*words)
+    assert (code, err) == (
+        2,
+        "rarebit: the valid split has no rows to score; choose --split train or test\n",
+    )
+    assert not Path("scores.csv").exists()
 
 
 @pytest.mark.parametrize("file", ["ids.npy", "label.npy", "manifest.json", "encoder/encoder.json"])
@@ -491,6 +525,9 @@ def test_raw_rows_are_scored(call, log):
     assert "AUC" not in out
     with Path("scores.csv").open() as file:
         assert [row["line"] for row in csv.DictReader(file)] == ["2", "3"]
+    Path("one.csv").write_text("item,user,tags,price\ni1,u1,a|z,3\n")
+    code, out, _ = call("predict", "--model", "run", "--input", "one.csv", "--out", "scores.csv")
+    assert (code, "1 row read = 1 scored + 0 set aside.\n1 score in scores.csv" in out) == (0, True)
     code, out, _ = call("predict", "--model", "run", "--input", log)
     assert (code, "AUC" in out, "unknown values" in out) == (0, True, True)
     assert "To keep the scores: --out scores.csv" in out

@@ -169,6 +169,12 @@ def test_rows_and_label_rates_stand_by_split():
     assert "bad rows" not in shown(show_dataset, data(FLAT), title="clicks")
 
 
+def test_bad_rows_are_counted_in_words():
+    for bad, words in ((1, "1 bad row was set aside."), (1200, "1,200 bad rows were set aside.")):
+        assert words in shown(show_dataset, data(bad_rows=bad), title="clicks")
+    assert "set aside" not in shown(show_dataset, data(), title="clicks")
+
+
 def test_a_split_without_rows_has_no_rate():
     empty = data(FLAT, rows=(9, 0, 0), label_rates=(1.0, 0.0, 0.0))
     printed = shown(show_dataset, empty, title="clicks")

@@ -3,6 +3,7 @@
 import itertools
 import json
 import os
+import shutil
 import subprocess
 import sys
 
@@ -135,6 +136,67 @@ def test_what_was_not_prepared_is_never_overwritten(tmp_path, kind):
         with pytest.raises(DataError, match="not prepared by Rarebit, so it stays as it is"):
             make(target, overwrite=overwrite)
     assert names_in(tmp_path) == ["thesis"]
+
+
+@pytest.mark.parametrize("name", ["notes.txt", "encoder/notes.txt", "runs", "runs/fm/model.json"])
+def test_what_else_lies_in_a_prepared_folder_is_never_deleted(tmp_path, name):
+    target = make(tmp_path / "data")
+    stranger = target / name
+    stranger.parent.mkdir(parents=True, exist_ok=True)
+    if name == "runs":
+        stranger.mkdir()
+    else:
+        stranger.write_text("mine")
+    with pytest.raises(
+        DataError, match=rf"would delete '{name.split('/fm')[0]}', which is no part"
+    ):
+        make(target, overwrite=True)
+    assert stranger.exists()
+    assert len(Dataset.open(target, verify=True)) == 10
+
+
+def test_what_comes_into_a_prepared_folder_meanwhile_is_not_deleted(tmp_path):
+    target = make(tmp_path / "data")
+
+    def replace():
+        with new_folder(target, overwrite=True) as folder:
+            fill(folder)
+            (target / "notes.txt").write_text("mine")
+
+    with pytest.raises(DataError, match=r"would delete 'notes.txt'"):
+        replace()
+    assert (target / "notes.txt").read_text() == "mine"
+    assert names_in(tmp_path) == ["data"]
+
+
+def test_a_folder_is_overwritten_with_an_edited_schema_and_without_a_vocabulary(tmp_path):
+    target = make(tmp_path / "data")
+    (target / "schema.toml").write_text('label = "click"  # edited\n')
+    shutil.rmtree(target / "encoder")
+    make(target, overwrite=True)
+    assert len(Dataset.open(target, verify=True)) == 10
+    assert not (target / "schema.toml").exists()
+
+
+@pytest.mark.parametrize("text", ["{}", '{"name": "a web page"}', "no JSON"])
+def test_a_manifest_of_something_else_protects_its_folder_only(tmp_path, text):
+    page = tmp_path / "page"
+    page.mkdir()
+    (page / "manifest.json").write_text(text)
+    with pytest.raises(DataError, match="does not say what in it was prepared by Rarebit"):
+        make(page, overwrite=True)
+    assert names_in(page) == ["manifest.json"]
+    assert len(Dataset.open(make(page / "data"))) == 10
+
+
+@pytest.mark.parametrize("overwrite", [False, True])
+@pytest.mark.parametrize("name", ["inner", "encoder", "deep/inner"])
+def test_nothing_is_prepared_inside_of_a_prepared_folder(tmp_path, name, overwrite):
+    target = make(tmp_path / "data")
+    before = sorted(target.rglob("*"))
+    with pytest.raises(DataError, match=r"lies in the prepared log .*data', which would no longer"):
+        make(target / name, overwrite=overwrite)
+    assert sorted(target.rglob("*")) == before
 
 
 def test_a_link_to_a_folder_stays_a_link(tmp_path):

@@ -5,6 +5,7 @@ import os
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -18,6 +19,7 @@ import rarebit as rb  # noqa: E402  # after the check that Polars is there
 from rarebit.data.dataset import Batch, Dataset, collate  # noqa: E402  # the same
 from rarebit.data.log_schema import Column, LogSchema  # noqa: E402  # the same
 from rarebit.data.prepare import prepare  # noqa: E402  # the same
+from rarebit.data.text_format import TextFormat  # noqa: E402  # the same
 from rarebit.errors import DataError  # noqa: E402  # the same
 from rarebit.models.fm import FM  # noqa: E402  # the same
 
@@ -168,7 +170,7 @@ def test_little_memory_reads_in_chunks(folder):
 
 def test_the_schema_in_the_folder_prepares_the_same_again(folder, tmp_path):
     schema = LogSchema.read(folder / "schema.toml")
-    assert schema == SCHEMA
+    assert schema == replace(SCHEMA, text=TextFormat())
     again = prepare(folder.parent / "log.csv", tmp_path / "again", schema=schema)
     assert torch.equal(again.ids, Dataset.open(folder).ids)
     names = [

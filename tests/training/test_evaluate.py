@@ -184,6 +184,15 @@ def test_the_batch_size_does_not_change_an_evaluation(batch_size):
     )
 
 
+def test_no_rows_give_no_scores_but_a_sentence():
+    data = some_data()
+    data.divide((30, 0, 7), None)
+    model = FM(data.schema, dim=2)
+    for call in (predict, evaluate):
+        with pytest.raises(DataError, match="there are no rows to score"):
+            call(model, data.splits.valid)
+
+
 def test_predictions_have_no_gradient():
     assert not predict(FM(SCHEMA, dim=2), some_data()).requires_grad
 

@@ -28,7 +28,13 @@ from rarebit.cli.show import (
 )
 from rarebit.data.dataset import Dataset, Splits
 from rarebit.data.synthetic import SyntheticLog
-from rarebit.errors import ModelFileError, RarebitError, SettingsError, TrainingInterrupted
+from rarebit.errors import (
+    DataError,
+    ModelFileError,
+    RarebitError,
+    SettingsError,
+    TrainingInterrupted,
+)
 from rarebit.models import model_names
 from rarebit.settings import read_toml, suggest
 from rarebit.training.evaluate import Evaluation, evaluate, predict
@@ -241,9 +247,12 @@ def predict_(  # noqa: PLR0917  # typer calls it by name
     with BarProgress() as progress:
         splits = load_splits(settings.data, progress=progress.rows)
     chosen: Dataset = getattr(splits, split)
+    if not len(chosen):
+        having = " or ".join(name for name in Splits._fields if len(getattr(splits, name)))
+        raise DataError(f"the {split} split has no rows to score; choose --split {having}")
     if out is not None:
         _write_scores(out, torch.sigmoid(predict(loaded, chosen)), chosen)
-        console.print(f"{len(chosen):,} scores in {out}", soft_wrap=True, markup=False)
+        console.print(f"{_counted(len(chosen), 'score')} in {out}", soft_wrap=True, markup=False)
     evaluation = evaluate(loaded, chosen, counts=splits.train.counts())
     show_evaluation(evaluation, f"{settings.model} from {model}, {split} split")
 
@@ -262,11 +271,12 @@ def _score(
         )
     show_scored(scored, f"{folder} on {log}")
     read = scored.rows + scored.bad_rows
-    console.print(f"{read:,} rows read = {scored.rows:,} scored + {scored.bad_rows:,} set aside.")
+    parts = f"{scored.rows:,} scored + {scored.bad_rows:,} set aside"
+    console.print(f"{_counted(read, 'row')} read = {parts}.")
     if out is None:
         console.print("To keep the scores: --out scores.csv")
         return
-    console.print(f"{scored.rows:,} scores in {out}", soft_wrap=True, markup=False)
+    console.print(f"{_counted(scored.rows, 'score')} in {out}", soft_wrap=True, markup=False)
     if scored.bad_rows:
         console.print(f"Set aside in {bad_rows_file(out)}.", soft_wrap=True, markup=False)
 
@@ -372,6 +382,10 @@ def _write_scores(path: Path, scores: torch.Tensor, data: Dataset) -> None:
             writer.writerows(zip(itertools.count(), scores.tolist(), labels, strict=False))
     except OSError as error:
         raise ModelFileError(f"cannot write {str(path)!r}: {error.strerror}") from None
+
+
+def _counted(number: int, noun: str) -> str:
+    return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
 
 
 def _be_quiet(line: str) -> None:

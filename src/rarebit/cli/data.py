@@ -13,8 +13,9 @@ from rarebit.cli.show_data import show_dataset, show_schema
 from rarebit.data.folder import BAD_ROWS, SCHEMA, PreparedFolder
 from rarebit.data.log_schema import LogSchema, Split
 from rarebit.data.sources import source_names
+from rarebit.data.text_format import TextFormat
 from rarebit.errors import SettingsError
-from rarebit.settings import suggest
+from rarebit.settings import suggest, updated
 
 __all__ = ["choose_bad_rows", "data_app"]
 
@@ -59,6 +60,16 @@ SharesOption = Annotated[
     str | None, typer.Option(help="Parts for train, valid and test: 0.8,0.1,0.1 if not given.")
 ]
 SeedOption = Annotated[int | None, typer.Option(help="Draws the rows or users of the split.")]
+SeparatorOption = Annotated[
+    str | None,
+    typer.Option(help="What stands between values of a text file; found out if not given."),
+]
+EncodingOption = Annotated[
+    str | None, typer.Option(help="utf-8 or latin-1; found out if not given.")
+]
+NamesOption = Annotated[
+    str | None, typer.Option(help="Column names, with commas, for a text file without a header.")
+]
 
 
 @data_app.command(epilog=EXAMPLES)
@@ -74,6 +85,9 @@ def prepare(  # noqa: PLR0917  # typer calls it by name
     by: ByOption = None,
     shares: SharesOption = None,
     seed: SeedOption = None,
+    separator: SeparatorOption = None,
+    encoding: EncodingOption = None,
+    names: NamesOption = None,
     valid: Annotated[
         Path | None, typer.Option(help="A second log, to choose by.", readable=False)
     ] = None,
@@ -101,54 +115,57 @@ def prepare(  # noqa: PLR0917  # typer calls it by name
     ] = False,
 ) -> None:
     """Encode a raw log, or one of the well-known sets, into a folder that trains."""
-    from rarebit.data import prepare as raw
-
     if out is None:
         raise SettingsError("where to? Give the folder to make: --out data/clicks")
     keep = choose_bad_rows(bad_rows, "stop" if source is None else "aside")
+    settings: dict[str, Any] = {"bad_rows": keep, "overwrite": overwrite}
+    text = {"--separator": separator, "--encoding": encoding, "--names": names}
+    splitting = {"--split": split, "--by": by, "--shares": shares, "--seed": seed}
     if source is not None:
-        _refuse_beside(
-            "--source",
-            {"a log": log, "--label": label, "--schema": schema, "--valid": valid, "--test": test}
-            | {"--split": split, "--by": by, "--shares": shares, "--seed": seed},
-        )
-        if from_ is None:
-            raise SettingsError("where are the set's files? Give their folder: --from FOLDER")
-        with BarProgress() as bars:
-            raw.prepare_source(
-                source,
-                from_,
-                out,
-                protocol=protocol,
-                bad_rows=keep,
-                overwrite=overwrite,
-                progress=_tell(bars),
-            )
+        own: dict[str, Any] = {
+            "a log": log,
+            "--label": label,
+            "--schema": schema,
+            "--valid": valid,
+            "--test": test,
+        }
+        _refuse_beside("--source", own | splitting | text)
+        _prepare_source(source, from_, out, protocol, settings)
     else:
         _refuse_beside("a log of your own", {"--from": from_, "--protocol": protocol or None})
         if log is None:
             raise SettingsError("which log? Name a file, or a well-known set (--source ml-1m)")
-        files = {"train": log, "valid": valid, "test": test}
-        several = {part: file for part, file in files.items() if file is not None}
-        if len(several) > 1:
-            _refuse_beside(
-                "--valid and --test",
-                {"--split": split, "--by": by, "--shares": shares, "--seed": seed},
-            )
-            changes = {"kind": "given", "column": ""}
+        parts = {"train": log, "valid": valid, "test": test}
+        files = {part: file for part, file in parts.items() if file is not None}
+        changes: dict[str, Any] = {"kind": "given", "column": ""}
+        if len(files) > 1:
+            _refuse_beside("--valid and --test", splitting)
         else:
             changes = _split_changes(split, by, shares, seed)
-        found = _schema(log, label, schema, changes)
-        with BarProgress() as bars:
-            raw.prepare(
-                several if len(several) > 1 else log,
-                out,
-                schema=found,
-                bad_rows=keep,
-                overwrite=overwrite,
-                progress=_tell(bars),
-            )
+        found = _schema(log, label, schema, changes, _text(log, separator, encoding, names))
+        _prepare_log(files, out, found, settings)
     _report(out)
+
+
+def _prepare_source(
+    source: str, folder: Path | None, out: Path, protocol: str, settings: dict[str, Any]
+) -> None:
+    from rarebit.data.prepare import prepare_source
+
+    if folder is None:
+        raise SettingsError("where are the set's files? Give their folder: --from FOLDER")
+    with BarProgress() as bars:
+        prepare_source(source, folder, out, protocol=protocol, progress=_tell(bars), **settings)
+
+
+def _prepare_log(
+    files: Mapping[str, Path], out: Path, schema: LogSchema, settings: dict[str, Any]
+) -> None:
+    from rarebit.data.prepare import prepare
+
+    log = files if len(files) > 1 else files["train"]
+    with BarProgress() as bars:
+        prepare(log, out, schema=schema, progress=_tell(bars), **settings)
 
 
 @data_app.command(name="schema")
@@ -160,6 +177,9 @@ def schema_(  # noqa: PLR0917  # typer calls it by name
     by: ByOption = None,
     shares: SharesOption = None,
     seed: SeedOption = None,
+    separator: SeparatorOption = None,
+    encoding: EncodingOption = None,
+    names: NamesOption = None,
     overwrite: Annotated[
         bool, typer.Option("--overwrite", help="Replace a file of that name.")
     ] = False,
@@ -170,7 +190,8 @@ def schema_(  # noqa: PLR0917  # typer calls it by name
             f"{str(out)!r} exists already, and may have been edited; choose another name, or "
             "replace it (--overwrite)"
         )
-    found = _schema(log, label, None, _split_changes(split, by, shares, seed))
+    text = _text(log, separator, encoding, names)
+    found = _schema(log, label, None, _split_changes(split, by, shares, seed), text)
     if out is None:
         console.print("\nTo write it to a file to edit: --out clicks.toml")
         return
@@ -237,8 +258,26 @@ def _show_command(*words: str) -> None:
     console.print(f"  {how_to_call()} {shlex.join(words)}", soft_wrap=True, markup=False)
 
 
+def _text(
+    log: Path, separator: str | None, encoding: str | None, names: str | None
+) -> TextFormat | None:
+    """Return how the options say that the log is written; None where they say nothing."""
+    if separator is None and encoding is None and names is None:
+        return None
+    from rarebit.data.raw.readers import find_format
+
+    changes: dict[str, Any] = {} if separator is None else {"separator": separator}
+    changes |= {} if encoding is None else {"encoding": encoding}
+    changes |= {} if names is None else {"header": False, "names": tuple(names.split(","))}
+    return updated(find_format(log) or TextFormat(), changes)
+
+
 def _schema(
-    log: Path, label: str | None, file: Path | None, changes: Mapping[str, Any]
+    log: Path,
+    label: str | None,
+    file: Path | None,
+    changes: Mapping[str, Any],
+    text: TextFormat | None,
 ) -> LogSchema:
     """Return the schema of a file, or a guessed one, with changes to its split, and show it."""
     from rarebit.data.prepare import infer_log
@@ -246,12 +285,20 @@ def _schema(
     if file is not None:
         _refuse_beside("--schema", {"--label": label})
         schema = LogSchema.read(file)
-        schema = schema.with_split(replace(schema.split, **changes))
+        schema = replace(
+            schema.with_split(replace(schema.split, **changes)), text=text or schema.text
+        )
         show_schema(schema)
     else:
-        inferred = infer_log(log, label, split=Split(**changes))
+        inferred = infer_log(log, label, split=Split(**changes), format=text)
         schema = inferred.schema
         show_schema(schema, inferred.reasons)
+    if schema.text is not None:
+        written = schema.text
+        quotes = f"quotes {written.quote}" if written.quote else "no quotes"
+        console.print(
+            f"Text: separator {written.separator!r}, {quotes}, {written.encoding}.", markup=False
+        )
     return schema
 
 
@@ -295,7 +342,7 @@ def choose_bad_rows(
     return cast(Literal["stop", "aside"], chosen or usual)
 
 
-def _refuse_beside(what: str, others: dict[str, object]) -> None:
+def _refuse_beside(what: str, others: Mapping[str, object]) -> None:
     for name, value in others.items():
         if value is not None:
             raise SettingsError(f"{name} has no place beside {what}")

@@ -110,7 +110,8 @@ def show_dataset(
     to.print(Text(title, style="bold"))
     to.print(_splits_table(statistics))
     if statistics.bad_rows:
-        to.print(Text(f"{statistics.bad_rows:,} bad rows were set aside."))
+        rows = "bad row was" if statistics.bad_rows == 1 else "bad rows were"
+        to.print(Text(f"{statistics.bad_rows:,} {rows} set aside."))
     if statistics.fields:
         to.print(_fields_table(statistics.fields, to))
         to.print(Text(_explanation(to)))

@@ -82,6 +82,11 @@ class PreparedFolder:
         except (LookupError, TypeError, ValueError, AttributeError, OSError) as error:
             raise DataError(f"{str(self.folder)!r} is damaged: {error}; prepare it again") from None
 
+    @property
+    def checksum(self) -> str:
+        """What tells it from any other prepared log: the manifest's checksum, which has all others in it."""
+        return str(self.manifest["manifest_sha256"])
+
     def _check_sizes(self) -> None:
         if len(self.rows) != 3 or min(self.rows) < 0:
             raise DataError(f"{str(self.folder)!r} is damaged: it has {self.rows} rows")
@@ -169,16 +174,11 @@ def new_folder(target: Path, *, overwrite: bool = False) -> Iterator[Path]:
         raise DataError(f"{str(target)!r} is being prepared by this process already; wait for it")
     _remove_leftovers(target)
     _check_free(target, overwrite=overwrite)
-    try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        partial.mkdir()
-    except OSError as error:
-        raise DataError(
-            f"cannot write to the folder {str(target.parent)!r}: {error.strerror}; choose another one"
-        ) from None
     _at_work.add(partial)
-    try:
+    try:  # from before it is there: Ctrl-C may come at any moment
+        _make(partial)
         yield partial
+        _check_free(target, overwrite=overwrite)  # hours may have passed
         _move(partial, target)
     except OSError as error:
         raise DataError(f"cannot write {str(target)!r}: {error.strerror or error}") from error
@@ -187,14 +187,59 @@ def new_folder(target: Path, *, overwrite: bool = False) -> Iterator[Path]:
         shutil.rmtree(partial, ignore_errors=True)
 
 
+def _make(partial: Path) -> None:
+    try:
+        partial.parent.mkdir(parents=True, exist_ok=True)
+        partial.mkdir()
+    except OSError as error:
+        raise DataError(
+            f"cannot write to the folder {str(partial.parent)!r}: {error.strerror}; choose another one"
+        ) from None
+
+
 def _check_free(target: Path, *, overwrite: bool) -> None:
-    """Raise where something exists that must not be replaced."""
+    """Raise where something exists that must not be replaced, or the place is another log's."""
+    for parent in target.parents:
+        if _listed(parent):
+            raise DataError(
+                f"{str(target)!r} lies in the prepared log {str(parent)!r}, which would no longer be "
+                "what its manifest says; choose another place"
+            )
+    if not target.exists():
+        return
     is_prepared = (target / MANIFEST).exists()
-    if target.exists() and not (overwrite and is_prepared):
+    if not (overwrite and is_prepared):
         hint = "choose another, or overwrite it (--overwrite)"
         if not is_prepared:
             hint = "it was not prepared by Rarebit, so it stays as it is: choose another"
         raise DataError(f"{str(target)!r} exists already; {hint}")
+    _refuse_strangers(target)
+
+
+def _refuse_strangers(folder: Path) -> None:
+    """Raise where a prepared folder holds something else, which replacing it would delete."""
+    listed = _listed(folder)
+    if not listed:
+        raise DataError(
+            f"{str(folder)!r} exists already, and its {MANIFEST} does not say what in it was "
+            "prepared by Rarebit, so it stays as it is: remove it by hand, or choose another"
+        )
+    ours = {folder / name for name in (MANIFEST, SCHEMA, BAD_ROWS, *listed)}
+    ours |= {parent for path in ours for parent in path.parents}
+    for path in sorted(folder.rglob("*")):
+        if path not in ours:
+            raise DataError(
+                f"overwriting {str(folder)!r} would delete {path.relative_to(folder).as_posix()!r}, "
+                "which is no part of the prepared log; move it away, or choose another folder"
+            )
+
+
+def _listed(folder: Path) -> list[str]:
+    """Return the files that a folder's manifest lists; none where it has no manifest that is whole."""
+    try:
+        return list(_read_manifest(folder)["files"])
+    except (DataError, LookupError, TypeError):
+        return []
 
 
 def _move(partial: Path, target: Path) -> None:

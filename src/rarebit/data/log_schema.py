@@ -14,12 +14,15 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
+from rarebit.data.text_format import TextFormat
 from rarebit.errors import DataError
 from rarebit.settings import check_types, from_mapping, read_toml, require, suggest, to_mapping
 
 __all__ = ["FORMAT", "SPLIT_NAMES", "Column", "LogSchema", "Split"]
 
 FORMAT = 1
+MOST_BUCKETS, MOST_VALUES = 100_000_000, 1000
+LEAK = "Values are counted over all rows: training knows the values of the test rows."
 SPLIT_NAMES = ("train", "valid", "test")
 
 ColumnKind = Literal["categorical", "multi", "numeric", "time", "ignored"]
@@ -64,8 +67,8 @@ class Column:
             f"{self.name}: min_count must be at least 1, got min_count={self.min_count}",
         )
         require(
-            self.buckets is None or self.buckets >= 1,
-            f"{self.name}: buckets must be at least 1, got buckets={self.buckets}",
+            self.buckets is None or 1 <= self.buckets <= MOST_BUCKETS,
+            f"{self.name}: buckets must lie in [1, {MOST_BUCKETS:,}], got buckets={self.buckets}",
         )
         require(
             self.buckets is None or self.kind in ("categorical", "multi"),
@@ -79,6 +82,14 @@ class Column:
             self.max_length >= 1 and (self.kind == "multi" or self.max_length == 1),
             f"{self.name}: max_length must be 1, or at least 1 for kind='multi', "
             f"got kind={self.kind!r}, max_length={self.max_length}",
+        )
+        require(
+            self.max_length <= MOST_VALUES,
+            f"{self.name}: max_length must be at most {MOST_VALUES}, got {self.max_length}",
+        )
+        require(
+            not self.separator or self.kind == "multi",
+            f"{self.name}: a separator is for kind='multi', got kind={self.kind!r}",
         )
         require(self.bins >= 2, f"{self.name}: bins must be at least 2, got bins={self.bins}")
 
@@ -155,6 +166,8 @@ class LogSchema:
     counts: Literal["train", "all"] = "train"
     """Rows that decide which values get an id. "all" is what some papers did: it leaks the
     vocabulary of the test rows into training."""
+    text: TextFormat | None = None
+    """How the text files of the log are written; found out where it is not said."""
     unknown_share: float = 0.05
     """Of the values seen once, where min_count is 1: how many are taken for unknown, so that the row
     of unknown values is trained, too."""
@@ -235,6 +248,10 @@ class LogSchema:
         split = [self.split.column] if self.split.column else []
         return tuple(dict.fromkeys([self.label, *used, *split]))
 
+    def notes(self) -> tuple[str, ...]:
+        """Return what whoever uses the data should know, a line each."""
+        return (LEAK,) if self.counts == "all" else ()
+
     def with_split(self, split: Split) -> "LogSchema":
         """Return the same schema with another split."""
         return replace(self, split=split)
@@ -283,6 +300,9 @@ class LogSchema:
         lines += ["", "[split]"]
         split = _changed(self.split, Split(), always=("kind", "shares", "seed"))
         lines += [f"{key} = {_toml(value)}" for key, value in split.items()]
+        if self.text is not None:
+            text = _changed(self.text, TextFormat(), always=("separator", "quote", "encoding"))
+            lines += ["", "[text]", *(f"{key} = {_toml(value)}" for key, value in text.items())]
         for column in self.columns:
             values = _changed(column, Column(name="-"), always=("name", "kind"))
             lines += ["", "[[columns]]"]
@@ -296,7 +316,7 @@ def _changed(settings: Any, default: Any, always: tuple[str, ...] = ()) -> dict[
     return {
         key: value
         for key, value in to_mapping(settings).items()
-        if key in always or (value != usual[key] and key not in ("columns", "split"))
+        if key in always or (value != usual[key] and key not in ("columns", "split", "text"))
     }
 
 

@@ -2,20 +2,21 @@
 
 import os
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from rarebit.data.dataset import Dataset
 from rarebit.data.log_schema import SPLIT_NAMES, LogSchema, Split
 from rarebit.data.sources import find_source
-from rarebit.errors import SettingsError
+from rarebit.data.text_format import TextFormat
+from rarebit.errors import DataError, SettingsError
 from rarebit.settings import suggest
 
 if TYPE_CHECKING:  # reading raw logs needs Polars, importing this does not
     from rarebit.data.raw.bad_rows import BadRows
     from rarebit.data.raw.chunk import RawChunk
     from rarebit.data.raw.infer import Inferred
-    from rarebit.data.raw.text import TextFormat
 
 __all__ = ["infer_log", "prepare", "prepare_source"]
 
@@ -37,7 +38,7 @@ def prepare(
     label: str | None = None,
     schema: LogSchema | None = None,
     split: Split | None = None,
-    format: "TextFormat | None" = None,
+    format: TextFormat | None = None,
     bad_rows: Literal["stop", "aside"] = "stop",
     overwrite: bool = False,
     progress: Progress = no_progress,
@@ -57,6 +58,7 @@ def prepare(
     """
     from rarebit.data.raw.bad_rows import BadRows
     from rarebit.data.raw.encode import Origin, encode_log
+    from rarebit.data.raw.readers import find_format
 
     files = _files(log)
     if "" not in files:
@@ -64,13 +66,15 @@ def prepare(
             raise SettingsError(f"the files are split already: leave out the split by {split.kind}")
         drawn_by = split or (schema.split if schema is not None else Split())
         split = Split(kind="given", seed=drawn_by.seed)
+    first = next(iter(files.values()))
     if schema is None:
-        schema = infer_log(next(iter(files.values())), label, split=split, format=format).schema
+        schema = infer_log(first, label, split=split, format=format).schema
     elif split is not None:
         schema = schema.with_split(split)
+    schema = replace(schema, text=format or schema.text or find_format(first))
     bad = BadRows(bad_rows)
-    chunks = _read(files, schema, bad, format, progress)
-    origin = Origin(name=", ".join(path.name for path in files.values()))
+    chunks = _read(files, schema, bad, progress)
+    origin = Origin(name=", ".join(path.name for path in files.values()), notes=schema.notes)
     encode_log(chunks, schema, out, origin=origin, bad=bad, overwrite=overwrite, progress=progress)
     return Dataset.open(out)
 
@@ -101,7 +105,7 @@ def prepare_source(
     bad = BadRows(bad_rows)
     chunks = source.rows(Path(folder), bad, lambda done, total: progress("reading", done, total))
     origin = Origin(name=name, notes=lambda: source.notes(protocol))
-    schema = source.schema(protocol)
+    schema = replace(source.schema(protocol), text=source.text)
     encode_log(chunks, schema, out, origin=origin, bad=bad, overwrite=overwrite, progress=progress)
     return Dataset.open(out)
 
@@ -111,27 +115,36 @@ def infer_log(
     label: str | None,
     *,
     split: Split | None = None,
-    format: "TextFormat | None" = None,
+    format: TextFormat | None = None,
 ) -> "Inferred":
     """Guess what the columns of a log are, from its first rows."""
     import polars as pl
 
     from rarebit.data.raw.bad_rows import BadRows
     from rarebit.data.raw.infer import infer_schema
-    from rarebit.data.raw.readers import read_raw
+    from rarebit.data.raw.readers import find_format, read_raw
 
     if not label:
         raise SettingsError("which column is the label? Name it (--label click), or give a schema")
     frames, rows = [], 0
     bad = BadRows()
-    for chunk in read_raw(Path(log), None, bad, format=format, block_bytes=1 << 20):
+    written = format or find_format(Path(log))
+    for chunk in read_raw(Path(log), None, bad, format=written, block_bytes=1 << 20):
         frames.append(chunk.frame)
         rows += chunk.frame.height
         if rows >= SAMPLE_ROWS:
             break
     if not frames:
         bad.raise_if_any()  # a few bad rows are told later, when the log is encoded
-    return infer_schema(pl.concat(frames).head(SAMPLE_ROWS), label, split=split)
+    try:  # files of one folder may have other columns, or the same with other types
+        sample = pl.concat(frames, how="diagonal_relaxed").head(SAMPLE_ROWS)
+    except pl.exceptions.PolarsError as error:
+        raise DataError(
+            f"the files of {str(log)!r} do not agree on their columns: {error}; prepare them one by "
+            "one, or give a schema"
+        ) from None
+    found = infer_schema(sample, label, split=split)
+    return replace(found, schema=replace(found.schema, text=written))
 
 
 def _files(log: PathLike | Mapping[str, PathLike]) -> dict[str, Path]:
@@ -150,7 +163,6 @@ def _read(
     files: Mapping[str, Path],
     schema: LogSchema,
     bad: "BadRows",
-    format: "TextFormat | None",
     progress: Progress,
 ) -> "Iterator[RawChunk]":
     """Yield the rows of all files, one file after the other."""
@@ -162,7 +174,7 @@ def _read(
             path,
             schema.columns_read,
             bad,
-            format=format,
+            format=schema.text,
             integers=[schema.label, *counts],
             missing=schema.missing,
             progress=lambda done, total: progress("reading", done, total),

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from rarebit.data.dataset import Batch, Dataset
 from rarebit.data.schema import PADDING
-from rarebit.errors import TrainingError
+from rarebit.errors import DataError, TrainingError
 from rarebit.training.checks import check_counts, check_schema
 from rarebit.training.metrics import Metrics, measure
 
@@ -70,6 +70,8 @@ def predict(
     torch.Size([3])
     """
     check_schema(model, data)
+    if not len(data):
+        raise DataError("there are no rows to score; choose a part of the data that has some")
     was_training = [module for module in model.modules() if module.training]
     model.eval()
     try:

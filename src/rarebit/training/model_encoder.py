@@ -1,18 +1,15 @@
 """The vocabulary beside a model: a copy of what turned raw rows into the ids it was trained on."""
 
-import hashlib
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from rarebit.data.folder import StoredEncoder
+from rarebit.data.folder import ENCODER, StoredEncoder, checksum
 from rarebit.data.schema import Schema
 from rarebit.errors import ModelFileError
 
-__all__ = ["ENCODER", "find_encoder", "write_encoder"]
-
-ENCODER = "encoder"
+__all__ = ["find_encoder", "write_encoder"]
 
 
 def write_encoder(schema: Schema | None, folder: Path) -> dict[str, str]:
@@ -29,7 +26,7 @@ def write_encoder(schema: Schema | None, folder: Path) -> dict[str, str]:
         partial.rename(target)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
-    return {path.name: _checksum(path) for path in sorted(target.iterdir())}
+    return {path.name: checksum(path) for path in sorted(target.iterdir())}
 
 
 def find_encoder(folder: Path, checksums: Mapping[str, Any]) -> StoredEncoder | None:
@@ -59,9 +56,4 @@ def _is_as_saved(path: Path, wanted: object) -> bool:
     """
     if path.is_symlink() or not path.is_file():
         return False
-    return wanted is None or _checksum(path) == wanted
-
-
-def _checksum(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+    return wanted is None or checksum(path) == wanted

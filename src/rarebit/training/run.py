@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from rarebit.data.dataset import Dataset, Splits
+from rarebit.data.folder import PreparedFolder
 from rarebit.data.synthetic import SyntheticLog, generate
 from rarebit.errors import DataError, ModelFileError, SettingsError
 from rarebit.methods import method_from_mapping, method_to_mapping
@@ -52,6 +53,8 @@ class PreparedLog:
 
     folder: str
     """The folder."""
+    checksum: str = ""
+    """Of the log as a run read it; another log in the folder is refused. Empty: any log will do."""
 
     def __post_init__(self) -> None:
         check_types(self, where="data")
@@ -157,6 +160,7 @@ def run(
     200
     """
     # a prepared log that cannot be used is told before anything is written
+    settings = _with_checksum(settings)
     prepared = load_splits(settings.data) if isinstance(settings.data, PreparedLog) else None
     out = None if folder is None else _make_folder(Path(folder))
     if out is not None and not resume:
@@ -201,6 +205,11 @@ def load_splits(
     """
     if isinstance(log, SyntheticLog):
         return generate(log, progress=progress)
+    if log.checksum and PreparedFolder(log.folder).checksum != log.checksum:
+        raise DataError(
+            f"the log in {log.folder!r} was prepared anew since the run, so its rows and ids may be "
+            "others; train a new run on it, or prepare the log again as it was"
+        )
     splits = Dataset.open(log.folder, verify=True).splits
     if not len(splits.test):
         raise DataError(
@@ -222,6 +231,15 @@ def read_run(folder: str | os.PathLike[str]) -> RunSettings:
         raise ModelFileError(f"cannot read {str(path)!r}: {error.strerror}") from None
     except (ValueError, KeyError, TypeError) as error:
         raise ModelFileError(f"{str(path)!r} is damaged: {error}") from None
+
+
+def _with_checksum(settings: RunSettings) -> RunSettings:
+    """Return the settings with which log it is that lies in the folder now."""
+    log = settings.data
+    if isinstance(log, SyntheticLog) or log.checksum:
+        return settings
+    found = dataclasses.replace(log, checksum=PreparedFolder(log.folder).checksum)
+    return dataclasses.replace(settings, data=found)
 
 
 def _stored(settings: RunSettings) -> dict[str, Any]:

@@ -64,11 +64,12 @@ def score_log(
     """
     from rarebit.data.raw.bad_rows import BadRows
     from rarebit.data.raw.encoder import unknown_values
-    from rarebit.data.raw.readers import column_names, read_raw
+    from rarebit.data.raw.readers import column_names, find_format, read_raw
 
     path, target = Path(log), None if out is None else Path(out)
     encoder = _encoder_of(model)
-    with_label = encoder.schema.label in column_names(path)
+    written = find_format(path, encoder.schema.text)
+    with_label = encoder.schema.label in column_names(path, written)
     _check_out(path, target, bad_rows)
     unknown = dict.fromkeys((field.name for field in encoder.fields.table_fields), 0)
     logits: list[Tensor] = []
@@ -78,7 +79,11 @@ def score_log(
         bad = BadRows(bad_rows, to_bad_rows)
         columns = encoder.columns_read(with_label=with_label)
         missing = encoder.schema.missing
-        for chunk in read_raw(path, columns, bad, missing=missing, progress=progress):
+        for chunk in read_raw(
+            path, columns, bad, format=written, missing=missing, progress=progress
+        ):
+            if with_label and not rows and chunk.frame[encoder.schema.label].is_null().all():
+                with_label = False  # a column for it, and nothing in it yet
             encoded = encoder.encode(chunk, bad, with_label=with_label)
             if bad.stops or not len(encoded.ids):
                 continue
@@ -90,7 +95,7 @@ def score_log(
                 _append(to_scores, chunk, encoded, found.sigmoid(), with_file=path.is_dir())
             if with_label:
                 logits.append(found)
-                labels.append(torch.from_numpy(encoded.label))
+                labels.append(torch.tensor(encoded.label))
         bad.close()
         bad.raise_if_any()
         if not rows:

@@ -103,7 +103,7 @@ def test_min_count_is_two_above_a_tenth_of_the_rows():
 
 def test_one_value_in_every_row_is_ignored():
     ignored = Column(name="x", kind="ignored")
-    assert guess(["a"] * 50) == (ignored, "the same value in all 50 rows")
+    assert guess(["a"] * 50) == (ignored, "the same value in the first 50 rows")
     assert guess([1.5] * 50)[0].kind == "ignored"
     assert guess(["a"] * 49 + [None])[0].kind == "categorical", "missing is a second value"
 
@@ -117,7 +117,36 @@ def test_one_value_is_kept_where_the_name_says_that_it_will_change():
 def test_no_value_is_ignored():
     for values in ([None, None], pl.Series([None, None], dtype=pl.Date), [None] * 3):
         ignored = Column(name="x", kind="ignored")
-        assert guess(values) == (ignored, f"no value in {len(values)} rows")
+        assert guess(values) == (ignored, f"no value in the first {len(values)} rows")
+    frame = pl.DataFrame({"y": [1], "a": ["x"], "b": [None]})
+    assert infer_schema(frame, "y").reasons["b"] == "no value in the first row"
+
+
+@pytest.mark.parametrize(
+    "name", ["__index_level_0__", "__index_level_12__", "Unnamed: 0", "Unnamed: 0.1"]
+)
+def test_the_index_of_a_table_is_ignored(name):
+    column, reason = guess(counts(), name)
+    assert column.kind == "ignored"
+    assert reason == "the index of a table by its name: the number of the row"
+    split = Split(kind="user", column=name)
+    assert guess(counts(), name, split=split)[0].kind == "categorical", "asked for"
+
+
+def test_names_that_only_hold_that_of_an_index_are_read():
+    for name in ("index_level_0", "my Unnamed: 0", "Unnamed", "Unnamed: x"):
+        assert guess(draw(0, 9), name)[0].kind == "categorical"
+
+
+def test_a_column_without_a_name_is_ignored_where_others_have_one():
+    values = [f"v{i % 9}" for i in range(50)]
+    frame = pl.DataFrame({"column_1": values, "y": [0, 1] * 25, "column_4": values, "u": values})
+    found = infer_schema(frame, "y")
+    kinds = [column.kind for column in found.schema.columns]
+    assert kinds == ["ignored", "categorical", "categorical"], "column_4 is third: its own name"
+    assert found.reasons["column_1"].startswith("it has no name in the file")
+    bare = pl.DataFrame({"column_1": [0, 1] * 25, "column_2": values})
+    assert infer_schema(bare, "column_1").schema["column_2"].kind == "categorical", "no header"
 
 
 @pytest.mark.parametrize(
@@ -139,7 +168,8 @@ def test_a_value_of_its_own_in_every_row_is_ignored(values):
         pl.Series([dt.time(1), dt.time(2)]),
         pl.Series([[0.5, 0.1], [0.2, 0.3]]),
         pl.Series([[[1]], [[2]]]),
-        pl.Series([[1, 2], [2, 3]], dtype=pl.Array(pl.Int64, 2)),
+        pl.Series([[0.5, 1.5], [2.5, 3]], dtype=pl.Array(pl.Float64, 2)),
+        pl.Series([[[1], [2]], [[2], [3]]], dtype=pl.Array(pl.Int64, (2, 1))),
         pl.Series([object(), object()], dtype=pl.Object),
     ],
 )
@@ -250,6 +280,14 @@ def test_lists_are_several_values():
     assert guess(pl.Series([[], None], dtype=pl.List(pl.String)))[0].max_length == 1
 
 
+def test_arrays_of_equal_length_are_several_values():
+    series = pl.Series([["1", "2"], ["2", "3"], None])
+    for inner in (pl.String, pl.Int64):
+        column, reason = guess(series.cast(pl.List(inner)).cast(pl.Array(inner, 2)))
+        assert column == Column(name="x", kind="multi", max_length=2)
+        assert reason == "lists, 3 distinct values, up to 2 a row"
+
+
 @pytest.mark.parametrize("as_text", [True, False])
 def test_fractions_are_standardised(as_text):
     values = [None, *np.random.default_rng(0).normal(size=N).tolist()]
@@ -342,7 +380,9 @@ def test_a_log_that_tells_nothing_is_refused():
         DataError, match=r"no column beside the label 'click' looks useful .*\(none\)"
     ):
         infer_schema(pl.DataFrame({"click": [1, 0]}), "click")
-    with pytest.raises(DataError, match=r"\(a: the same value in all 2 rows\); write the schema"):
+    with pytest.raises(
+        DataError, match=r"\(a: the same value in the first 2 rows\); write the schema"
+    ):
         infer_schema(pl.DataFrame({"click": [1, 0], "a": [1, 1]}), "click")
 
 

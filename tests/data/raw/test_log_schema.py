@@ -6,9 +6,11 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from rarebit.data.log_schema import Column, LogSchema, Split
+from rarebit.data.text_format import TextFormat
 from rarebit.errors import DataError, SettingsError
 
 USER = Column(name="user")
+TABS = TextFormat(separator="\t", quote="", encoding="latin-1", header=False, names=("a", 'b "c"'))
 TAGS = Column(name="tags", kind="multi", separator="|", max_length=4, min_count=2, pooling="sum")
 PRICE = Column(name="price", kind="numeric")
 BINS = Column(name="bins", kind="numeric", treatment="quantile", bins=7)
@@ -30,7 +32,7 @@ def columns(draw):
         kind=kind,
         min_count=draw(st.integers(1, 99)),
         buckets=draw(st.integers(1, 10**6)) if has_buckets else None,
-        separator=draw(texts | st.just("")),
+        separator=draw(texts | st.just("")) if kind == "multi" else "",
         max_length=draw(st.integers(1, 50)) if kind == "multi" else 1,
         pooling=draw(st.sampled_from(["mean", "sum"])),
         treatment=draw(st.sampled_from(["standardised", "log_square", "quantile"])),
@@ -60,6 +62,7 @@ def schemas(draw):
         split=split,
         missing=draw(st.lists(texts, max_size=3)),
         counts=draw(st.sampled_from(["train", "all"])),
+        text=draw(st.sampled_from([None, TextFormat(), TABS])),
         unknown_share=draw(st.floats(0, 1, exclude_max=True)),
     )
 
@@ -153,7 +156,7 @@ def test_columns_may_share_a_vocabulary():
         ({"name": 3}, "3: name must be str, got 3"),
         ({"kind": "text"}, "a: kind must be one of 'categorical', 'multi', 'numeric', 'time',"),
         ({"min_count": 0}, "a: min_count must be at least 1, got min_count=0"),
-        ({"buckets": 0}, "a: buckets must be at least 1, got buckets=0"),
+        ({"buckets": 0}, "a: buckets must lie in [1, 100,000,000], got buckets=0"),
         (
             {"buckets": 9, "kind": "numeric"},
             "a: buckets are for categorical and multi columns, got kind='numeric'",

@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 from datetime import date
+from decimal import Decimal
 from pathlib import Path
 
 import numpy as np
@@ -318,6 +319,37 @@ def test_a_damaged_parquet_file_is_refused(tmp_path, cut):
     write(path, bytes(content))
     with pytest.raises(DataError, match="is no Parquet file, or is damaged"):
         chunks_of(path)
+
+
+@needs_pyarrow
+def test_parquet_columns_of_the_same_name_are_refused(tmp_path):
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    path = tmp_path / "log.parquet"
+    columns = [pa.array([1]), pa.array([2]), pa.array([3])]
+    pq.write_table(pa.Table.from_arrays(columns, names=["user", "ad", "user"]), path)
+    for read in (chunks_of, column_names):
+        with pytest.raises(DataError, match=r"log.parquet' has columns of the same name: 'user';"):
+            read(path)
+
+
+@needs_pyarrow
+@pytest.mark.parametrize("nested", [False, True])
+def test_parquet_decimals_that_polars_cannot_hold_are_refused_by_name(tmp_path, nested, capfd):
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    path = tmp_path / "log.parquet"
+    long, short = pa.decimal256(50, 2), pa.decimal128(38, 2)
+    price, kind = ([Decimal("1.50")], pa.list_(long)) if nested else (Decimal("1.50"), long)
+    columns = {"n": [1], "price": pa.array([price], kind)}
+    pq.write_table(pa.table(columns | {"paid": pa.array([Decimal("2.50")], short)}), path)
+    with pytest.raises(DataError, match=r"the column 'price' of .* holds .*decimal256\(50, 2\)"):
+        chunks_of(path)
+    [chunk] = chunks_of(path, ["paid", "n"])
+    assert chunk.frame.rows() == [(Decimal("2.50"), 1)]
+    assert capfd.readouterr().err == ""
 
 
 def test_a_frame_is_read_in_slices(tmp_path):

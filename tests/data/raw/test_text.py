@@ -21,7 +21,7 @@ from rarebit.data.raw.csv_structure import (  # noqa: E402  # the same
     without_quotes,
 )
 from rarebit.data.raw.readers import column_names, read_raw  # noqa: E402  # the same
-from rarebit.data.raw.text import TextFormat, sniff_format  # noqa: E402  # the same
+from rarebit.data.raw.text import TextFormat, sniff_format, sniff_like  # noqa: E402  # the same
 from rarebit.errors import DataError, SettingsError  # noqa: E402  # the same
 
 VALUES = st.text(st.characters(exclude_categories=["Cs"]), max_size=6) | st.sampled_from(
@@ -324,19 +324,22 @@ def test_a_byte_order_mark_is_no_part_of_the_first_name(tmp_path):
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
-        (b"a,b\n1,2\n", TextFormat(quote="")),
+        (b"a,b\n1,2\n", TextFormat()),
         (b'a;b\n"1,5";2\n"2,5";3\n', TextFormat(separator=";")),
-        (b"a\tb\tc\n1,2,3,4\t\t\n", TextFormat(separator="\t", quote="")),
-        (b"a|b\n1|2\n", TextFormat(separator="|", quote="")),
+        (b"a\tb\tc\n1,2,3,4\t\t\n", TextFormat(separator="\t")),
+        (b"a|b\n1|2\n", TextFormat(separator="|")),
         (b'"a";"b"\n"x \\"y\\"; z";"1"\n', TextFormat(separator=";", escape="\\")),
         (b'a\tb\n5" tv\t1\n6" tv\t2\n7"\t3\n', TextFormat(separator="\t", quote="")),
-        (b"a\n1\n2\n", TextFormat(quote="")),
+        (b"a\n1\n2\n", TextFormat()),
         (b'a,b\n"x\ny",1\n"x, z",2\n', TextFormat()),
-        ("a,b\né,1".encode(), TextFormat(quote="")),
-        ("a,b\né,1".encode("latin-1"), TextFormat(quote="", encoding="latin-1")),
+        ("a,b\né,1".encode(), TextFormat()),
+        ("a,b\né,1".encode("latin-1"), TextFormat(encoding="latin-1")),
         (b'"a";"b"\n"x, y";1\n"x, z";2\n', TextFormat(separator=";")),
-        (b"1::A, B (1995)::X|Y\n2::C::Y\n3::D::X\n4::E::X\n", TextFormat(quote="")),
-        (b"a,b;c\n" + b"1,2;3\n" * 3 + b"1,2,3;3\n", TextFormat(separator=";", quote="")),
+        (b"1::A, B (1995)::X|Y\n2::C::Y\n3::D::X\n4::E::X\n", TextFormat()),
+        (b"a,b;c\n" + b"1,2;3\n" * 3 + b"1,2,3;3\n", TextFormat(separator=";")),
+        (b'a,b\n"C:\\d\\","x"\n"C:\\e\\","y"\n"z","w"\n', TextFormat()),
+        (("a,b\n" + "日,1\n" * 9).encode() + b"\xff,1\n", TextFormat()),
+        (("a,b\n" + "é,1\n" * 9).encode("latin-1"), TextFormat(encoding="latin-1")),
     ],
 )
 def test_the_format_is_guessed(tmp_path, text, expected):
@@ -398,3 +401,12 @@ def test_small_parts_of_the_structure():
     for text in (b'"a,b"\n', b'"a""b"\n', b'"a\nb"\n', b'a"b"\n', b'"a"b\n', b'"a\n', b'a "b"\n'):
         assert without_quotes(text, comma) is None
     assert without_quotes(b'"a\\"\n', Marks(ord(","), ord('"'), ord("\\"))) is None
+
+
+def test_a_later_file_is_read_with_the_quotes_of_the_first(tmp_path):
+    path = tmp_path / "later.tsv"
+    path.write_bytes(b"a\tb\n1\t2\n")
+    known = TextFormat(separator=",", quote='"', escape="\\")
+    assert sniff_like(path, known) == TextFormat(separator="\t", escape="\\")
+    headless = TextFormat(header=False, names=("a", "b"))
+    assert sniff_like(path, headless) == headless

@@ -15,8 +15,9 @@ import polars as pl
 from numpy.typing import NDArray
 
 from rarebit.data.log_schema import SPLIT_NAMES, Column, LogSchema
-from rarebit.data.raw.bad_rows import BadRows
+from rarebit.data.raw.bad_rows import BadRows, shortened
 from rarebit.data.raw.chunk import RawChunk
+from rarebit.data.raw.spelling import MAX_EXACT, one_spelling, other_spellings, text_of
 from rarebit.data.schema import FIRST_VALUE, MISSING, PADDING, UNKNOWN
 from rarebit.errors import DataError
 
@@ -25,14 +26,12 @@ __all__ = ["HIGHEST_BIN", "LOWEST_BIN", "Coded", "GrowingDictionary", "RowCoder"
 LOWEST_BIN, HIGHEST_BIN = -1000, 2000
 """Bounds of log-square bins: everything below -998 shares a bin; no 64-bit number lies above."""
 
-LABEL_WORDS = {"false": 0.0, "true": 1.0, "False": 0.0, "True": 1.0}
+LABEL_WORDS = {"false": 0.0, "False": 0.0, "FALSE": 0.0, "true": 1.0, "True": 1.0, "TRUE": 1.0}
 TIME_FORMATS = (
     *("%Y-%m-%d %H:%M:%S%.f", "%Y-%m-%dT%H:%M:%S%.f", "%Y-%m-%dT%H:%M:%S%.fZ"),
     *("%Y-%m-%dT%H:%M:%S%.f%z", "%Y-%m-%d %H:%M:%S%.f%z"),
     *("%Y-%m-%d %H:%M", "%Y-%m-%d", "%Y/%m/%d %H:%M:%S", "%Y/%m/%d"),
 )
-MAX_EXACT = 1 << 53
-"""Up to here, a float tells two neighbouring ids apart."""
 
 
 class GrowingDictionary:
@@ -148,10 +147,10 @@ class RowCoder:
             if column.kind == "numeric" and column.treatment == "log_square":
                 yield f"code:{number}", self._binned(column, types[column.name])
             elif column.kind == "numeric":
-                value = _number(column.name, types[column.name])
+                value = self._value(column.name, types[column.name])
                 yield f"number:{number}", value.fill_null(np.nan)
             elif column.kind == "categorical":
-                text = _text(pl.col(column.name), types[column.name])
+                text = text_of(pl.col(column.name), types[column.name])
                 yield f"code:{number}", self._codes(column, text)
             elif column.kind == "multi":
                 for name, place in self._places(column, types[column.name]):
@@ -166,13 +165,13 @@ class RowCoder:
         if column.buckets is not None:
             return _hashed(text, column.buckets)
         dtype = self.dtypes[column.vocabulary_name]
-        # an Enum has no number for a value outside of it, a growing dictionary for every value
-        code = text.cast(dtype, strict=False).to_physical().cast(pl.Int32) + FIRST_VALUE
-        if not isinstance(dtype, pl.Enum):
-            return code.fill_null(MISSING)
-        return (
-            pl.when(text.is_null()).then(MISSING).otherwise(code.fill_null(UNKNOWN)).cast(pl.Int32)
-        )
+        if not isinstance(dtype, pl.Enum):  # a growing dictionary has a number for every value
+            number = text.cast(dtype, strict=False).to_physical()
+            return (number.cast(pl.Int32) + FIRST_VALUE).fill_null(MISSING)
+        spellings = [text, *other_spellings(text)]
+        numbers = [spelling.cast(dtype, strict=False).to_physical() for spelling in spellings]
+        code = (pl.coalesce(numbers).cast(pl.Int32) + FIRST_VALUE).fill_null(UNKNOWN)
+        return pl.when(text.is_null()).then(MISSING).otherwise(code).cast(pl.Int32)
 
     def _places(self, column: Column, dtype: pl.DataType) -> Iterator[tuple[str, pl.Expr]]:
         """Yield the codes of each place of a multi-valued column: values first, then padding."""
@@ -187,7 +186,7 @@ class RowCoder:
 
     def _binned(self, column: Column, dtype: pl.DataType) -> pl.Expr:
         """Return the codes of log-square bins: floor(ln(x)^2) above 2, x - 2 up to there."""
-        x = _number(column.name, dtype)
+        x = self._value(column.name, dtype)
         square = pl.when(x > 2).then(x.log() * x.log()).otherwise(x - 2).floor()
         bins = square.clip(LOWEST_BIN, HIGHEST_BIN)
         final = self.dtypes[column.vocabulary_name]
@@ -195,12 +194,18 @@ class RowCoder:
             return self._codes(column, bins.cast(pl.Int32, strict=False).cast(pl.String))
         return (bins - LOWEST_BIN + FIRST_VALUE).fill_nan(None).cast(pl.Int32).fill_null(MISSING)
 
+    def _value(self, name: str, dtype: pl.DataType) -> pl.Expr:
+        """Return the numbers of a column, null for those that stand for a missing value."""
+        number = _number(name, dtype)
+        missing = [found for found in map(_as_float, self.schema.missing) if found is not None]
+        return pl.when(~number.is_in(missing)).then(number) if missing else number
+
     def _key(self, types: pl.Schema) -> pl.Expr:
         """Return what the split goes by: seconds, the user's code, or the number of the part."""
         split = self.schema.split
         if split.kind == "time":
             return _seconds(split.column, types[split.column])
-        text = _text(pl.col(split.column), types[split.column])
+        text = text_of(pl.col(split.column), types[split.column])
         if split.kind == "given":
             parts = {name: number for number, name in enumerate(SPLIT_NAMES)}
             return text.replace_strict(parts, default=None, return_dtype=pl.UInt8)
@@ -224,8 +229,6 @@ def _keep_good(
 
 
 def _shown(value: object) -> str:
-    from rarebit.data.raw.bad_rows import shortened
-
     return "nothing" if value is None else repr(shortened(str(value)))
 
 
@@ -245,6 +248,13 @@ def _number(name: str, dtype: pl.DataType) -> pl.Expr:
     return column.cast(pl.Float64, strict=False)
 
 
+def _as_float(text: str) -> float | None:
+    try:
+        return float(text)
+    except ValueError:
+        return None
+
+
 def _is_too_large(number: pl.Expr) -> pl.Expr:
     """Return where a number is infinite, none, or more than 32 bits hold: its square would overflow."""
     return ~number.cast(pl.Float32, strict=False).is_finite()
@@ -256,7 +266,7 @@ def _seconds(name: str, dtype: pl.DataType) -> pl.Expr:
     if dtype in (pl.Date, pl.Datetime):
         column = column.cast(pl.Datetime("us"))
     if dtype.is_temporal():
-        return column.to_physical().cast(pl.Float64)
+        return column.to_physical().cast(pl.Float64) / 1e6
     number = column.cast(pl.Float64, strict=False)
     number = pl.when(number.is_finite()).then(number)
     if dtype != pl.String:
@@ -265,35 +275,24 @@ def _seconds(name: str, dtype: pl.DataType) -> pl.Expr:
     return pl.coalesce(number, *(time.to_physical().cast(pl.Float64) / 1e6 for time in times))
 
 
-def _text(column: pl.Expr, dtype: pl.DataType) -> pl.Expr:
-    """Return values as text, so that 5, 5.0 and "5" are one value whatever file they come from."""
-    if dtype == pl.String:
-        return column
-    if dtype.is_float():
-        whole = (column == column.floor()) & (column.abs() <= MAX_EXACT)
-        as_whole = column.cast(pl.Int64, strict=False).cast(pl.String)
-        text = pl.when(whole).then(as_whole).otherwise(column.cast(pl.String))
-        return pl.when(column.is_nan()).then(None).otherwise(text)
-    return column.cast(pl.String)
-
-
 def _list_of_texts(column: Column, dtype: pl.DataType) -> pl.Expr:
     """Return the values of a multi-valued column without empty ones."""
     values = pl.col(column.name)
     if isinstance(dtype, pl.List):
-        values = values.list.eval(_text(pl.element(), dtype.inner))  # type: ignore[arg-type]  # an instance here
+        values = values.list.eval(text_of(pl.element(), dtype.inner))  # type: ignore[arg-type]  # an instance here
     else:
-        values = _text(values, dtype).str.split(column.separator)
+        values = text_of(values, dtype).str.split(column.separator)
     element = pl.element()
     return values.list.eval(element.filter(element.is_not_null() & (element != "")))
 
 
 def _hashed(text: pl.Expr, buckets: int) -> pl.Expr:
-    """Return the bucket of each value: CRC-32 of its UTF-8 bytes, the same on every machine."""
+    """Return the bucket of each value: CRC-32 of its UTF-8 bytes in one spelling, everywhere the same."""
 
     def hash_series(series: pl.Series) -> pl.Series:
         distinct = series.drop_nulls().unique()
-        codes = [FIRST_VALUE + zlib.crc32(value.encode()) % buckets for value in distinct]
+        hashes = [zlib.crc32(value.encode()) for value in one_spelling(distinct)]
+        codes = [FIRST_VALUE + found % buckets for found in hashes]
         numbered = series.replace_strict(distinct, codes, default=MISSING, return_dtype=pl.Int32)
         return numbered.fill_null(MISSING)
 
@@ -301,22 +300,36 @@ def _hashed(text: pl.Expr, buckets: int) -> pl.Expr:
 
 
 def _plain_types(frame: pl.DataFrame, missing: Sequence[str]) -> pl.DataFrame:
-    """Return categories as the texts they stand for, and arrays of equal length as lists."""
+    """Return categories as the texts they stand for, arrays of equal length as lists, and null for
+    numbers whose text stands for a missing value.
+    """
     texts = pl.selectors.categorical() | pl.selectors.enum()
     text = texts.cast(pl.String)
     arrays = [name for name, dtype in frame.schema.items() if isinstance(dtype, pl.Array)]
+    numbers = [
+        pl.when(~text_of(pl.col(name), dtype).is_in(missing)).then(pl.col(name))
+        for name, dtype in frame.schema.items()
+        if missing and dtype.is_numeric()
+    ]
     return frame.with_columns(
-        pl.when(~text.is_in(["", *missing])).then(text), pl.col(arrays).arr.to_list()
+        pl.when(~text.is_in(["", *missing])).then(text), pl.col(arrays).arr.to_list(), *numbers
     )
 
 
 def _refuse_types(frame: pl.DataFrame, schema: LogSchema) -> None:
     """Raise for a column whose type cannot be what the schema says."""
+    label = frame.schema.get(schema.label, pl.String())
+    if label.is_nested() or label.is_temporal() or label == pl.Binary:
+        raise DataError(f"the label {schema.label!r} holds {label}; it must be 0 or 1")
     for column in schema.columns:
         if column.name not in frame.columns or column.kind in ("time", "ignored"):
             continue
         dtype = frame.schema[column.name]
         is_list = isinstance(dtype, pl.List)
+        if isinstance(dtype, pl.List) and dtype.inner.is_nested():
+            raise DataError(
+                f"the column {column.name!r} holds lists of {dtype.inner}; lists of values are read"
+            )
         if column.kind == "multi" and not is_list and not column.separator:
             raise DataError(
                 f"the column {column.name!r} is multi-valued and holds {dtype}: "

@@ -27,7 +27,12 @@ class NumberSummary:
     mean: float
     std: float
     quantiles: tuple[float, ...]
-    """Distinct edges between bins of equally many rows; empty where none were asked for."""
+    """Distinct edges between bins of equally many rows; empty where none were asked for.
+
+    No bin is empty: where half of the values are the smallest one, they are the first bin together.
+    """
+    missing: int
+    """Rows of all parts without a number."""
 
 
 def slot_columns(schema: LogSchema) -> list[Column]:
@@ -75,6 +80,7 @@ def summarise_numbers(
     for rows, coded in spill.chunks():
         train = np.flatnonzero(parts[rows] == 0)
         for tracker, numbers in zip(trackers, coded.numbers, strict=True):
+            tracker.missing += int(np.isnan(numbers).sum())
             tracker.add(train + rows.start, numbers.take(train))
     return [tracker.summary() for tracker in trackers]
 
@@ -85,6 +91,7 @@ class _Tracker:
     def __init__(self, column: Column, train_rows: int) -> None:
         self.column = column
         self.count, self.mean, self.squares = 0, 0.0, 0.0
+        self.missing, self.lowest = 0, np.inf
         self.waiting = np.empty(0)
         self.sample: list[NDArray[np.float64]] = []
         self.threshold = min(1.0, SAMPLE_ROWS / max(train_rows, 1))
@@ -93,6 +100,7 @@ class _Tracker:
     def add(self, rows: NDArray[np.int64], numbers: NDArray[np.float64]) -> None:
         present = ~np.isnan(numbers)
         rows, numbers = rows[present], numbers[present]
+        self.lowest = min(self.lowest, float(numbers.min(initial=np.inf)))
         self.waiting = np.concatenate([self.waiting, numbers])
         while len(self.waiting) >= BLOCK:
             self._merge(self.waiting[:BLOCK])
@@ -115,9 +123,16 @@ class _Tracker:
             self.waiting = np.empty(0)
         std = float(np.sqrt(self.squares / self.count)) if self.count else 0.0
         is_constant = std <= SMALLEST_SPREAD * abs(self.mean)
-        edges: tuple[float, ...] = ()
-        if self.sample:
-            inner = np.arange(1, self.column.bins) / self.column.bins
-            found = np.quantile(np.concatenate(self.sample), inner, method="inverted_cdf")
-            edges = tuple(np.unique(found).tolist())
-        return NumberSummary(self.mean, 1.0 if is_constant else std, edges)
+        return NumberSummary(
+            self.mean, 1.0 if is_constant else std, tuple(self._edges()), self.missing
+        )
+
+    def _edges(self) -> list[float]:
+        sample = np.concatenate([np.empty(0), *self.sample])
+        if not len(sample):
+            return []
+        inner = np.arange(1, self.column.bins) / self.column.bins
+        found = np.unique(np.quantile(sample, inner, method="inverted_cdf"))
+        # nothing lies below the smallest value: a bin there would have an id that nobody trains
+        edges: list[float] = found[found > self.lowest].tolist()
+        return edges

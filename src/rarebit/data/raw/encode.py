@@ -28,12 +28,18 @@ from rarebit.data.folder import (
     new_folder,
     write_manifest,
 )
-from rarebit.data.log_schema import SPLIT_NAMES, LogSchema
+from rarebit.data.log_schema import SPLIT_NAMES, Column, LogSchema
 from rarebit.data.prepare import Progress, no_progress
 from rarebit.data.raw.bad_rows import BadRows
 from rarebit.data.raw.chunk import RawChunk
 from rarebit.data.raw.coding import LOWEST_BIN, GrowingDictionary, RowCoder
-from rarebit.data.raw.counting import add_counts, count_codes, slot_columns, summarise_numbers
+from rarebit.data.raw.counting import (
+    NumberSummary,
+    add_counts,
+    count_codes,
+    slot_columns,
+    summarise_numbers,
+)
 from rarebit.data.raw.encoder import Encoder
 from rarebit.data.raw.finisher import Finisher
 from rarebit.data.raw.spill import Spill
@@ -144,7 +150,9 @@ def _write(
     spill, label = reading.spill, reading.label
     parts = split_rows(schema.split, len(spill), reading.key)
     codes = count_codes(spill, parts, schema, _sizes(schema, reading), progress)
-    encoder, ids_of = _make_encoder(schema, reading, parts, codes)
+    columns = [column for column in schema.columns if column.is_number]
+    numbers = dict(zip(columns, summarise_numbers(spill, parts, columns), strict=True))
+    encoder, ids_of = _make_encoder(schema, reading, codes, numbers)
     lookups = [ids_of[column.name] for column in slot_columns(schema)]
     finisher = Finisher(schema, lookups, encoder.scales, encoder.edges)
     binned = _write_arrays(folder, spill, finisher, parts=parts, label=label, progress=progress)
@@ -158,7 +166,13 @@ def _write(
     rows_read = len(spill) + bad.count
     spill.close()
     statistics = describe(
-        encoder, codes | binned, ids, parts=parts, label=label, bad_rows=bad.count
+        encoder,
+        codes | binned,
+        ids,
+        missing={column.name: found.missing for column, found in numbers.items()},
+        parts=parts,
+        label=label,
+        bad_rows=bad.count,
     )
     write_manifest(
         folder,
@@ -208,27 +222,23 @@ def _sizes(schema: LogSchema, reading: _Reading) -> dict[str, int]:
 def _make_encoder(
     schema: LogSchema,
     reading: _Reading,
-    parts: NDArray[np.uint8],
     codes: Mapping[str, NDArray[np.int64]],
+    numbers: Mapping[Column, NumberSummary],
 ) -> tuple[Encoder, dict[str, NDArray[np.int32]]]:
     """Return the encoder, and for each column with codes the id of every code."""
     vocabularies = {
         name: _vocabulary(schema, name, reading, [codes[column.name] for column in columns])
         for name, columns in schema.vocabularies.items()
     }
-    numbers = [column for column in schema.columns if column.is_number]
-    summaries = dict(zip(numbers, summarise_numbers(reading.spill, parts, numbers), strict=True))
     encoder = Encoder(
         schema=schema,
         values={name: found.values for name, found in vocabularies.items()},
         scales={
             column.name: (found.mean, found.std)
-            for column, found in summaries.items()
+            for column, found in numbers.items()
             if not column.has_ids
         },
-        edges={
-            column.name: found.quantiles for column, found in summaries.items() if column.has_ids
-        },
+        edges={column.name: found.quantiles for column, found in numbers.items() if column.has_ids},
     )
     ids = {
         column.name: np.arange(FIRST_VALUE + column.buckets, dtype=np.int32)

@@ -98,7 +98,7 @@ class Encoder:
     def _mark(self, column: Column) -> str:
         """Return a checksum of all that decides which id a value of the column gets."""
         parts: list[Any] = [column.kind, column.treatment, column.buckets, column.separator]
-        parts += [self.scales.get(column.name), self.edges.get(column.name)]
+        parts += [self.schema.missing, self.scales.get(column.name), self.edges.get(column.name)]
         if column.vocabulary_name in self.values and column.has_ids:
             parts.append(self._digests[column.vocabulary_name])
         return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:16]

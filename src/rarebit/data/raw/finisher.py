@@ -11,6 +11,8 @@ from rarebit.data.schema import FIRST_VALUE, MISSING
 
 __all__ = ["Finisher"]
 
+LARGEST = float(np.finfo(np.float32).max)
+
 
 class Finisher:
     """Makes ids and numbers, row by row as a batch takes them, of coded columns.
@@ -37,8 +39,7 @@ class Finisher:
             ids[:, slot] = found
         numeric = np.empty((len(coded), self.num_numbers), np.float32)
         for place, (name, number) in enumerate(self._numbers(coded)):
-            mean, std = self.scales[name]
-            numeric[:, place] = np.nan_to_num((number - mean) / std, nan=0.0)  # missing: the mean
+            numeric[:, place] = _standardised(number, *self.scales[name])
         return ids, numeric
 
     def _slots(self, coded: Coded) -> Iterator[NDArray[np.int32]]:
@@ -74,6 +75,14 @@ class Finisher:
             name: np.zeros((3, FIRST_VALUE + len(self.edges[name]) + 1), np.int64)
             for name in self.bin_slots
         }
+
+
+def _standardised(number: NDArray[np.float64], mean: float, std: float) -> NDArray[np.float64]:
+    """Return numbers that 32 bits hold: one far outside of the training rows must not be infinite."""
+    with np.errstate(over="ignore"):
+        scaled = (number - mean) / std
+    scaled[np.isnan(number)] = 0.0  # missing: the mean
+    return np.clip(scaled, -LARGEST, LARGEST, out=scaled)
 
 
 def _binned(number: NDArray[np.float64], edges: tuple[float, ...]) -> NDArray[np.int32]:

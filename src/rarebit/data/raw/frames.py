@@ -90,13 +90,13 @@ def as_polars(frame: Any) -> pl.DataFrame:
     >>> as_polars({"user": np.array(["ann", "bob"])}).shape
     (2, 1)
     """
-    if isinstance(frame, pl.DataFrame):
-        return frame
     if isinstance(frame, pl.LazyFrame):
-        return frame.collect()
+        frame = frame.collect()
+    if isinstance(frame, pl.DataFrame):
+        return frame.fill_nan(None)
     try:
         if isinstance(frame, Mapping):
-            return pl.DataFrame(dict(frame))
+            return pl.DataFrame(dict(frame)).fill_nan(None)
         if type(frame).__module__.partition(".")[0] in ("pandas", "pyarrow"):
             return pl.DataFrame(frame, nan_to_null=True)
     except (pl.exceptions.PolarsError, TypeError, ValueError, ImportError) as error:

@@ -3,6 +3,7 @@
 A wrong guess is cheap: the schema is shown, and written to a file to edit. The first rule that fits
 a column decides:
 
+    its name is that of a table's index, or stands for a missing one         ignored
     its type is not one we read (structs, bytes)                             ignored
     no value at all                                                          ignored
     dates, or texts such as 2014-10-21 08:30:00                              time
@@ -21,6 +22,7 @@ min_count is 2 where it has more than one value in ten rows. Both need 1,000 row
 Words such as NULL stand for missing where they are all that keeps a column from being numbers.
 """
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypeAlias
@@ -48,6 +50,8 @@ MANY_TEXT = "; over 10 % of the rows, so values seen once are unknown"
 FIRST_TIME, LAST_TIME = 631_152_000, 2_240_611_200  # 1990 and 2041 in seconds
 EXACT = 1 << 53
 
+INDEX = r"__index_level_[0-9]+__|Unnamed: [0-9]+(?:\.[0-9]+)?"
+"""Names of an index that pandas wrote beside the columns."""
 MISSING_WORDS = ("NULL", "Null", "null", "NaN", "nan", "NA", "N/A", "n/a", "None", "none", r"\N")
 ISO_TIME = (
     r"^[0-9]{4}-[0-9]{2}-[0-9]{2}"
@@ -78,9 +82,11 @@ def infer_schema(sample: pl.DataFrame, label: str, *, split: Split | None = None
     _check(sample, label, split)
     others = [series for series in sample.get_columns() if series.name != label]
     words = _missing_words(others)
+    unnamed = _unnamed(sample.columns)
     columns, reasons = [], {}
     for series in others:
-        column, reason = _guess(SeenColumn(series, words), split)
+        seen = SeenColumn(series, words, is_named=series.name not in unnamed)
+        column, reason = _guess(seen, split)
         columns.append(column)
         reasons[column.name] = reason
     if all(column.kind in ("time", "ignored") for column in columns):
@@ -109,6 +115,13 @@ def _check(sample: pl.DataFrame, label: str, split: Split) -> None:
             f"a split by {split.kind} needs the column {split.column!r}, and the log has none beside "
             f"its label{suggest(split.column, others)}"
         )
+
+
+def _unnamed(names: list[str]) -> set[str]:
+    """Return the names that readers gave to columns without one, where others do have one."""
+    given = {f"column_{place}" for place in range(1, len(names) + 1)}
+    found = {name for place, name in enumerate(names, start=1) if name == f"column_{place}"}
+    return set() if set(names) <= given else found
 
 
 def _missing_words(columns: list[pl.Series]) -> tuple[str, ...]:
@@ -149,6 +162,7 @@ def _for_split(seen: SeenColumn, split: Split) -> _Guess | None:
 
 def _by_rules(seen: SeenColumn) -> _Guess:
     rules: tuple[Callable[[SeenColumn], _Guess | None], ...] = (
+        _no_name,
         _no_use,
         _time,
         _constant,
@@ -166,11 +180,19 @@ def _by_rules(seen: SeenColumn) -> _Guess:
     return _categorical(seen, f"{_type(seen.dtype)}, {seen.distinct_text}")
 
 
+def _no_name(seen: SeenColumn) -> _Guess | None:
+    if re.fullmatch(INDEX, seen.name):
+        return _ignored(seen, "the index of a table by its name: the number of the row")
+    if not seen.is_named:
+        return _ignored(seen, "it has no name in the file; often the number of the row")
+    return None
+
+
 def _no_use(seen: SeenColumn) -> _Guess | None:
     if seen.dtype != pl.Null and not _is_read(seen.dtype):
         return _ignored(seen, f"of type {_type(seen.dtype)}, which is not read")
     if not seen.values.len():
-        return _ignored(seen, f"no value in {seen.rows:,} rows")
+        return _ignored(seen, f"no value in {seen.first_rows}")
     return None
 
 
@@ -191,7 +213,7 @@ def _constant(seen: SeenColumn) -> _Guess | None:
         return None
     if seen.name_says_time:
         return Column(name=seen.name), f"one value in {seen.rows:,} rows, but times change later on"
-    return _ignored(seen, f"the same value in all {seen.rows:,} rows")
+    return _ignored(seen, f"the same value in {seen.first_rows}")
 
 
 def _list(seen: SeenColumn) -> _Guess | None:

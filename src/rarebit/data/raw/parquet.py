@@ -5,6 +5,7 @@ the file and of its row groups. Polars' own batches hold whole row groups: on 5 
 in one row group, 505 MB above the start; this, 137 MB.
 """
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -85,15 +86,24 @@ def _open(stream: ByteStream) -> Any:
     if not stream.total:
         raise DataError(f"{str(stream.path)!r} is empty; a log needs at least one row")
     try:
-        return pq.ParquetFile(stream.disk, buffer_size=BUFFER_BYTES, pre_buffer=False)
+        file = pq.ParquetFile(stream.disk, buffer_size=BUFFER_BYTES, pre_buffer=False)
+        names = file.schema_arrow.names
     except (pa.ArrowException, OSError) as error:
         raise _damaged(stream.path, error) from None
+    repeated = [name for name, n in Counter(names).items() if n > 1]
+    if repeated:
+        raise DataError(
+            f"{str(stream.path)!r} has columns of the same name: {', '.join(map(repr, repeated))}; "
+            "write it again with a name of its own for each"
+        )
+    return file
 
 
 def _frames(file: Any, path: Path, columns: Sequence[str] | None) -> Iterator[pl.DataFrame]:
     import pyarrow as pa
 
     order = list(columns) if columns is not None else None
+    _refuse_long_decimals(file.schema_arrow, path, order)
     batches = file.iter_batches(batch_size=CHUNK_ROWS, columns=order)
     while True:
         try:
@@ -104,6 +114,23 @@ def _frames(file: Any, path: Path, columns: Sequence[str] | None) -> Iterator[pl
             return
         frame = pl.DataFrame(batch)
         yield frame if order is None else frame.select(order)
+
+
+def _refuse_long_decimals(schema: Any, path: Path, columns: Sequence[str] | None) -> None:
+    """Raise for decimals of more than 38 digits: Polars panics at them, with pages of its own calls."""
+    for field in schema:
+        if (columns is None or field.name in columns) and _has_long_decimals(field.type):
+            raise DataError(
+                f"the column {field.name!r} of {str(path)!r} holds {field.type}: decimals of more than "
+                "38 digits are not read; write it as text or as floats, or without the column"
+            )
+
+
+def _has_long_decimals(dtype: Any) -> bool:
+    import pyarrow as pa
+
+    inner = (dtype.field(number).type for number in range(dtype.num_fields))
+    return bool(pa.types.is_decimal256(dtype)) or any(map(_has_long_decimals, inner))
 
 
 def _damaged(path: Path, error: Exception) -> DataError:

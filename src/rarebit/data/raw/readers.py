@@ -17,12 +17,12 @@ from rarebit.data.raw.parquet import (
     values_as_text,
     with_nulls,
 )
-from rarebit.data.raw.text import TextFormat, sniff_format
+from rarebit.data.raw.text import TextFormat, sniff_format, sniff_like
 from rarebit.data.raw.text_reader import BLOCK_BYTES, TextColumns, TextReader
 from rarebit.errors import DataError
 from rarebit.settings import suggest
 
-__all__ = ["column_names", "read_frame", "read_raw"]
+__all__ = ["column_names", "find_format", "read_frame", "read_raw"]
 
 TEXT = (".csv", ".tsv", ".txt", ".dat")
 PARQUET = (".parquet", ".pq")
@@ -85,6 +85,17 @@ def read_raw(
         raise DataError(
             f"{str(path)!r} has no rows, only column names; a log needs at least one row"
         )
+
+
+def find_format(path: Path, known: TextFormat | None = None) -> TextFormat | None:
+    """Return how the text files of a log are written, like a known format if there is one.
+
+    None for a log without text files.
+    """
+    texts = [file for file in _files(path, is_text=known is not None) if not _is_parquet(file)]
+    if not texts:
+        return None
+    return sniff_format(texts[0]) if known is None else sniff_like(texts[0], known)
 
 
 def column_names(path: Path, format: TextFormat | None = None) -> list[str]:
@@ -163,6 +174,8 @@ def _chosen(file: Path | None, names: Sequence[str], columns: Sequence[str]) -> 
 
 
 def _distinct(file: Path, names: list[str]) -> list[str]:
+    """Return the names of columns, which must differ; a column without one is numbered."""
+    names = [name or f"column_{number}" for number, name in enumerate(names, 1)]
     repeated = [name for name, n in Counter(names).items() if n > 1]
     if repeated:
         raise DataError(

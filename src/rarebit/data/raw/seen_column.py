@@ -33,7 +33,13 @@ class SeenColumn:
     (['31', '31'], 1, [31.0, 31.0], True)
     """
 
-    def __init__(self, series: pl.Series, missing: tuple[str, ...] = ()) -> None:
+    def __init__(
+        self, series: pl.Series, missing: tuple[str, ...] = (), *, is_named: bool = True
+    ) -> None:
+        if isinstance(series.dtype, pl.Array):
+            series = series.arr.to_list()  # read as lists
+        self.is_named = is_named
+        """Whether the name is the column's own, not one that the reader gave it."""
         self.name, self.dtype, self.rows = series.name, series.dtype, series.len()
         found = re.findall(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+", self.name)
         self.words: list[str] = [word.lower() for word in found]
@@ -55,6 +61,11 @@ class SeenColumn:
     def distinct_text(self) -> str:
         """The same, for people."""
         return f"{self.distinct:,} distinct in {self.rows:,} rows"
+
+    @property
+    def first_rows(self) -> str:
+        """The rows that were looked at, for people: the log may have more."""
+        return f"the first {self.rows:,} rows" if self.rows > 1 else "the first row"
 
     @cached_property
     def numbers(self) -> NDArray[np.float64] | None:

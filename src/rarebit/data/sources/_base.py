@@ -50,6 +50,8 @@ class Source(ABC):
     """What a user has to know about the rows, a line each."""
     protocols: ClassVar[dict[str, LogSchema]]
     """The columns, the split and the counting, by name; the first is used where none is named."""
+    text: ClassVar[TextFormat | None] = None
+    """How its file is written, where its rows are those of one file: new rows can be scored."""
     remarks: ClassVar[dict[str, str]] = {}
     """What a user has to know about one of the protocols, in a line."""
 

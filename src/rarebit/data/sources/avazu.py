@@ -39,6 +39,7 @@ class Avazu(Source):
     title = "Avazu mobile ads, 22 fields: an ad that was shown, clicked or not"
     publisher = "Avazu as the Kaggle click-through rate prediction challenge (train.gz)"
     files = ("train.csv or train.gz",)
+    text = TextFormat()
     facts = ("The hour of the day and the day are one value, YYMMDDHH, as in the papers.",)
     protocols: ClassVar[dict[str, LogSchema]] = {
         "clean": _schema(10, "train"),

@@ -44,6 +44,7 @@ class Criteo(Source):
     title = "Criteo display ads, 39 fields: an ad that was shown, clicked or not"
     publisher = "Criteo AI Lab as the Kaggle display advertising challenge (dac.tar.gz)"
     files = ("train.txt",)
+    text = TABS
     facts = ("Values seen fewer than 10 times share one id; mlet keeps all.",)
     remarks: ClassVar[dict[str, str]] = {
         **dict.fromkeys(("clean", "pep", "me"), BINS),
