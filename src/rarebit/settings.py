@@ -6,6 +6,7 @@ Every settings class in Rarebit is a `@dataclass(frozen=True, kw_only=True)` tha
 
 import dataclasses
 import difflib
+import functools
 import inspect
 import tomllib
 import types
@@ -57,7 +58,7 @@ def from_mapping(settings: type[T], values: Mapping[str, Any], *, where: str = "
 
     `where` names the place the values came from, for the message.
     """
-    hints = typing.get_type_hints(settings)
+    hints = _hints(typing.cast(Any, settings))
     known = [field.name for field in dataclasses.fields(settings) if field.init]  # type: ignore[arg-type]  # T is a dataclass
     converted = _checked(values, {name: hints[name] for name in known}, settings.__name__, where)
     missing = [name for name in _required(settings) if name not in converted]
@@ -72,7 +73,7 @@ def check_types(settings: Any, *, where: str = "") -> None:
     What can be converted without loss (a list to a tuple, a whole number to a float) is converted.
     """
     place = f"{where}: " if where else ""
-    hints = typing.get_type_hints(type(settings))
+    hints = _hints(typing.cast(Any, type(settings)))
     for field in dataclasses.fields(settings):
         value = _convert(getattr(settings, field.name), hints[field.name], f"{place}{field.name}")
         object.__setattr__(settings, field.name, value)
@@ -122,6 +123,12 @@ def read_toml(path: Path) -> dict[str, Any]:
         raise SettingsError(f"{str(path)!r} is not valid TOML: {error}") from None
     except OSError as error:
         raise SettingsError(f"cannot read {str(path)!r}: {error.strerror}") from None
+
+
+@functools.cache
+def _hints(settings: type[Any]) -> dict[str, Any]:
+    """Return the types of a class's settings, which take a while to find."""
+    return typing.get_type_hints(settings)
 
 
 def _checked(

@@ -319,7 +319,6 @@ def test_a_newer_format_says_upgrade(tmp_path):
         {"schema": {"fields": [{"name": "user", "rows": 6}]}},
         {"schema": {"fields": [{"name": "user", "rows": "six"}]}},
         {"schema": None},
-        {"statistics": {}},
         {"files": None},
         {"files": {"ids.npy": {}}},
     ],
@@ -329,6 +328,14 @@ def test_a_wrong_manifest_is_a_data_error(tmp_path, changes):
     resign(target, **changes)
     with pytest.raises(DataError, match=r"is damaged|prepare it again"):
         Dataset.open(target)
+
+
+def test_wrong_statistics_are_a_data_error_when_they_are_asked_for(tmp_path):
+    target = make(tmp_path / "data")
+    resign(target, statistics={})
+    assert len(Dataset.open(target)) == len(LABEL)
+    with pytest.raises(DataError, match="is damaged"):
+        PreparedFolder(target).statistics  # noqa: B018  # reading it is the test
 
 
 @pytest.mark.parametrize(

@@ -20,6 +20,7 @@ import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -75,11 +76,18 @@ class PreparedFolder:
                 StoredEncoder(encoder) if encoder.exists() else None
             )
             self.rows = tuple(int(rows) for rows in self.manifest["rows"])
-            self.statistics = DataStatistics.from_mapping(self.manifest["statistics"])
             self._check_sizes()
         except DataError:
             raise
         except (LookupError, TypeError, ValueError, AttributeError, OSError) as error:
+            raise DataError(f"{str(self.folder)!r} is damaged: {error}; prepare it again") from None
+
+    @cached_property
+    def statistics(self) -> DataStatistics:
+        """What there is to know of its rows and fields."""
+        try:
+            return DataStatistics.from_mapping(self.manifest["statistics"])
+        except (LookupError, TypeError, ValueError, AttributeError) as error:
             raise DataError(f"{str(self.folder)!r} is damaged: {error}; prepare it again") from None
 
     @property

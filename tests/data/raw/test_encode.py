@@ -32,9 +32,9 @@ def chunks_of(frame, rows=10**9):
 
 
 def encode(frame, schema, folder, *, rows=10**9, **options):
-    return encode_log(
-        chunks_of(frame, rows), schema, folder, origin=Origin(name="a test"), **options
-    )
+    chunks = chunks_of(frame, rows)
+    encode_log(chunks, schema, folder, origin=Origin(name="a test"), **options)
+    return PreparedFolder(folder)
 
 
 def schema_of(*columns, split=GIVEN, unknown_share=0.0, **options):

@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 pl = pytest.importorskip("polars", reason="capability: package polars: it is not installed")
 
+from rarebit.data.folder import PreparedFolder  # noqa: E402  # the same
 from rarebit.data.log_schema import Column, LogSchema, Split  # noqa: E402  # after the check that Polars is there
 from rarebit.data.raw.bad_rows import BadRows  # noqa: E402  # the same
 from rarebit.data.raw.encode import Origin, encode_log  # noqa: E402  # the same
@@ -28,7 +29,8 @@ def encode(folder, columns, *, train=None, **values):
         unknown_share=0.0,
     )
     chunks = read_frame(frame, schema.columns_read, BadRows())
-    prepared = encode_log(chunks, schema, folder, origin=Origin(name="a test"))
+    encode_log(chunks, schema, folder, origin=Origin(name="a test"))
+    prepared = PreparedFolder(folder)
     return prepared, prepared.array("ids"), prepared.array("numeric")
 
 

@@ -3,6 +3,7 @@
 import json
 from collections import Counter
 from pathlib import Path
+from threading import Lock
 from types import TracebackType
 from typing import Literal, Self
 
@@ -27,6 +28,7 @@ class BadRows:
         self.keep, self.file = keep, file
         self.reasons: Counter[str] = Counter()
         self.first: tuple[Place, str] | None = None
+        self._lock = Lock()
         self._waiting: list[str] = []
         self._waiting_characters = 0
 
@@ -42,6 +44,10 @@ class BadRows:
 
     def add(self, place: Place, reason: str, detail: str = "") -> None:
         """Take a row: the reason is the same for all rows of its kind, the detail is this row's."""
+        with self._lock:  # rows may be read and checked by two threads
+            self._add(place, reason, detail)
+
+    def _add(self, place: Place, reason: str, detail: str) -> None:
         self.reasons[reason] += 1
         # of one block, rows without structure come before rows with a wrong value
         if self.first is None or _stands_before(place, self.first[0]):

@@ -26,6 +26,8 @@ __all__ = ["HIGHEST_BIN", "LOWEST_BIN", "Coded", "GrowingDictionary", "RowCoder"
 LOWEST_BIN, HIGHEST_BIN = -1000, 2000
 """Bounds of log-square bins: everything below -998 shares a bin; no 64-bit number lies above."""
 
+NO_NUMBER = (MISSING - FIRST_VALUE) % (1 << 32)
+"""What stands for a missing value among a growing dictionary's numbers: its code is that of missing."""
 LABEL_WORDS = {"false": 0.0, "False": 0.0, "FALSE": 0.0, "true": 1.0, "True": 1.0, "TRUE": 1.0}
 TIME_FORMATS = (
     *("%Y-%m-%d %H:%M:%S%.f", "%Y-%m-%dT%H:%M:%S%.f", "%Y-%m-%dT%H:%M:%S%.fZ"),
@@ -77,6 +79,15 @@ class _Check:
     is_bad: pl.Expr
 
 
+@dataclass(frozen=True)
+class _Plan:
+    """What to compute of frames of some types: checks first. Most chunks of a log have the same."""
+
+    types: pl.Schema
+    checks: list[_Check]
+    expressions: dict[str, pl.Expr]
+
+
 class RowCoder:
     """Turns chunks of a raw log into numbers.
 
@@ -94,24 +105,31 @@ class RowCoder:
     ) -> None:
         self.schema, self.dtypes = schema, dtypes
         self.with_label, self.with_key = with_label, with_key and bool(schema.split.column)
+        self._plan: _Plan | None = None
 
     def code(self, chunk: RawChunk, bad: BadRows) -> Coded:
         """Return the good rows of a chunk as numbers."""
         frame = _plain_types(chunk.frame, self.schema.missing)
-        _refuse_types(frame, self.schema)
-        checks = list(self._checks(frame.schema))
-        tests = {f"bad:{number}": check.is_bad for number, check in enumerate(checks)}
-        outputs = dict(self._outputs(frame.schema))
-        found = frame.lazy().select(**tests, **outputs).collect()
-        keep = _keep_good(found.select(tests.keys()), checks, chunk, bad)
+        if self._plan is None or self._plan.types != frame.schema:
+            self._plan = self._make_plan(frame.schema)
+        _refuse_large_floats(frame, self.schema)
+        checks = self._plan.checks
+        found = frame.lazy().select(**self._plan.expressions).collect()
+        keep = _keep_good(found[:, : len(checks)], checks, chunk, bad)
         if keep is not None:
             found = found.filter(pl.Series(keep))
         return self._coded(found, keep)
 
+    def _make_plan(self, types: pl.Schema) -> "_Plan":
+        _refuse_types(types, self.schema)
+        checks = list(self._checks(types))
+        tests = {f"bad:{number}": check.is_bad for number, check in enumerate(checks)}
+        return _Plan(types, checks, tests | dict(self._outputs(types)))
+
     def _coded(self, found: pl.DataFrame, keep: NDArray[np.bool_] | None) -> Coded:
         names = found.columns
         rows = found.height
-        codes = [found[name].to_numpy() for name in names if name.startswith("code:")]
+        codes = [_as_codes(found[name]) for name in names if name.startswith("code:")]
         numbers = [found[name].to_numpy() for name in names if name.startswith("number:")]
         return Coded(
             codes=np.stack(codes) if codes else np.empty((0, rows), np.int32),
@@ -151,7 +169,7 @@ class RowCoder:
                 yield f"number:{number}", value.fill_null(np.nan)
             elif column.kind == "categorical":
                 text = text_of(pl.col(column.name), types[column.name])
-                yield f"code:{number}", self._codes(column, text)
+                yield f"code:{number}", self._codes_or_numbers(column, text)
             elif column.kind == "multi":
                 for name, place in self._places(column, types[column.name]):
                     yield f"{name}:{number}", place
@@ -173,6 +191,13 @@ class RowCoder:
         code = (pl.coalesce(numbers).cast(pl.Int32) + FIRST_VALUE).fill_null(UNKNOWN)
         return pl.when(text.is_null()).then(MISSING).otherwise(code).cast(pl.Int32)
 
+    def _codes_or_numbers(self, column: Column, text: pl.Expr) -> pl.Expr:
+        """Return codes; or the numbers of a growing dictionary, which `_as_codes` makes codes of."""
+        dtype = None if column.buckets is not None else self.dtypes[column.vocabulary_name]
+        if dtype is None or isinstance(dtype, pl.Enum):
+            return self._codes(column, text)
+        return text.cast(dtype, strict=False).to_physical().fill_null(NO_NUMBER)
+
     def _places(self, column: Column, dtype: pl.DataType) -> Iterator[tuple[str, pl.Expr]]:
         """Yield the codes of each place of a multi-valued column: values first, then padding."""
         values = _list_of_texts(column, dtype)
@@ -187,7 +212,7 @@ class RowCoder:
     def _binned(self, column: Column, dtype: pl.DataType) -> pl.Expr:
         """Return the codes of log-square bins: floor(ln(x)^2) above 2, x - 2 up to there."""
         x = self._value(column.name, dtype)
-        square = pl.when(x > 2).then(x.log() * x.log()).otherwise(x - 2).floor()
+        square = pl.when(x > 2).then(x.log().pow(2)).otherwise(x - 2).floor()
         bins = square.clip(LOWEST_BIN, HIGHEST_BIN)
         final = self.dtypes[column.vocabulary_name]
         if isinstance(final, pl.Enum):
@@ -210,6 +235,12 @@ class RowCoder:
             parts = {name: number for number, name in enumerate(SPLIT_NAMES)}
             return text.replace_strict(parts, default=None, return_dtype=pl.UInt8)
         return self._codes(self.schema[split.column], text)
+
+
+def _as_codes(found: pl.Series) -> NDArray[np.int32]:
+    """Return codes: what Polars numbered from 0, in 32 bits without a sign, from the first value on."""
+    codes: NDArray[np.int32] = found.to_numpy().view(np.int32)
+    return codes + np.int32(FIRST_VALUE) if found.dtype == pl.UInt32 else codes
 
 
 def _keep_good(
@@ -303,6 +334,9 @@ def _plain_types(frame: pl.DataFrame, missing: Sequence[str]) -> pl.DataFrame:
     """Return categories as the texts they stand for, arrays of equal length as lists, and null for
     numbers whose text stands for a missing value.
     """
+    special = (pl.Categorical, pl.Enum, pl.Array)
+    if not missing and not any(isinstance(dtype, special) for dtype in frame.dtypes):
+        return frame
     texts = pl.selectors.categorical() | pl.selectors.enum()
     text = texts.cast(pl.String)
     arrays = [name for name, dtype in frame.schema.items() if isinstance(dtype, pl.Array)]
@@ -316,15 +350,15 @@ def _plain_types(frame: pl.DataFrame, missing: Sequence[str]) -> pl.DataFrame:
     )
 
 
-def _refuse_types(frame: pl.DataFrame, schema: LogSchema) -> None:
+def _refuse_types(types: pl.Schema, schema: LogSchema) -> None:
     """Raise for a column whose type cannot be what the schema says."""
-    label = frame.schema.get(schema.label, pl.String())
+    label = types.get(schema.label, pl.String())
     if label.is_nested() or label.is_temporal() or label == pl.Binary:
         raise DataError(f"the label {schema.label!r} holds {label}; it must be 0 or 1")
     for column in schema.columns:
-        if column.name not in frame.columns or column.kind in ("time", "ignored"):
+        if column.name not in types or column.kind in ("time", "ignored"):
             continue
-        dtype = frame.schema[column.name]
+        dtype = types[column.name]
         is_list = isinstance(dtype, pl.List)
         if isinstance(dtype, pl.List) and dtype.inner.is_nested():
             raise DataError(
@@ -339,7 +373,13 @@ def _refuse_types(frame: pl.DataFrame, schema: LogSchema) -> None:
             raise DataError(
                 f"the column {column.name!r} holds {dtype}, which cannot be {column.kind}"
             )
-        if column.kind == "categorical" and dtype.is_float():
+
+
+def _refuse_large_floats(frame: pl.DataFrame, schema: LogSchema) -> None:
+    """Raise for ids as floats that are too large to be told apart."""
+    types = frame.schema
+    for column in schema.columns:
+        if column.kind == "categorical" and (dtype := types[column.name]).is_float():
             largest = frame[column.name].abs().max()
             exact = 1 << 24 if dtype == pl.Float32 else MAX_EXACT
             if isinstance(largest, float) and largest > exact:

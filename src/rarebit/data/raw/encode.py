@@ -24,12 +24,12 @@ from rarebit.data.folder import (
     ENCODER,
     SCHEMA,
     ArrayWriter,
-    PreparedFolder,
     new_folder,
     write_manifest,
 )
 from rarebit.data.log_schema import SPLIT_NAMES, Column, LogSchema
 from rarebit.data.prepare import Progress, no_progress
+from rarebit.data.raw.ahead import one_ahead
 from rarebit.data.raw.bad_rows import BadRows
 from rarebit.data.raw.chunk import RawChunk
 from rarebit.data.raw.coding import LOWEST_BIN, GrowingDictionary, RowCoder
@@ -91,8 +91,8 @@ def encode_log(
     bad: BadRows | None = None,
     overwrite: bool = False,
     progress: Progress = no_progress,
-) -> PreparedFolder:
-    """Encode the chunks of a raw log into a folder, and return it.
+) -> None:
+    """Encode the chunks of a raw log into a folder.
 
     `bad` is what the chunks' reader hands its own bad rows to.
     """
@@ -109,14 +109,14 @@ def encode_log(
                     f"no row of {origin.name} could be read: {bad.summary() or 'it is empty'}"
                 )
             _write(folder, reading, schema, bad=bad, origin=origin, progress=progress)
-    return PreparedFolder(out)
 
 
 def _read(chunks: Iterable[RawChunk], schema: LogSchema, spill: Spill, bad: BadRows) -> _Reading:
     dictionaries = {name: GrowingDictionary() for name in schema.vocabularies}
     reading = _Reading(spill, dictionaries)
     coder = RowCoder(schema, {name: found.dtype for name, found in dictionaries.items()})
-    for chunk in chunks:
+    # rows set aside are written in the order they are met, which a second thread would leave to chance
+    for chunk in chunks if bad.keep == "aside" else one_ahead(chunks):
         coded = coder.code(chunk, bad)
         if bad.stops:
             continue  # nothing will come of it, but the bad rows are counted to the end
@@ -127,6 +127,7 @@ def _read(chunks: Iterable[RawChunk], schema: LogSchema, spill: Spill, bad: BadR
         reading.labels.append(coded.label)
         reading.keys.append(key)
         reading.cut += coded.cut
+        del chunk, coded  # not held while the next ones are read
     return reading
 
 

@@ -34,7 +34,8 @@ from rarebit.errors import DataError
 
 __all__ = ["BLOCK_BYTES", "TextColumns", "TextReader"]
 
-BLOCK_BYTES = 8 << 20
+BLOCK_BYTES = 6 << 20
+PIECE = 1 << 18
 BYTE_ORDER_MARK = codecs.BOM_UTF8
 
 
@@ -179,6 +180,7 @@ class TextReader:
         block, is_last = self._whole_lines(len(columns.names))
         if not block:
             return None
+        self._rest = self._rest[len(block) :]  # not held twice while it is parsed
         places = _Places(block, self._line, self.stream.path.name)
         frame = self._parse_plain(block, columns)
         if frame is not None:
@@ -192,7 +194,8 @@ class TextReader:
             frame = columns.parse(records.text, records.separator, records.newline)
             assert frame.height == len(places.bounds[0])
         self._line += lines
-        self._rest = self._rest[used:]
+        if used < len(block):
+            self._rest = block[used:] + self._rest
         return RawChunk(frame, places.find, part, places.numbers) if frame.height else None
 
     def _whole_lines(self, columns: int) -> tuple[bytes, bool]:
@@ -223,8 +226,8 @@ class TextReader:
             block = plain
         values = np.frombuffer(block, np.uint8)
         separator = ord(self.format.separator)
-        rows = int(np.count_nonzero(values == LINE_FEED))
-        if np.count_nonzero(values == separator) != rows * (len(columns.names) - 1):
+        rows = _count(values, LINE_FEED)
+        if _count(values, separator) != rows * (len(columns.names) - 1):
             return None
         if not columns.are_all_wanted and not _is_even(values, separator, rows):
             return None
@@ -284,6 +287,12 @@ class _Places:
         """Return the place of some bytes of the block."""
         line = self.first_line + int(np.searchsorted(self.newlines, start))
         return Place(self.file, line, _decoded(self.block[start:end]))
+
+
+def _count(values: NDArray[np.uint8], byte: int) -> int:
+    """Return how often a byte occurs, looking at a little at a time: the comparison takes memory."""
+    pieces = range(0, len(values), PIECE)
+    return sum(int(np.count_nonzero(values[i : i + PIECE] == byte)) for i in pieces)
 
 
 def _is_even(values: NDArray[np.uint8], separator: int, rows: int) -> bool:
