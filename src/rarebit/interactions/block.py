@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 from rarebit.settings import require
 
-__all__ = ["Block", "Blocks"]
+__all__ = ["Block", "Blocks", "SetBatchNorm"]
 
 
 class Block(nn.Module):
@@ -43,7 +43,7 @@ class Block(nn.Module):
         self.num_sets = num_sets
         self.weight = nn.Parameter(torch.empty(*sets, units, width).uniform_(-bound, bound))
         self.bias = nn.Parameter(torch.empty(*sets, units).uniform_(-bound, bound))
-        self.norm = nn.BatchNorm1d(units * (num_sets or 1)) if batch_norm else None
+        self.norm = SetBatchNorm(units, num_sets) if batch_norm else nn.Identity()
         self.dropout = nn.Dropout(dropout)
 
     def forward(self, features: Tensor) -> Tensor:
@@ -52,17 +52,22 @@ class Block(nn.Module):
             out = F.linear(features, self.weight, self.bias)
         else:
             out = torch.baddbmm(self.bias.unsqueeze(-2), features, self.weight.mT)  # (M, B, U)
-        activated: Tensor = self.dropout(F.relu(self._normalised(out)))
+        activated: Tensor = self.dropout(F.relu(self.norm(out)))
         return activated
 
-    def _normalised(self, out: Tensor) -> Tensor:
-        if self.norm is None:
-            return out
-        if self.num_sets is None:
-            plain: Tensor = self.norm(out)
-            return plain
-        side_by_side: Tensor = self.norm(out.transpose(0, 1).flatten(1))  # a channel a set and unit
-        sets: Tensor = side_by_side.unflatten(1, (self.num_sets, -1))
+
+class SetBatchNorm(nn.BatchNorm1d):
+    """Batch norm of features `(B, W)`, or of each embedding set's `(M, B, W)` for itself."""
+
+    def __init__(self, width: int, num_sets: int | None = None) -> None:
+        super().__init__(width * (num_sets or 1))
+
+    def forward(self, features: Tensor) -> Tensor:
+        """Return the features, each with the same mean and spread over the batch."""
+        if features.ndim == 2:
+            return super().forward(features)
+        channels = super().forward(features.transpose(0, 1).flatten(1))  # one a set and feature
+        sets: Tensor = channels.unflatten(1, (features.shape[0], -1))
         return sets.transpose(0, 1)
 
 

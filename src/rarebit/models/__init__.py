@@ -19,7 +19,8 @@ def model_names() -> list[str]:
     """Return the names of all models: the files of this folder.
 
     >>> model_names()
-    ['dcn_v2', 'deepfm', 'dnn', 'fm']
+    ['autoint', 'dcn', 'dcn_v2', 'deepfm', 'dlrm', 'dnn', 'ffm', 'final_mlp', 'fm', 'fwfm', 'ipnn', 'lr',
+     'nfm', 'nfwfm', 'wide_deep', 'xdeepfm']
     """
     return offered(__path__)
 

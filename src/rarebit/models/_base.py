@@ -145,6 +145,7 @@ class FirstOrder(nn.Module):
 
     def __init__(self, schema: Schema, *, std: float = 0.01) -> None:
         super().__init__()
+        _check_tables(schema)
         self.tables = TableCollection(schema.table_fields, 1, std=std)
         num_numeric = len(schema.numeric_fields)
         self.register_parameter(
@@ -165,6 +166,10 @@ def _check(schema: Schema, dim: int, num_sets: int | None) -> None:
     require(
         num_sets is None or num_sets >= 1, f"num_sets must be at least 1, got num_sets={num_sets}"
     )
+    _check_tables(schema)
+
+
+def _check_tables(schema: Schema) -> None:
     require(
         len(schema.table_fields) > 0,
         "a ranking model needs at least one categorical or multi-valued field, got "
