@@ -127,7 +127,7 @@ def test_demo_says_what_to_try_next(call):
 
 MISTAKES = {
     "model": (["train", "--model", "deepfn"], "unknown model 'deepfn'; did you mean 'deepfm'?"),
-    "data": (["train", "--data", "criteo.csv"], "data must be 'synthetic'"),
+    "data": (["train", "--data", "criteo.csv"], "'criteo.csv' holds no prepared log"),
     "setting": (["train", "--set", "training.lrr=3"], "did you mean 'lr'?"),
     "section": (["train", "--set", "trainng.lr=3"], "did you mean 'training'?"),
     "model setting": (["train", "--set", "model.dimm=3"], "did you mean 'dim'?"),

@@ -3,6 +3,7 @@
 import csv
 import itertools
 import json
+import shlex
 import shutil
 import sys
 import tomllib
@@ -11,6 +12,7 @@ from typing import Annotated, Any, Literal, NoReturn
 
 import torch
 import typer
+from typer.core import TyperGroup
 
 from rarebit import __version__
 from rarebit.bench import bench_names, run_bench
@@ -40,7 +42,7 @@ from rarebit.training.run import (
     read_run,
     run,
 )
-from rarebit.training.score import score_log
+from rarebit.training.score import bad_rows_file, score_log
 
 __all__ = ["app", "start"]
 
@@ -52,7 +54,11 @@ rarebit train --model dcn_v2 --epochs 3 --out runs/first
 
 rarebit train --config run.toml --set training.lr=0.003
 
-rarebit predict --model runs/first --out scores.csv
+rarebit data prepare clicks.csv --label click --out data/clicks
+
+rarebit train --data data/clicks --out runs/clicks
+
+rarebit predict --model runs/clicks --input new.csv --out scores.csv
 
 rarebit bench train --json
 """
@@ -60,8 +66,20 @@ rarebit bench train --json
 DEMO = {"model": {"name": "deepfm", "hidden": [128, 128]}, "training": {"epochs": 3}}
 DEMO_FOLDER = Path("runs/demo")
 
+
+class _Commands(TyperGroup):
+    """All commands; Ctrl-C is an answer in one line, where Typer ends without a word."""
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except KeyboardInterrupt:
+            _stop("stopped; nothing unfinished is left behind", code=130)
+
+
 app = typer.Typer(
     name="rarebit",
+    cls=_Commands,
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -139,14 +157,18 @@ def train(  # noqa: PLR0917  # typer calls it by name
     ] = None,
     config: Annotated[
         Path | None,
-        typer.Option(help=r"A TOML file: \[model], \[data], \[training], \[\[methods]]."),
+        typer.Option(
+            help=r"A TOML file: \[model], \[data], \[training], \[\[methods]].", readable=False
+        ),
     ] = None,
     out: Annotated[
         Path | None, typer.Option(help="Folder for the run; a new one below runs/ if not given.")
     ] = None,
     resume: Annotated[
         Path | None,
-        typer.Option(help="Go on with the run in this folder, from its newest checkpoint."),
+        typer.Option(
+            help="Go on with the run in this folder, from its newest checkpoint.", readable=False
+        ),
     ] = None,
     rows: Annotated[int | None, typer.Option(help="Rows of the generated click log.")] = None,
     epochs: Annotated[int | None, typer.Option(help="Most passes over the data.")] = None,
@@ -179,16 +201,23 @@ def train(  # noqa: PLR0917  # typer calls it by name
     settings = RunSettings.from_mapping(values)
     folder = resume or out or _new_folder(settings.model)
     result = _train(settings, folder, device, resume=resume is not None)
-    console.print(f"\nSaved in {result.folder}. To score with it:", soft_wrap=True)
-    console.print(f"  {how_to_call()} predict --model {result.folder}", soft_wrap=True)
+    place = shlex.quote(str(result.folder))
+    console.print(f"\nSaved in {result.folder}. To score with it:", soft_wrap=True, markup=False)
+    console.print(f"  {how_to_call()} predict --model {place}", soft_wrap=True, markup=False)
 
 
 @app.command(name="predict")
 def predict_(  # noqa: PLR0917  # typer calls it by name
-    model: Annotated[Path, typer.Option(help="Folder of a run, as rarebit train leaves it.")],
+    model: Annotated[
+        Path, typer.Option(help="Folder of a run, as rarebit train leaves it.", readable=False)
+    ],
     input_: Annotated[
         Path | None,
-        typer.Option("--input", help="A raw log to score: .csv .tsv .txt (.gz ...) or .parquet."),
+        typer.Option(
+            "--input",
+            help="A raw log to score: .csv .tsv .txt (.gz ...) or .parquet.",
+            readable=False,
+        ),
     ] = None,
     split: Annotated[
         str, typer.Option(help="Without --input, which split to score: train, valid or test.")
@@ -214,7 +243,7 @@ def predict_(  # noqa: PLR0917  # typer calls it by name
     chosen: Dataset = getattr(splits, split)
     if out is not None:
         _write_scores(out, torch.sigmoid(predict(loaded, chosen)), chosen)
-        console.print(f"{len(chosen):,} scores in {out}")
+        console.print(f"{len(chosen):,} scores in {out}", soft_wrap=True, markup=False)
     evaluation = evaluate(loaded, chosen, counts=splits.train.counts())
     show_evaluation(evaluation, f"{settings.model} from {model}, {split} split")
 
@@ -232,10 +261,14 @@ def _score(
             progress=lambda done, total: progress.stage("reading", done, total),
         )
     show_scored(scored, f"{folder} on {log}")
-    if out is not None:
-        console.print(f"{scored.rows:,} scores in {out}", soft_wrap=True, markup=False)
-    else:
+    read = scored.rows + scored.bad_rows
+    console.print(f"{read:,} rows read = {scored.rows:,} scored + {scored.bad_rows:,} set aside.")
+    if out is None:
         console.print("To keep the scores: --out scores.csv")
+        return
+    console.print(f"{scored.rows:,} scores in {out}", soft_wrap=True, markup=False)
+    if scored.bad_rows:
+        console.print(f"Set aside in {bad_rows_file(out)}.", soft_wrap=True, markup=False)
 
 
 @app.command()
@@ -261,7 +294,7 @@ def _first_settings(config: Path | None, resume: Path | None, out: Path | None) 
 
 
 def _train(settings: RunSettings, folder: Path, device: str, *, resume: bool = False) -> RunResult:
-    again = f"{how_to_call()} train --resume {folder}"
+    again = f"{how_to_call()} train --resume {shlex.quote(str(folder))}"
     try:
         with BarProgress() as progress:
             result = run(

@@ -152,7 +152,7 @@ def size(num_bytes: int) -> str:
 
 
 def _table(title: str) -> Table:
-    table = Table(title=title, title_justify="left", show_header=False)
+    table = Table(title=Text(title), title_justify="left", show_header=False)
     table.add_column()
     table.add_column(justify="right")
     return table

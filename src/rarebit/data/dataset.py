@@ -229,8 +229,15 @@ class Dataset:
 
     def __getitem__(self, rows: Tensor | slice | int) -> Batch:
         if isinstance(rows, int):
-            rows = slice(rows, rows + 1) if rows != -1 else slice(rows, None)
+            rows = self._row(rows)
         return Batch(self.ids[rows], self.numeric[rows], self.label[rows], self.schema)
+
+    def _row(self, row: int) -> slice:
+        """Return one row as a slice; a row that is not there ends a plain loop over the rows."""
+        if not -len(self) <= row < len(self):
+            raise IndexError(f"row {row} of a data set of {len(self)} rows")
+        row %= len(self)
+        return slice(row, row + 1)
 
     def __getitems__(self, rows: Sequence[int]) -> Batch:
         """Return a batch of rows: what a DataLoader calls."""
@@ -269,6 +276,9 @@ class Dataset:
             self.schema, self.ids.to(device), self.numeric.to(device), self.label.to(device)
         )
         moved.probability = None if self.probability is None else self.probability.to(device)
+        moved.known_counts = self.known_counts
+        if self.parts is not None:
+            moved.divide([len(part) for part in self.parts], self.parts.train.known_counts)
         return moved
 
     def order(self, *, seed: int, epoch: int) -> Tensor:

@@ -6,11 +6,13 @@
     label.npy        uint8 (rows,)
     counts.npy       int64: how often each id of each field occurs in training, field after field
     schema.toml      how the log was read, to be edited and used again
-    encoder/         the vocabulary, for raw rows that come later; training does not need it
+    encoder/         the vocabulary, for raw rows that come later; it may be left behind where a
+                     folder is only trained on
 
 The arrays are memory-mapped, so that opening takes milliseconds whatever their size.
 """
 
+import glob
 import hashlib
 import json
 import os
@@ -39,6 +41,8 @@ __all__ = [
 
 FORMAT = 1
 MANIFEST, ENCODER, SCHEMA, BAD_ROWS = "manifest.json", "encoder", "schema.toml", "bad_rows.jsonl"
+_at_work: set[Path] = set()
+"""Folders that this process is filling now."""
 ARRAYS = ("ids", "numeric", "label", "counts")
 
 
@@ -66,8 +70,9 @@ class PreparedFolder:
         self.folder = Path(folder)
         self.manifest = _read_manifest(self.folder)
         try:
+            encoder = self.folder / ENCODER
             self.schema = Schema.from_mapping(self.manifest["schema"]).with_encoder(
-                StoredEncoder(self.folder / ENCODER)
+                StoredEncoder(encoder) if encoder.exists() else None
             )
             self.rows = tuple(int(rows) for rows in self.manifest["rows"])
             self.statistics = DataStatistics.from_mapping(self.manifest["statistics"])
@@ -80,13 +85,20 @@ class PreparedFolder:
     def _check_sizes(self) -> None:
         if len(self.rows) != 3 or min(self.rows) < 0:
             raise DataError(f"{str(self.folder)!r} is damaged: it has {self.rows} rows")
-        for name, file in self.manifest["files"].items():
+        for name, file in self._files().items():
             path = self.folder / name
             if not path.is_file() or path.stat().st_size != file["bytes"]:
                 raise DataError(
                     f"{str(self.folder)!r} is damaged: {name} is missing or not as long as it was "
                     "written; prepare it again"
                 )
+
+    def _files(self) -> dict[str, Any]:
+        """Return the files that must be there: training does without the vocabulary."""
+        files: dict[str, Any] = self.manifest["files"]
+        if (self.folder / ENCODER).exists():
+            return files
+        return {name: file for name, file in files.items() if not name.startswith(f"{ENCODER}/")}
 
     def array(self, name: str) -> NDArray[Any]:
         """Return an array, memory-mapped; what is written to it stays in this process."""
@@ -119,7 +131,7 @@ class PreparedFolder:
 
     def verify(self) -> None:
         """Raise when a file is not what its checksum says; it reads every byte."""
-        for name, file in self.manifest["files"].items():
+        for name, file in self._files().items():
             if checksum(self.folder / name) != file["sha256"]:
                 raise DataError(
                     f"{str(self.folder / name)!r} is damaged: it is not what its checksum says; "
@@ -151,48 +163,69 @@ class ArrayWriter:
 @contextmanager
 def new_folder(target: Path, *, overwrite: bool = False) -> Iterator[Path]:
     """Give a folder to fill, which gets its name when all went well, and vanishes when not."""
-    if target.exists() and not (overwrite and (target / MANIFEST).exists()):
-        hint = "choose another, or overwrite it (--overwrite)"
-        if not (target / MANIFEST).exists():
-            hint = "it was not prepared by Rarebit, so it stays as it is: choose another"
-        raise DataError(f"{str(target)!r} exists already; {hint}")
+    target = target.resolve()
     partial = target.with_name(f".{target.name}.{os.getpid()}.partial")
+    if partial in _at_work:
+        raise DataError(f"{str(target)!r} is being prepared by this process already; wait for it")
+    _remove_leftovers(target)
+    _check_free(target, overwrite=overwrite)
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
-        _remove_leftovers(target)
         partial.mkdir()
     except OSError as error:
         raise DataError(
             f"cannot write to the folder {str(target.parent)!r}: {error.strerror}; choose another one"
         ) from None
+    _at_work.add(partial)
     try:
         yield partial
         _move(partial, target)
     except OSError as error:
         raise DataError(f"cannot write {str(target)!r}: {error.strerror or error}") from error
     finally:
+        _at_work.discard(partial)
         shutil.rmtree(partial, ignore_errors=True)
+
+
+def _check_free(target: Path, *, overwrite: bool) -> None:
+    """Raise where something exists that must not be replaced."""
+    is_prepared = (target / MANIFEST).exists()
+    if target.exists() and not (overwrite and is_prepared):
+        hint = "choose another, or overwrite it (--overwrite)"
+        if not is_prepared:
+            hint = "it was not prepared by Rarebit, so it stays as it is: choose another"
+        raise DataError(f"{str(target)!r} exists already; {hint}")
 
 
 def _move(partial: Path, target: Path) -> None:
     if target.exists():
         old = partial.with_name(f"{partial.name}.old")
         target.rename(old)
-        partial.rename(target)
+        try:
+            partial.rename(target)
+        except OSError:
+            old.rename(target)
+            raise
         shutil.rmtree(old, ignore_errors=True)
     else:
         partial.rename(target)
 
 
 def _remove_leftovers(target: Path) -> None:
-    """Remove what killed processes left of this folder."""
-    for path in target.parent.glob(f".{target.name}.*.partial*"):
+    """Remove what killed processes left of this folder; the folder itself, if it was out of place."""
+    for path in target.parent.glob(f".{glob.escape(target.name)}.*.partial*"):
         number = path.name.removeprefix(f".{target.name}.").split(".")[0]
-        if number.isdigit() and not _is_running(int(number)):
-            shutil.rmtree(path, ignore_errors=True)
+        if not number.isdigit() or _is_running(int(number)):
+            continue
+        if path.suffix == ".old" and not target.exists():
+            path.rename(target)  # killed between the two steps of replacing it
+        shutil.rmtree(path, ignore_errors=True)
 
 
 def _is_running(process: int) -> bool:
+    """Return whether another process has this number; in a container a new one often has an old one's."""
+    if process == os.getpid():
+        return False
     try:
         os.kill(process, 0)
     except ProcessLookupError:

@@ -129,6 +129,10 @@ class Split:
             bool(self.column) or self.kind not in ("time", "user"),
             f"split: kind={self.kind!r} needs the name of its column",
         )
+        require(
+            not self.column or self.kind not in ("random", "order"),
+            f"split: kind={self.kind!r} goes by no column, got column={self.column!r}",
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -185,12 +189,14 @@ class LogSchema:
     def _check_shared(self) -> None:
         """Columns that share values must agree on which values have an id."""
         for name, columns in self.vocabularies.items():
-            for column in columns[1:]:
-                first = columns[0]
+            if len(columns) == 1:
+                continue
+            first = columns[0]
+            for column in columns:
                 require(
                     column.min_count == first.min_count and column.kind != "numeric",
-                    f"{column.name!r} and {first.name!r} share the vocabulary {name!r}, so they need "
-                    f"the same min_count, and neither may be numeric",
+                    f"{' and '.join(repr(c.name) for c in columns)} share the vocabulary {name!r}, so "
+                    "they need the same min_count, and none of them may be numeric",
                 )
 
     def __getitem__(self, name: str) -> Column:

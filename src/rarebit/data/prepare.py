@@ -60,7 +60,10 @@ def prepare(
 
     files = _files(log)
     if "" not in files:
-        split = Split(kind="given")
+        if split is not None and split.kind != "given":
+            raise SettingsError(f"the files are split already: leave out the split by {split.kind}")
+        drawn_by = split or (schema.split if schema is not None else Split())
+        split = Split(kind="given", seed=drawn_by.seed)
     if schema is None:
         schema = infer_log(next(iter(files.values())), label, split=split, format=format).schema
     elif split is not None:

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from rarebit.data.dataset import Dataset
+from rarebit.data.schema import Field
 from rarebit.errors import DataError
 from rarebit.models._base import RankingModel
 
@@ -20,7 +21,7 @@ def check_schema(model: nn.Module, data: Dataset) -> None:
     built_for = {field.name: field for field in model.schema.fields}
     for field in data.schema.fields:
         known = built_for.get(field.name)
-        if known is not None and replace(known, vocabulary=field.vocabulary) == field != known:
+        if known is not None and _has_other_values(known, field):
             raise DataError(
                 f"the model was trained with another vocabulary of {field.name!r} than the data has: "
                 "the same id means another value. Encode the rows with the model's own vocabulary: "
@@ -36,6 +37,13 @@ def check_schema(model: nn.Module, data: Dataset) -> None:
         f"the model was built for other data: it has the fields {list(built_for)}, "
         f"the data has {[field.name for field in data.schema.fields]}"
     )
+
+
+def _has_other_values(known: Field, field: Field) -> bool:
+    """Return whether the ids of a field stand for other raw values, whatever else is the same."""
+    both_marked = bool(known.vocabulary and field.vocabulary)
+    only_marks_differ = replace(known, vocabulary=field.vocabulary) == field
+    return known.vocabulary != field.vocabulary and (both_marked or only_marks_differ)
 
 
 def check_counts(data: Dataset, counts: Mapping[str, Tensor]) -> None:

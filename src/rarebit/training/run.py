@@ -156,11 +156,13 @@ def run(
     >>> run(small, progress=False, say=lambda line: None).test.overall.rows
     200
     """
+    # a prepared log that cannot be used is told before anything is written
+    prepared = load_splits(settings.data) if isinstance(settings.data, PreparedLog) else None
     out = None if folder is None else _make_folder(Path(folder))
     if out is not None and not resume:
         _refuse_used(out)
-        _write(out / RUN_FILE, {"settings": settings.to_mapping()})
-    splits = load_splits(settings.data, progress=data_progress)
+        _write(out / RUN_FILE, {"settings": _stored(settings)})
+    splits = prepared or load_splits(settings.data, progress=data_progress)
     torch.manual_seed(settings.training.seed)
     model = build_model(settings.model, splits.train.schema, settings.model_settings)
     for method in settings.methods:
@@ -222,11 +224,19 @@ def read_run(folder: str | os.PathLike[str]) -> RunSettings:
         raise ModelFileError(f"{str(path)!r} is damaged: {error}") from None
 
 
+def _stored(settings: RunSettings) -> dict[str, Any]:
+    """Return the settings for a file: a folder of data is found from anywhere."""
+    values = settings.to_mapping()
+    if isinstance(settings.data, PreparedLog):
+        values["data"]["folder"] = str(Path(settings.data.folder).absolute())
+    return values
+
+
 def _describe(settings: RunSettings, result: RunResult) -> dict[str, Any]:
     from rarebit import __version__
 
     return {
-        "settings": settings.to_mapping(),
+        "settings": _stored(settings),
         "test": dataclasses.asdict(result.test),
         "history": dataclasses.asdict(result.history),
         "num_parameters": result.num_parameters,

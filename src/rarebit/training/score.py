@@ -2,19 +2,17 @@
 
 import os
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
 from rarebit.data.dataset import Dataset
 from rarebit.data.folder import StoredEncoder
-from rarebit.data.schema import UNKNOWN
-from rarebit.errors import DataError, ModelFileError
+from rarebit.errors import DataError, ModelFileError, SettingsError
 from rarebit.models._base import RankingModel
 from rarebit.training.evaluate import predict
 from rarebit.training.metrics import Metrics, measure
@@ -23,7 +21,7 @@ if TYPE_CHECKING:
     from rarebit.data.raw.chunk import RawChunk
     from rarebit.data.raw.encoder import EncodedRows, Encoder
 
-__all__ = ["Scored", "score_log"]
+__all__ = ["Scored", "bad_rows_file", "score_log"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,40 +63,64 @@ def score_log(
     (2, {'user': 1})
     """
     from rarebit.data.raw.bad_rows import BadRows
+    from rarebit.data.raw.encoder import unknown_values
     from rarebit.data.raw.readers import column_names, read_raw
 
+    path, target = Path(log), None if out is None else Path(out)
     encoder = _encoder_of(model)
-    path = Path(log)
     with_label = encoder.schema.label in column_names(path)
-    bad = BadRows(bad_rows, None if out is None else Path(f"{os.fspath(out)}.bad_rows.jsonl"))
-    chunks = read_raw(
-        path,
-        encoder.columns_read(with_label=with_label),
-        bad,
-        missing=encoder.schema.missing,
-        progress=progress,
-    )
+    _check_out(path, target, bad_rows)
     unknown = dict.fromkeys((field.name for field in encoder.fields.table_fields), 0)
-    scores: list[Tensor] = []
+    logits: list[Tensor] = []
     labels: list[Tensor] = []
     rows = 0
-    with _scores_file(out) as file:
-        for chunk in chunks:
+    with _outputs(target) as (to_scores, to_bad_rows):
+        bad = BadRows(bad_rows, to_bad_rows)
+        columns = encoder.columns_read(with_label=with_label)
+        missing = encoder.schema.missing
+        for chunk in read_raw(path, columns, bad, missing=missing, progress=progress):
             encoded = encoder.encode(chunk, bad, with_label=with_label)
             if bad.stops or not len(encoded.ids):
                 continue
-            found = torch.sigmoid(predict(model, _dataset(encoder, encoded)))
-            _count_unknown(unknown, encoder, encoded)
+            found = predict(model, Dataset(encoder.fields, encoded.ids, encoded.numeric)).cpu()
+            for name, count in unknown_values(encoder.fields, encoded.ids).items():
+                unknown[name] += count
             rows += len(found)
-            if file is not None:
-                _write(file, chunk, encoded, found)
+            if to_scores is not None:
+                _append(to_scores, chunk, encoded, found.sigmoid(), with_file=path.is_dir())
             if with_label:
-                scores.append(found)
+                logits.append(found)
                 labels.append(torch.from_numpy(encoded.label))
         bad.close()
         bad.raise_if_any()
-    metrics = measure(torch.cat(scores).logit(), torch.cat(labels).float()) if scores else None
+        if not rows:
+            raise DataError(f"no row of {str(path)!r} could be read: {bad.summary()}")
+    metrics = measure(torch.cat(logits), torch.cat(labels).float()) if with_label else None
     return Scored(rows=rows, bad_rows=bad.count, unknown=unknown, metrics=metrics)
+
+
+def bad_rows_file(out: Path) -> Path:
+    """Return the file beside the scores for rows that could not be read.
+
+    >>> bad_rows_file(Path("scores.csv")).name
+    'scores.csv.bad_rows.jsonl'
+    """
+    return out.with_name(f"{out.name}.bad_rows.jsonl")
+
+
+def _check_out(log: Path, out: Path | None, bad_rows: str) -> None:
+    """Raise before hours of scoring where the result could not be kept, or would replace the log."""
+    if out is None:
+        if bad_rows == "aside":
+            raise SettingsError(
+                "bad rows are set aside in a file beside the scores; name one for the scores "
+                "(--out scores.csv)"
+            )
+        return
+    if out.is_dir():
+        raise DataError(f"cannot write {str(out)!r}: it is a folder; name a file for the scores")
+    if out.exists() and out.samefile(log):
+        raise DataError(f"the scores would replace the log {str(log)!r}; choose another name")
 
 
 def _encoder_of(model: nn.Module) -> "Encoder":
@@ -112,38 +134,42 @@ def _encoder_of(model: nn.Module) -> "Encoder":
     return found
 
 
-def _dataset(encoder: "Encoder", encoded: "EncodedRows") -> Dataset:
-    return Dataset(encoder.fields, encoded.ids, encoded.numeric)
-
-
-def _count_unknown(unknown: dict[str, int], encoder: "Encoder", encoded: "EncodedRows") -> None:
-    for name, slots in encoder.fields.slots.items():
-        unknown[name] += int((encoded.ids[:, slots] == UNKNOWN).sum())
-
-
-def _write(file: IO[bytes], chunk: "RawChunk", encoded: "EncodedRows", scores: Tensor) -> None:
+def _append(
+    path: Path, chunk: "RawChunk", encoded: "EncodedRows", scores: Tensor, *, with_file: bool
+) -> None:
+    """Add the scores of a chunk, each with its line or row, and the file where there are several."""
     import polars as pl
 
     numbers = chunk.numbers()
     kept = numbers if encoded.kept is None else numbers[encoded.kept]
-    unit = chunk.locate(0).unit
-    frame = pl.DataFrame({unit: kept, "score": scores.cpu().numpy().astype(np.float32)})
-    frame.write_csv(file, include_header=file.tell() == 0, float_precision=6)
+    first = chunk.locate(0)
+    frame = pl.DataFrame({first.unit: kept, "score": scores.numpy()})
+    if with_file:
+        frame = frame.select(pl.lit(first.file).alias("file"), pl.all())
+    with path.open("ab") as file:
+        frame.write_csv(file, include_header=file.tell() == 0)
 
 
 @contextmanager
-def _scores_file(out: str | os.PathLike[str] | None) -> Iterator[IO[bytes] | None]:
-    """Give a file that gets its name when all scores are in it."""
+def _outputs(out: Path | None) -> Iterator[tuple[Path | None, Path | None]]:
+    """Give places for scores and bad rows, which get their names when all went well, and vanish when not."""
     if out is None:
-        yield None
+        yield None, None
         return
-    target = Path(out)
-    partial = target.with_name(f"{target.name}.partial")
+    targets = (out, bad_rows_file(out))
+    partials = [target.with_name(f"{target.name}.partial") for target in targets]
     try:
-        with partial.open("wb") as file:
-            yield file
-        partial.replace(target)
+        for partial in partials:
+            partial.write_bytes(b"")
+        yield partials[0], partials[1]
+        for partial, target in zip(partials, targets, strict=True):
+            if partial.stat().st_size:
+                partial.replace(target)
+            else:
+                target.unlink(missing_ok=True)  # bad rows of an earlier log
     except OSError as error:
-        raise DataError(f"cannot write {str(target)!r}: {error.strerror or error}") from None
+        raise DataError(f"cannot write {str(out)!r}: {error.strerror or error}") from None
     finally:
-        partial.unlink(missing_ok=True)
+        for partial in partials:
+            with suppress(OSError):
+                partial.unlink(missing_ok=True)

@@ -232,7 +232,7 @@ def test_columns_that_share_values_must_agree():
     often = Column(name="often", vocabulary="item", min_count=5)
     number = Column(name="number", kind="numeric", treatment="log_square", vocabulary="item")
     for other in (often, number):
-        with pytest.raises(SettingsError, match=f"'{other.name}' and 'seen' share the vocabulary"):
+        with pytest.raises(SettingsError, match=f"'seen' and '{other.name}' share the vocabulary"):
             LogSchema(label="click", columns=(seen, other))
 
 

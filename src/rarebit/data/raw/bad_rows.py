@@ -43,7 +43,8 @@ class BadRows:
     def add(self, place: Place, reason: str, detail: str = "") -> None:
         """Take a row: the reason is the same for all rows of its kind, the detail is this row's."""
         self.reasons[reason] += 1
-        if self.first is None:
+        # of one block, rows without structure come before rows with a wrong value
+        if self.first is None or _stands_before(place, self.first[0]):
             self.first = (place, f"{reason}{detail}")
         if self.keep == "aside" and self.file is not None:
             line = {
@@ -98,6 +99,10 @@ class BadRows:
     def summary(self) -> str:
         """Return how many there were of each kind, the most frequent first."""
         return ", ".join(f"{count:,} x {reason}" for reason, count in self.reasons.most_common())
+
+
+def _stands_before(place: Place, other: Place) -> bool:
+    return place.file == other.file and place.number < other.number
 
 
 def shortened(text: str) -> str:

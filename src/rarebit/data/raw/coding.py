@@ -6,7 +6,7 @@ numbers the values as they come. Rows that cannot be read go to `BadRows`.
 """
 
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,7 +25,7 @@ __all__ = ["HIGHEST_BIN", "LOWEST_BIN", "Coded", "GrowingDictionary", "RowCoder"
 LOWEST_BIN, HIGHEST_BIN = -1000, 2000
 """Bounds of log-square bins: everything below -998 shares a bin; no 64-bit number lies above."""
 
-LABELS = {"0": 0, "1": 1, "0.0": 0, "1.0": 1, "false": 0, "true": 1, "False": 0, "True": 1}
+LABEL_WORDS = {"false": 0.0, "true": 1.0, "False": 0.0, "True": 1.0}
 TIME_FORMATS = (
     *("%Y-%m-%d %H:%M:%S%.f", "%Y-%m-%dT%H:%M:%S%.f", "%Y-%m-%dT%H:%M:%S%.fZ"),
     *("%Y-%m-%dT%H:%M:%S%.f%z", "%Y-%m-%d %H:%M:%S%.f%z"),
@@ -69,6 +69,15 @@ class Coded:
         return int(self.codes.shape[1] if self.codes.size else self.numbers.shape[1])
 
 
+@dataclass(frozen=True)
+class _Check:
+    """A reason to refuse a row: the column it lies in, in words, and which rows it is true for."""
+
+    column: str
+    reason: str
+    is_bad: pl.Expr
+
+
 class RowCoder:
     """Turns chunks of a raw log into numbers.
 
@@ -89,12 +98,13 @@ class RowCoder:
 
     def code(self, chunk: RawChunk, bad: BadRows) -> Coded:
         """Return the good rows of a chunk as numbers."""
-        frame = chunk.frame
+        frame = _plain_types(chunk.frame, self.schema.missing)
         _refuse_types(frame, self.schema)
-        checks = dict(self._checks(frame.schema))
+        checks = list(self._checks(frame.schema))
+        tests = {f"bad:{number}": check.is_bad for number, check in enumerate(checks)}
         outputs = dict(self._outputs(frame.schema))
-        found = frame.lazy().select(**checks, **outputs).collect()
-        keep = _keep_good(found.select(checks.keys()), chunk, bad)
+        found = frame.lazy().select(**tests, **outputs).collect()
+        keep = _keep_good(found.select(tests.keys()), checks, chunk, bad)
         if keep is not None:
             found = found.filter(pl.Series(keep))
         return self._coded(found, keep)
@@ -113,40 +123,39 @@ class RowCoder:
             kept=keep,
         )
 
-    def _checks(self, types: pl.Schema) -> Iterator[tuple[str, pl.Expr]]:
-        """Yield for each reason to refuse a row an expression that is true for such rows."""
+    def _checks(self, types: pl.Schema) -> Iterator[_Check]:
+        """Yield each reason to refuse a row."""
         schema = self.schema
         if self.with_label:
             label = schema.label
-            yield f"bad:{label}:the label is not 0 or 1", _label(label, types[label]).is_null()
+            yield _Check(label, "the label is not 0 or 1", _label(label, types[label]).is_null())
         for column in schema.columns:
             if column.kind == "numeric":
                 name = column.name
                 if types[name].is_integer() or types[name] == pl.Boolean:
                     continue  # always a number
                 number = _number(name, types[name])
-                is_bad = (number.is_null() & pl.col(name).is_not_null()) | ~number.is_finite()
-                yield f"bad:{name}:{name} is not a number", is_bad.fill_null(value=False)
+                is_bad = (number.is_null() & pl.col(name).is_not_null()) | _is_too_large(number)
+                yield _Check(name, f"{name} is not a number", is_bad.fill_null(value=False))
         if self.with_key and schema.split.kind in ("time", "given"):
             name = schema.split.column
             wanted = "a time" if schema.split.kind == "time" else "train, valid or test"
-            yield f"bad:{name}:{name} is not {wanted}", self._key(types).is_null()
+            yield _Check(name, f"{name} is not {wanted}", self._key(types).is_null())
 
     def _outputs(self, types: pl.Schema) -> Iterator[tuple[str, pl.Expr]]:
         """Yield everything that a row becomes, in order, by a name that says what it is."""
-        for column in self.schema.columns:
+        for number, column in enumerate(self.schema.columns):
             if column.kind == "numeric" and column.treatment == "log_square":
-                yield f"code:{column.name}", self._binned(column, types[column.name])
+                yield f"code:{number}", self._binned(column, types[column.name])
             elif column.kind == "numeric":
-                yield (
-                    f"number:{column.name}",
-                    _number(column.name, types[column.name]).fill_null(np.nan),
-                )
+                value = _number(column.name, types[column.name])
+                yield f"number:{number}", value.fill_null(np.nan)
             elif column.kind == "categorical":
                 text = _text(pl.col(column.name), types[column.name])
-                yield f"code:{column.name}", self._codes(column, text)
+                yield f"code:{number}", self._codes(column, text)
             elif column.kind == "multi":
-                yield from self._places(column, types[column.name])
+                for name, place in self._places(column, types[column.name]):
+                    yield f"{name}:{number}", place
         if self.with_label:
             yield "label", _label(self.schema.label, types[self.schema.label]).fill_null(0)
         if self.with_key:
@@ -173,8 +182,8 @@ class RowCoder:
             code = self._codes(column, values.list.get(place, null_on_oob=True))
             empty = MISSING if place == 0 else PADDING  # a row without any value is missing
             filled = pl.when(present > place).then(code).otherwise(empty).cast(pl.Int32)
-            yield f"code:{column.name}:{place}", filled
-        yield f"cut:{column.name}", (present.cast(pl.Int64) - column.max_length).clip(0)
+            yield f"code:{place}", filled
+        yield "cut", (present.cast(pl.Int64) - column.max_length).clip(0)
 
     def _binned(self, column: Column, dtype: pl.DataType) -> pl.Expr:
         """Return the codes of log-square bins: floor(ln(x)^2) above 2, x - 2 up to there."""
@@ -198,17 +207,19 @@ class RowCoder:
         return self._codes(self.schema[split.column], text)
 
 
-def _keep_good(checks: pl.DataFrame, chunk: RawChunk, bad: BadRows) -> NDArray[np.bool_] | None:
+def _keep_good(
+    found: pl.DataFrame, checks: Sequence[_Check], chunk: RawChunk, bad: BadRows
+) -> NDArray[np.bool_] | None:
     """Hand bad rows over and return which rows are good; None where all are."""
-    columns = [name for name in checks.columns if checks[name].any()]
-    if not columns:
+    failed = [(check, flags) for check, flags in zip(checks, found, strict=True) if flags.any()]
+    if not failed:
         return None
     keep = np.ones(chunk.frame.height, dtype=bool)
-    for row in checks.select(pl.any_horizontal(columns)).to_series().arg_true().to_list():
+    for row in found.select(pl.any_horizontal(pl.all())).to_series().arg_true().to_list():
         keep[row] = False
-        reason = next(name for name in columns if checks[name][row])
-        _, column, words = reason.split(":", 2)
-        bad.add(chunk.locate(row), words, f" (got {_shown(chunk.frame[column][row])})")
+        check = next(check for check, flags in failed if flags[row])
+        value = chunk.frame[check.column][row]
+        bad.add(chunk.locate(row), check.reason, f" (got {_shown(value)})")
     return keep
 
 
@@ -220,9 +231,11 @@ def _shown(value: object) -> str:
 
 def _label(name: str, dtype: pl.DataType) -> pl.Expr:
     """Return the label as 0 or 1, null for anything else."""
+    number = _number(name, dtype)
     if dtype == pl.String:
-        return pl.col(name).replace_strict(LABELS, default=None, return_dtype=pl.UInt8)
-    number = pl.col(name).cast(pl.Float64, strict=False)
+        # a block of integers is read as such, so " 1" and "01" must be labels in any other, too
+        words = pl.col(name).replace_strict(LABEL_WORDS, default=None, return_dtype=pl.Float64)
+        number = pl.coalesce(number, words)
     return pl.when(number.is_in([0.0, 1.0])).then(number).cast(pl.UInt8)
 
 
@@ -232,12 +245,20 @@ def _number(name: str, dtype: pl.DataType) -> pl.Expr:
     return column.cast(pl.Float64, strict=False)
 
 
+def _is_too_large(number: pl.Expr) -> pl.Expr:
+    """Return where a number is infinite, none, or more than 32 bits hold: its square would overflow."""
+    return ~number.cast(pl.Float32, strict=False).is_finite()
+
+
 def _seconds(name: str, dtype: pl.DataType) -> pl.Expr:
     """Return a time as a number that grows with it, null for what is no time."""
     column = pl.col(name)
+    if dtype in (pl.Date, pl.Datetime):
+        column = column.cast(pl.Datetime("us"))
     if dtype.is_temporal():
-        return column.cast(pl.Datetime("us")).to_physical().cast(pl.Float64)
-    number = column.cast(pl.Float64, strict=False).fill_nan(None)
+        return column.to_physical().cast(pl.Float64)
+    number = column.cast(pl.Float64, strict=False)
+    number = pl.when(number.is_finite()).then(number)
     if dtype != pl.String:
         return number
     times = [column.str.to_datetime(text, strict=False, time_unit="us") for text in TIME_FORMATS]
@@ -279,6 +300,16 @@ def _hashed(text: pl.Expr, buckets: int) -> pl.Expr:
     return text.map_batches(hash_series, return_dtype=pl.Int32)
 
 
+def _plain_types(frame: pl.DataFrame, missing: Sequence[str]) -> pl.DataFrame:
+    """Return categories as the texts they stand for, and arrays of equal length as lists."""
+    texts = pl.selectors.categorical() | pl.selectors.enum()
+    text = texts.cast(pl.String)
+    arrays = [name for name, dtype in frame.schema.items() if isinstance(dtype, pl.Array)]
+    return frame.with_columns(
+        pl.when(~text.is_in(["", *missing])).then(text), pl.col(arrays).arr.to_list()
+    )
+
+
 def _refuse_types(frame: pl.DataFrame, schema: LogSchema) -> None:
     """Raise for a column whose type cannot be what the schema says."""
     for column in schema.columns:
@@ -297,7 +328,8 @@ def _refuse_types(frame: pl.DataFrame, schema: LogSchema) -> None:
             )
         if column.kind == "categorical" and dtype.is_float():
             largest = frame[column.name].abs().max()
-            if isinstance(largest, float) and largest > MAX_EXACT:
+            exact = 1 << 24 if dtype == pl.Float32 else MAX_EXACT
+            if isinstance(largest, float) and largest > exact:
                 raise DataError(
                     f"the column {column.name!r} holds ids as floats, as large as {largest:.0f}: "
                     "floats cannot tell such ids apart; write them as integers or text"

@@ -7,12 +7,17 @@ from numpy.typing import NDArray
 
 from rarebit.data.counter_random import random_bits, stream_key
 from rarebit.data.log_schema import Column, LogSchema
+from rarebit.data.prepare import Progress, no_progress
 from rarebit.data.raw.spill import Spill
 
 __all__ = ["NumberSummary", "add_counts", "count_codes", "slot_columns", "summarise_numbers"]
 
 SAMPLE_ROWS = 1_000_000
 """Training rows that the edges of quantile bins are taken from, at most about."""
+BLOCK = 1 << 16
+"""Numbers that are summed at once: the same ones however the log was cut into chunks."""
+SMALLEST_SPREAD = 1e-12
+"""Of the mean: a spread below it is the rounding of numbers that are all the same."""
 
 
 @dataclass(frozen=True)
@@ -30,13 +35,17 @@ def slot_columns(schema: LogSchema) -> list[Column]:
     return [
         column
         for column in schema.columns
-        if column.has_ids and column.treatment != "quantile"
+        if column.has_ids and not column.is_number
         for _ in range(column.max_length)
     ]
 
 
 def count_codes(
-    spill: Spill, parts: NDArray[np.uint8], schema: LogSchema, sizes: dict[str, int]
+    spill: Spill,
+    parts: NDArray[np.uint8],
+    schema: LogSchema,
+    sizes: dict[str, int],
+    progress: Progress = no_progress,
 ) -> dict[str, NDArray[np.int64]]:
     """Return for each column with codes how often each occurs, `(3, size)`: in train, valid, test."""
     slots = slot_columns(schema)
@@ -46,6 +55,7 @@ def count_codes(
         for column, codes in zip(slots, coded.codes, strict=True):
             for part, chosen in enumerate(rows_of):
                 add_counts(counts[column.name][part], codes.take(chosen))
+        progress("counting", rows.stop, len(spill))
     return counts
 
 
@@ -70,11 +80,12 @@ def summarise_numbers(
 
 
 class _Tracker:
-    """Mean and variance by merging chunks (Chan et al., 1979), and a sample for quantiles."""
+    """Mean and variance by merging blocks (Chan et al., 1979), and a sample for quantiles."""
 
     def __init__(self, column: Column, train_rows: int) -> None:
         self.column = column
         self.count, self.mean, self.squares = 0, 0.0, 0.0
+        self.waiting = np.empty(0)
         self.sample: list[NDArray[np.float64]] = []
         self.threshold = min(1.0, SAMPLE_ROWS / max(train_rows, 1))
         self.stream = stream_key(0, "quantiles", column.name)
@@ -82,23 +93,31 @@ class _Tracker:
     def add(self, rows: NDArray[np.int64], numbers: NDArray[np.float64]) -> None:
         present = ~np.isnan(numbers)
         rows, numbers = rows[present], numbers[present]
-        if not len(numbers):
-            return
+        self.waiting = np.concatenate([self.waiting, numbers])
+        while len(self.waiting) >= BLOCK:
+            self._merge(self.waiting[:BLOCK])
+            self.waiting = self.waiting[BLOCK:]
+        if self.column.treatment == "quantile":
+            bits = random_bits(self.stream, rows.astype(np.uint64)) >> np.uint64(11)
+            self.sample.append(numbers[bits < self.threshold * 2.0**53])
+
+    def _merge(self, numbers: NDArray[np.float64]) -> None:
         count, mean = len(numbers), float(numbers.mean())
         total, delta = self.count + count, mean - self.mean
         self.squares += float(((numbers - mean) ** 2).sum())
         self.squares += delta**2 * self.count * count / total
         self.mean += delta * count / total
         self.count = total
-        if self.column.treatment == "quantile":
-            bits = random_bits(self.stream, rows.astype(np.uint64)) >> np.uint64(11)
-            self.sample.append(numbers[bits < self.threshold * 2.0**53])
 
     def summary(self) -> NumberSummary:
+        if len(self.waiting):
+            self._merge(self.waiting)
+            self.waiting = np.empty(0)
         std = float(np.sqrt(self.squares / self.count)) if self.count else 0.0
+        is_constant = std <= SMALLEST_SPREAD * abs(self.mean)
         edges: tuple[float, ...] = ()
         if self.sample:
             inner = np.arange(1, self.column.bins) / self.column.bins
             found = np.quantile(np.concatenate(self.sample), inner, method="inverted_cdf")
             edges = tuple(np.unique(found).tolist())
-        return NumberSummary(self.mean, std or 1.0, edges)
+        return NumberSummary(self.mean, 1.0 if is_constant else std, edges)

@@ -143,8 +143,7 @@ def _write(
 ) -> None:
     spill, label = reading.spill, reading.label
     parts = split_rows(schema.split, len(spill), reading.key)
-    progress("counting", 0, len(spill))
-    codes = count_codes(spill, parts, schema, _sizes(schema, reading))
+    codes = count_codes(spill, parts, schema, _sizes(schema, reading), progress)
     encoder, ids_of = _make_encoder(schema, reading, parts, codes)
     lookups = [ids_of[column.name] for column in slot_columns(schema)]
     finisher = Finisher(schema, lookups, encoder.scales, encoder.edges)
@@ -196,8 +195,14 @@ def _sizes(schema: LogSchema, reading: _Reading) -> dict[str, int]:
     slots = slot_columns(schema)
     for column, code in zip(slots, reading.spill.highest.tolist(), strict=True):
         name = column.vocabulary_name
-        highest[name] = max(highest.get(name, 0), code + 1, FIRST_VALUE + (column.buckets or 0))
-    return {column.name: highest[column.vocabulary_name] for column in slots}
+        if column.buckets is None:
+            highest[name] = max(highest.get(name, 0), code + 1)
+    return {
+        column.name: highest[column.vocabulary_name]
+        if column.buckets is None
+        else FIRST_VALUE + column.buckets
+        for column in slots
+    }
 
 
 def _make_encoder(

@@ -156,9 +156,9 @@ def _chosen(file: Path | None, names: Sequence[str], columns: Sequence[str]) -> 
         if column not in names:
             where = f"{str(file)!r}" if file else "the frame"
             listed = ", ".join(map(repr, names))
-            raise DataError(
-                f"{where} has no column {column!r}{suggest(column, names)} (its columns: {listed})"
-            )
+            close = suggest(column, names)
+            meant = f"{close} Its" if "?" in close else "; its"
+            raise DataError(f"{where} has no column {column!r}{meant} columns: {listed}")
     return list(dict.fromkeys(columns))
 
 

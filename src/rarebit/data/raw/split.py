@@ -28,8 +28,10 @@ def split_rows(split: Split, num_rows: int, key: NDArray[Any]) -> NDArray[np.uin
     if split.kind == "given":
         parts = key.astype(np.uint8)
     elif split.kind == "user":
-        users, of_row = np.unique(key, return_inverse=True)
-        parts = _by_rank(_random_keys(split.seed, len(users)), split.shares)[of_row]
+        # numbered as they come: the codes of a vocabulary shared with other columns depend on chunks
+        _, first, of_row = np.unique(key, return_index=True, return_inverse=True)
+        of_user = _by_rank(_random_keys(split.seed, len(first)), split.shares)
+        parts = of_user[np.argsort(np.argsort(first))][of_row]
     elif split.kind == "time":
         parts = _by_rank(key, split.shares)
     elif split.kind == "order":
