@@ -31,6 +31,7 @@ import torch
 
 import rarebit as rb
 from rarebit.bench._machine import machine
+from rarebit.data.order import shuffled_order
 from rarebit.errors import RarebitError
 from rarebit.models import build_model, model_class, model_names
 from rarebit.training.evaluate import Evaluation
@@ -75,6 +76,12 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--rows", type=int, default=rb.SyntheticLog().rows, help="of that log")
     parser.add_argument("--models", default="all", help='names with commas between them, or "all"')
     parser.add_argument("--seeds", type=int, help="5; with --synthetic, 3")
+    parser.add_argument(
+        "--resplit",
+        action="store_true",
+        help="a seed also draws which rows are for training (8:1:1): for logs whose ids do not "
+        "depend on it",
+    )
     parser.add_argument("--dim", type=int, help="width of a row; each model's own if not given")
     parser.add_argument("--epochs", type=int, default=20)
     parser.add_argument("--patience", type=int, default=2)
@@ -131,6 +138,20 @@ def read_logs(options: argparse.Namespace) -> Iterator[Log]:
         yield Log(name, rb.Splits(*(part.to(device) for part in splits)), counts)
 
 
+def resplit(log: Log, seed: int) -> Log:
+    """Return the same rows, other ones of them for training, to choose and to report: 8:1:1."""
+    ids, numeric, label = (
+        torch.cat([getattr(part, name) for part in log.splits])
+        for name in ("ids", "numeric", "label")
+    )
+    order = shuffled_order(len(label), seed=seed, epoch=0, device=label.device)
+    parts = order.tensor_split([int(0.8 * len(label)), int(0.9 * len(label))])
+    splits = rb.Splits(
+        *(rb.Dataset(log.schema, ids[rows], numeric[rows], label[rows]) for rows in parts)
+    )
+    return Log(log.name, splits, splits.train.counts())
+
+
 def plan(logs: Sequence[Log], options: argparse.Namespace) -> Iterator[tuple[Log, dict[str, Any]]]:
     """Yield every run: a seed on all logs and models, then the next one."""
     training = Training(
@@ -144,13 +165,14 @@ def plan(logs: Sequence[Log], options: argparse.Namespace) -> Iterator[tuple[Log
     )
     asked = ({} if options.dim is None else {"dim": options.dim}) | options.model_settings
     for seed in range(options.seeds):
-        for log in logs:
+        for log in (resplit(log, seed) if options.resplit else log for log in logs):
             for model in options.models:
                 settings = {name: asked[name] for name in asked if name in known_settings(model)}
                 yield (
                     log,
                     {
                         "set": log.name,
+                        "resplit": options.resplit,
                         "rows": [len(part) for part in log.splits],
                         "table_rows": sum(field.rows for field in log.schema.table_fields),
                         "model": model,
@@ -312,6 +334,7 @@ def command(options: argparse.Namespace) -> str:
     shown["data"] = " ".join(Path(folder).resolve().name for folder in options.data)
     shown["model_settings"] = f"'{json.dumps(options.model_settings)}'"
     shown["synthetic"] = "" if options.synthetic else None
+    shown["resplit"] = "" if options.resplit else None
     if not options.synthetic:
         shown["rows"] = None
     if not options.model_settings:
@@ -319,7 +342,7 @@ def command(options: argparse.Namespace) -> str:
     words = [
         f"--{name.replace('_', '-')} {value}".strip()
         for name, value in shown.items()
-        if value is not None and (value != "" or name == "synthetic")
+        if value is not None and (value != "" or name in ("synthetic", "resplit"))
     ]
     return f"python benchmarks/models.py {' '.join(words)}"
 
