@@ -1,13 +1,35 @@
-"""DeepFM through DeepCTR-Torch's `fit`. No options."""
+"""A model through DeepCTR-Torch's `fit`.
 
+Options: `model`, DeepFM with the network of the job if not given; `model_settings`, by its names, in
+place of its defaults; `l2`, whether its L2 penalties of whole tables stay on.
+
+DNN and FM are parts of its models: Wide & Deep without the wide part, DeepFM without the network. DCN and
+PNN have no linear part here, as in their papers.
+"""
+
+import inspect
 from typing import Any
 
 import numpy as np
 import torch
-from _shared import Recorder, read_job
+from _shared import Job, Recorder, read_job
 from deepctr_torch.callbacks import Callback
 from deepctr_torch.inputs import SparseFeat
-from deepctr_torch.models import DeepFM
+from deepctr_torch.models import DCN, NFM, PNN, WDL, AutoInt, DeepFM, xDeepFM
+
+CLASSES = {
+    "autoint": AutoInt,
+    "dcn": DCN,
+    "dcn_v2": DCN,
+    "deepfm": DeepFM,
+    "dnn": WDL,
+    "fm": DeepFM,
+    "ipnn": PNN,
+    "nfm": NFM,
+    "wide_deep": WDL,
+    "xdeepfm": xDeepFM,
+}
+WITHOUT_LINEAR_PART = ("dcn", "dcn_v2", "dnn")
 
 
 class Clock(Callback):
@@ -32,21 +54,26 @@ class Clock(Callback):
         return scores
 
 
+def build(job: Job) -> tuple[Any, dict[str, Any]]:
+    """Return the model that the job asks for, and what it was built with."""
+    name = job.options.get("model", "deepfm")
+    made = CLASSES[name]
+    options = dict(job.options.get("model_settings", {"dnn_hidden_units": tuple(job.hidden)}))
+    if not job.options.get("l2", False):
+        names = inspect.signature(made).parameters
+        options |= {penalty: 0 for penalty in names if penalty.startswith("l2_reg")}
+    features = [SparseFeat(name, rows, embedding_dim=job.dim) for name, rows in job.fields.items()]
+    if made is PNN:
+        return made(features, **options), options
+    return made([] if name in WITHOUT_LINEAR_PART else features, features, **options), options
+
+
 def main() -> None:
     """Train and write the result."""
     job = read_job()
     recorder = Recorder(job.folder)
     columns, label = job.columns("train")
-    features = [SparseFeat(name, rows, embedding_dim=job.dim) for name, rows in job.fields.items()]
-    options = {
-        "dnn_hidden_units": tuple(job.hidden),
-        "dnn_dropout": 0,
-        "dnn_use_bn": False,
-        "l2_reg_linear": 0,
-        "l2_reg_embedding": 0,
-        "l2_reg_dnn": 0,
-    }
-    model = DeepFM(features, features, **options)
+    model, options = build(job)
     adam = torch.optim.Adam(model.parameters(), lr=job.lr)
     model.compile(adam, "binary_crossentropy", metrics=[])
     fit = {"batch_size": job.batch_size, "epochs": job.epochs, "verbose": 0}

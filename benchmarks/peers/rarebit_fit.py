@@ -1,4 +1,7 @@
-"""DeepFM through Rarebit's `fit`. Options are settings of `Training`."""
+"""A model through Rarebit's `fit`.
+
+Options are settings of `Training`, and `model`, DeepFM if not given, with its `model_settings`.
+"""
 
 import numpy as np
 import torch
@@ -6,14 +9,17 @@ from _shared import Job, Recorder, read_job
 from numpy.typing import NDArray
 
 import rarebit as rb
-from rarebit.models.deepfm import DeepFM
+from rarebit.models import build_model
+from rarebit.models._base import RankingModel
 from rarebit.training.progress import EpochRecord, Silence
 
 
 class Clock(Silence):
     """Tells the recorder when an epoch begins and ends."""
 
-    def __init__(self, recorder: Recorder, model: DeepFM, held_out: rb.Dataset, rows: int) -> None:
+    def __init__(
+        self, recorder: Recorder, model: RankingModel, held_out: rb.Dataset, rows: int
+    ) -> None:
         self.recorder, self.model, self.held_out, self.rows = recorder, model, held_out, rows
 
     def start_epoch(self, epoch: int, epochs: int, rows: int) -> None:  # noqa: ARG002  # of fit
@@ -41,19 +47,22 @@ def main() -> None:
     """Train and write the result."""
     job = read_job()
     train, recorder = data(job, "train"), Recorder(job.folder)
+    options = dict(job.options)
+    name = options.pop("model", "deepfm")
+    sizes = {"dim": job.dim} | options.pop("model_settings", {"hidden": job.hidden})
     torch.manual_seed(0)
-    model = DeepFM(train.schema, dim=job.dim, hidden=job.hidden)
+    model = build_model(name, train.schema, sizes)
     settings = {
         "epochs": job.epochs,
         "batch_size": job.batch_size,
         "optimizer": "adam",
         "lr": job.lr,
         "patience": None,
-        **job.options,
+        **options,
     }
     clock = Clock(recorder, model, data(job, "held_out"), job.batch_size)
     rb.fit(model, train, settings=rb.Training(**settings), progress=clock)
-    recorder.write({"fit": settings}, "torch", "numpy")
+    recorder.write({"model": model.settings, "fit": settings}, "torch", "numpy")
 
 
 if __name__ == "__main__":

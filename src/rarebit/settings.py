@@ -89,8 +89,13 @@ def keyword_arguments(
     {'dim': 8}
     """
     hints = typing.get_type_hints(function)
-    parameters = inspect.signature(function).parameters.values()
-    known = {p.name: hints[p.name] for p in parameters if p.kind is p.KEYWORD_ONLY}
+    known = {}
+    for parameter in inspect.signature(function).parameters.values():
+        if parameter.kind is parameter.KEYWORD_ONLY:
+            known[parameter.name] = hints[parameter.name]
+        elif parameter.kind is parameter.VAR_KEYWORD:  # **options: Unpack[SomeTypedDict]
+            [options] = typing.get_args(hints[parameter.name])
+            known |= typing.get_type_hints(options)
     return _checked(values, known, "", where)
 
 

@@ -13,18 +13,33 @@ from rarebit.errors import SettingsError
 from rarebit.models import build_model, model_class, model_names
 from rarebit.models._base import RankingModel
 
-EXPECTED = 4
+EXPECTED = 16
 """Models there are at least: a search that finds none must not pass."""
 
-SMALL = {"dim": 6, "hidden": (8, 8), "batch_norm": False}
+SMALL = {
+    "dim": 6,
+    "hidden": (8, 8),
+    "batch_norm": False,
+    "bottom": (8,),
+    "cin": (6, 4),
+    "head_dim": 4,
+}
 
 every_model = pytest.mark.parametrize("name", model_names())
+every_check = pytest.mark.parametrize(
+    "check", checks.all_checks().values(), ids=checks.all_checks()
+)
 
 
 def settings_of(name: str, **wanted: Any) -> dict[str, Any]:
     """Return those of the settings that the model has."""
     known = inspect.signature(model_class(name)).parameters
     return {key: value for key, value in (SMALL | wanted).items() if key in known}
+
+
+def with_setting(setting: str) -> list[str]:
+    """Return the models that have this setting."""
+    return [n for n in model_names() if setting in inspect.signature(model_class(n)).parameters]
 
 
 def maker(name: str, **wanted: Any) -> checks.Make:
@@ -39,12 +54,18 @@ def test_all_models_are_found():
 
 
 @every_model
-@pytest.mark.parametrize("check", checks.all_checks().values(), ids=checks.all_checks())
+@every_check
 def test_contract(name, check):
     check(maker(name))
 
 
-@pytest.mark.parametrize("name", [n for n in model_names() if "batch_norm" in settings_of(n)])
+@pytest.mark.parametrize("name", with_setting("num_sets"))
+@every_check
+def test_contract_with_several_embedding_sets(name, check):
+    check(maker(name, num_sets=2))
+
+
+@pytest.mark.parametrize("name", with_setting("batch_norm"))
 def test_with_batch_norm_and_dropout_a_row_is_scored_alone_in_evaluation(name):
     make = maker(name, batch_norm=True, dropout=0.5)
     checks.check_single_row(make)
@@ -74,7 +95,11 @@ def test_an_unknown_setting_is_refused_with_a_suggestion(name):
         build_model(name, checks.SCHEMA, {f"{known}s": 1})
 
 
-@every_model
+def test_only_a_model_without_embeddings_has_no_width():
+    assert set(model_names()) - set(with_setting("dim")) == {"lr"}
+
+
+@pytest.mark.parametrize("name", with_setting("dim"))
 def test_a_width_of_zero_is_refused(name):
     with pytest.raises(SettingsError, match="dim must be at least 1, got dim=0"):
         build_model(name, checks.SCHEMA, {"dim": 0})

@@ -201,7 +201,8 @@ def test_a_model_goes_from_the_gpu_to_a_file_and_back(tmp_path):
 def test_numpys_numbers_in_settings_are_written(tmp_path):
     model = DeepFM(SCHEMA, dim=np.int64(3), hidden=np.array([4, 5]), dropout=np.float32(0.5))
     loaded = load_model(save_model(model, tmp_path))
-    assert loaded.settings == {"dim": 3, "hidden": [4, 5], "dropout": 0.5, "batch_norm": False}
+    given = {"dim": 3, "hidden": [4, 5], "dropout": 0.5, "batch_norm": False}
+    assert given.items() <= loaded.settings.items()
     assert_same(loaded, model)
 
 

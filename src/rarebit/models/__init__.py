@@ -1,28 +1,42 @@
-"""One model, one short file. The file's name is the model's name; machinery starts with `_`."""
+"""One model, one short file. The file's name is the model's name; machinery starts with `_`.
+
+`name@preset` is a model with the settings of a paper, which its file lists: `deepfm@pep`.
+"""
 
 from collections.abc import Mapping
 from typing import Any
 
 from rarebit.data.schema import Schema
+from rarebit.errors import SettingsError
 from rarebit.models._base import RankingModel
 from rarebit.registry import find_class, offered
-from rarebit.settings import keyword_arguments
+from rarebit.settings import keyword_arguments, suggest
 
-__all__ = ["build_model", "model_class", "model_names", "model_settings"]
+__all__ = ["build_model", "model_class", "model_names", "model_settings", "preset_names"]
 
 
 def model_names() -> list[str]:
     """Return the names of all models: the files of this folder.
 
     >>> model_names()
-    ['dcn_v2', 'deepfm', 'dnn', 'fm']
+    ['autoint', 'dcn', 'dcn_v2', 'deepfm', 'dlrm', 'dnn', 'ffm', 'final_mlp', 'fm', 'fwfm', 'ipnn', 'lr',
+     'nfm', 'nfwfm', 'wide_deep', 'xdeepfm']
     """
     return offered(__path__)
 
 
+def preset_names() -> list[str]:
+    """Return the names of all models with the settings of a paper.
+
+    >>> "deepfm@pep" in preset_names()
+    True
+    """
+    return [f"{name}@{preset}" for name in model_names() for preset in model_class(name).presets]
+
+
 def model_class(name: str) -> type[RankingModel]:
-    """Return the class of a model by its name."""
-    return find_class(__name__, name, RankingModel, what="model")
+    """Return the class of a model by its name, with or without a preset."""
+    return find_class(__name__, name.partition("@")[0], RankingModel, what="model")
 
 
 def build_model(
@@ -39,5 +53,10 @@ def build_model(
 
 
 def model_settings(name: str, values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings of a model, checked: names, and types."""
-    return keyword_arguments(model_class(name).__init__, values, where=f"model {name}")
+    """Return the settings of a model, checked: names, and types. Those of a preset come first."""
+    _, at, preset = name.partition("@")
+    presets = model_class(name).presets
+    if at and preset not in presets:
+        raise SettingsError(f"unknown preset {name!r}{suggest(preset, presets)}")
+    checked = keyword_arguments(model_class(name).__init__, values, where=f"model {name}")
+    return {**presets.get(preset, {}), **checked}

@@ -6,20 +6,31 @@ The score of a row:
 
     x_0        all fields side by side
     W_l, b_l   `backbone.interaction`
+
+With M embedding sets, cross network and first layer are one a set and the rest is shared (Guo et al.,
+2024):
+
+    score = MLP( mean over m of block_m(x_L^m) )
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar, Unpack
 
 from rarebit.data.schema import Schema
 from rarebit.interactions.cross import CrossNetwork
-from rarebit.models._base import Backbone, RankingModel
+from rarebit.models._base import Backbone, RankingModel, TableOptions, settings_of
 from rarebit.models._mlp import MLP
+from rarebit.models._sets import with_layer_a_set
 
 __all__ = ["DCNv2"]
 
 
 class DCNv2(RankingModel):
     """A cross network that feeds a fully connected one."""
+
+    presets: ClassVar[Mapping[str, Mapping[str, Any]]] = {
+        "me": {"dim": 10, "num_layers": 4, "dropout": 0.2, "batch_norm": True, "init": "xavier"},
+    }
 
     def __init__(
         self,
@@ -30,17 +41,22 @@ class DCNv2(RankingModel):
         hidden: Sequence[int] = (400, 400),
         dropout: float = 0.0,
         batch_norm: bool = False,
+        num_sets: int | None = None,
+        **tables: Unpack[TableOptions],
     ) -> None:
+        settings = settings_of(locals())
         num_fields = len(schema.fields)
+        interaction, width, hidden = with_layer_a_set(
+            CrossNetwork(num_fields, dim, num_layers, num_sets=num_sets),
+            num_fields * dim,
+            hidden,
+            num_sets=num_sets,
+            dropout=dropout,
+            batch_norm=batch_norm,
+        )
         super().__init__(
             schema,
-            backbone=Backbone(schema, dim, CrossNetwork(num_fields, dim, num_layers)),
-            head=MLP(num_fields * dim, hidden, dropout=dropout, batch_norm=batch_norm),
-            settings={
-                "dim": dim,
-                "num_layers": num_layers,
-                "hidden": list(hidden),
-                "dropout": dropout,
-                "batch_norm": batch_norm,
-            },
+            backbone=Backbone(schema, dim, interaction, num_sets=num_sets, **tables),
+            head=MLP(width, hidden, dropout=dropout, batch_norm=batch_norm),
+            settings=settings,
         )

@@ -7,9 +7,14 @@ The score of a row:
     FM's first order   `wide`
     FM's second order  the first feature of `backbone`, summed in `head`
     MLP                `head.mlp` over the second feature: all fields side by side
+
+With M embedding sets, FM's second order and the network's first layer are one a set:
+
+    score = mean over m of FM(v^m) + MLP( mean over m of block_m([v_1^m, ..., v_F^m]) )
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar, Unpack
 
 from torch import Tensor, nn
 
@@ -17,14 +22,27 @@ from rarebit.data.schema import Schema
 from rarebit.interactions.concat import Concatenation
 from rarebit.interactions.fm import FactorizationMachine
 from rarebit.interactions.parallel import Parallel
-from rarebit.models._base import Backbone, FirstOrder, RankingModel
+from rarebit.models._base import Backbone, FirstOrder, RankingModel, TableOptions, settings_of
 from rarebit.models._mlp import MLP
+from rarebit.models._sets import with_layer_a_set
 
 __all__ = ["DeepFM"]
 
 
 class DeepFM(RankingModel):
     """A factorization machine and a deep network that share their embeddings."""
+
+    presets: ClassVar[Mapping[str, Mapping[str, Any]]] = {
+        "pep": {
+            "dim": 64,
+            "hidden": (100, 100),
+            "dropout": 0.2,
+            "batch_norm": True,
+            "init": "xavier",
+            "wide_std": 1.0,
+        },
+        "mlet": {"hidden": (256, 128), "std": 1e-4, "wide_std": 1e-4},
+    }
 
     def __init__(
         self,
@@ -34,20 +52,26 @@ class DeepFM(RankingModel):
         hidden: Sequence[int] = (400, 400),
         dropout: float = 0.0,
         batch_norm: bool = False,
+        wide_std: float = 0.01,
+        num_sets: int | None = None,
+        **tables: Unpack[TableOptions],
     ) -> None:
+        settings = settings_of(locals())
+        deep, width, hidden = with_layer_a_set(
+            Concatenation(),
+            len(schema.fields) * dim,
+            hidden,
+            num_sets=num_sets,
+            dropout=dropout,
+            batch_norm=batch_norm,
+        )
+        interaction = Parallel(FactorizationMachine(), deep)
         super().__init__(
             schema,
-            backbone=Backbone(schema, dim, Parallel(FactorizationMachine(), Concatenation())),
-            head=DeepFMHead(
-                MLP(len(schema.fields) * dim, hidden, dropout=dropout, batch_norm=batch_norm)
-            ),
-            wide=FirstOrder(schema),
-            settings={
-                "dim": dim,
-                "hidden": list(hidden),
-                "dropout": dropout,
-                "batch_norm": batch_norm,
-            },
+            backbone=Backbone(schema, dim, interaction, num_sets=num_sets, **tables),
+            head=DeepFMHead(MLP(width, hidden, dropout=dropout, batch_norm=batch_norm)),
+            wide=FirstOrder(schema, std=wide_std),
+            settings=settings,
         )
 
 

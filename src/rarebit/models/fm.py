@@ -8,11 +8,14 @@ The score of a row:
     v_i        the rows of `backbone.tables`
 """
 
+from collections.abc import Mapping
+from typing import Any, ClassVar, Unpack
+
 from torch import Tensor, nn
 
 from rarebit.data.schema import Schema
 from rarebit.interactions.fm import FactorizationMachine
-from rarebit.models._base import Backbone, FirstOrder, RankingModel
+from rarebit.models._base import Backbone, FirstOrder, RankingModel, TableOptions, settings_of
 
 __all__ = ["FM"]
 
@@ -20,13 +23,28 @@ __all__ = ["FM"]
 class FM(RankingModel):
     """Factorization machine: first-order weights and all pairwise inner products."""
 
-    def __init__(self, schema: Schema, *, dim: int = 16) -> None:
+    presets: ClassVar[Mapping[str, Mapping[str, Any]]] = {
+        "pep": {"dim": 64, "init": "xavier", "wide_std": 1.0},
+    }
+    why_no_sets: ClassVar[str] = (
+        "a sum of inner products over several sets is the inner product of one set as wide as all"
+    )
+
+    def __init__(
+        self,
+        schema: Schema,
+        *,
+        dim: int = 16,
+        wide_std: float = 0.01,
+        **tables: Unpack[TableOptions],
+    ) -> None:
+        settings = settings_of(locals())
         super().__init__(
             schema,
-            backbone=Backbone(schema, dim, FactorizationMachine()),
+            backbone=Backbone(schema, dim, FactorizationMachine(), **tables),
             head=SumOfFeatures(),
-            wide=FirstOrder(schema),
-            settings={"dim": dim},
+            wide=FirstOrder(schema, std=wide_std),
+            settings=settings,
         )
 
 

@@ -1,21 +1,27 @@
 """All tables of a model's fields: one lookup a step, yet each field is a table of its own.
 
 A collection keeps one stack per kind of table. Changing some fields splits a stack; merging them
-joins equal stacks again.
+joins equal stacks again. A field of another width than the model's has a projection of its own,
+`v_i = P_i row_i`, applied to all fields of that width in one batched product.
 """
 
 from collections.abc import Mapping, Sequence
 from collections.abc import Set as AbstractSet
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from rarebit.data.schema import PADDING, Field
+from rarebit.settings import require, suggest
 from rarebit.tables.stack import PlainStack, Stack, stack_key, stack_tables
 from rarebit.tables.table import AnyTable
 
-__all__ = ["RowMove", "TableCollection"]
+__all__ = ["RowMove", "TableCollection", "TableInit"]
+
+TableInit = Literal["normal", "xavier"]
+"""How rows start: N(0, std²); or uniform in ±sqrt(6 / (rows of all fields + width)), as the papers of
+learned pruning and multi-embedding start one table of all fields."""
 
 
 class RowMove(NamedTuple):
@@ -41,15 +47,37 @@ class TableCollection(nn.Module):
     slot_place: Tensor | None
     """For each slot, its place in that order."""
 
-    def __init__(self, fields: Sequence[Field], dim: int, *, std: float = 0.01) -> None:
+    def __init__(
+        self,
+        fields: Sequence[Field],
+        dim: int,
+        *,
+        init: TableInit = "normal",
+        std: float = 0.01,
+        widths: Mapping[str, int] | None = None,
+    ) -> None:
         super().__init__()
         self.fields = tuple(fields)
         self.dim = dim
+        own = _check_widths(self.fields, widths or {})
+        self.projections = nn.ParameterDict(
+            {
+                str(index): _new_projection(own[field.name], dim)
+                for index, field in enumerate(self.fields)
+                if own.get(field.name, dim) != dim
+            }
+        )
         self.members: tuple[tuple[int, ...], ...] = ()
         self.stacks = nn.ModuleList()
         self.register_buffer("slot_order", None, persistent=False)
         self.register_buffer("slot_place", None, persistent=False)
-        self._arrange([_new_table(field, dim, std) for field in self.fields])
+        rows = sum(field.rows for field in self.fields)
+        self._arrange(
+            [
+                _new_table(field, own.get(field.name, dim), init=init, std=std, all_rows=rows)
+                for field in self.fields
+            ]
+        )
 
     def forward(self, ids: Tensor) -> Tensor:
         """Return one row a field, `(B, S)` to `(B, F, D)`."""
@@ -79,12 +107,25 @@ class TableCollection(nn.Module):
     def _look_up(self, ids: Tensor) -> Tensor:
         stacks = self._stacks()
         if self.slot_order is None or self.slot_place is None:
-            rows: Tensor = stacks[0](ids)
-            return rows
+            return self._project(stacks[0](ids), self.members[0])
         lengths = [sum(stack.lengths) for stack in stacks]
         columns = ids.index_select(1, self.slot_order).split(lengths, dim=1)
-        stacked = torch.cat([stack(ids) for stack, ids in zip(stacks, columns, strict=True)], dim=1)
-        return stacked.index_select(1, self.slot_place)
+        looked_up = [
+            self._project(stack(ids), members)
+            for stack, ids, members in zip(stacks, columns, self.members, strict=True)
+        ]
+        return torch.cat(looked_up, dim=1).index_select(1, self.slot_place)
+
+    def _project(self, rows: Tensor, members: Sequence[int]) -> Tensor:
+        """Return the rows of a stack's slots in the model's width, `(B, S, W)` to `(B, S, D)`."""
+        if str(members[0]) not in self.projections:
+            return rows
+        own = [
+            self.projections[str(index)]
+            for index in members
+            for _ in range(self.fields[index].max_length)
+        ]
+        return torch.einsum("bsw,swd->bsd", rows, torch.stack(own))
 
     def _pool(self, rows: Tensor, ids: Tensor) -> Tensor:
         """Pool the slots of multi-valued fields, `(B, S, D)` to `(B, F, D)`."""
@@ -146,13 +187,32 @@ class TableCollection(nn.Module):
         return [stack for stack in self.stacks if isinstance(stack, Stack)]
 
 
-def _new_table(field: Field, dim: int, std: float) -> nn.Embedding:
+def _new_table(
+    field: Field, width: int, *, init: TableInit, std: float, all_rows: int
+) -> nn.Embedding:
     padding = PADDING if field.kind == "multi" else None
-    weight = torch.randn(field.rows, dim).mul_(std)
+    if init == "xavier":
+        bound = (6.0 / (all_rows + width)) ** 0.5
+        weight = torch.empty(field.rows, width).uniform_(-bound, bound)
+    else:
+        weight = torch.randn(field.rows, width).mul_(std)
     if padding is not None:
         weight[padding] = 0.0
     table: nn.Embedding = nn.Embedding.from_pretrained(weight, freeze=False, padding_idx=padding)
     return table
+
+
+def _new_projection(width: int, dim: int) -> nn.Parameter:
+    """Return a projection that keeps the size of a row's numbers as it is, on average."""
+    return nn.Parameter(torch.randn(width, dim).div_(width**0.5))
+
+
+def _check_widths(fields: Sequence[Field], widths: Mapping[str, int]) -> dict[str, int]:
+    names = [field.name for field in fields]
+    for name, width in widths.items():
+        require(name in names, f"widths: no field {name!r} with a table{suggest(name, names)}")
+        require(width >= 1, f"widths: the width of {name!r} must be at least 1, got {width!r}")
+    return dict(widths)
 
 
 def _pool_slots(rows: Tensor, ids: Tensor, field: Field) -> Tensor:
