@@ -422,8 +422,8 @@ def test_data_that_does_not_fit_on_the_gpu_comes_batch_by_batch():
 
     model = DeepFM(data.schema, dim=2, hidden=(4,)).cuda()
     free, _ = torch.cuda.mem_get_info()
-    filler = torch.empty(free - (150 << 20), dtype=torch.uint8, device="cuda")
-    fit(model, data, epochs=1, batch_size=1 << 20, progress=Lines())
+    filler = torch.empty(free - (200 << 20), dtype=torch.uint8, device="cuda")
+    fit(model, data, epochs=1, batch_size=1 << 16, progress=Lines())
     del filler
     torch.cuda.empty_cache()
     assert "the training data does not fit on cuda:0: copied batch by batch" in lines
