@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from rarebit.models import model_names
+
 ROOT = Path(__file__).resolve().parent.parent
 README = (ROOT / "README.md").read_text("utf-8")
 
@@ -116,3 +118,50 @@ def test_a_result_names_its_commit_and_machine(result):
     assert re.fullmatch(r"[0-9a-f]{40}", result["commit"])
     assert result["torch"]
     assert result["device"]
+
+
+PREPARE, DATA = stored("prepare"), stored("bench-data")
+MODELS_PAGE = (ROOT / "docs/models.md").read_text("utf-8")
+LOGS = ("ml-1m-ids", "book-crossing", "frappe", "criteo-80k", "synthetic")
+
+
+def test_the_figures_of_prepared_logs_are_those_of_the_results():
+    pandas, scale = PREPARE["beside_pandas"], PREPARE["scale"]
+    words = " ".join(README.split())
+    assert f"{pandas['ratio']:.1f} times as fast as by a plain pandas program" in words
+    assert f"in {pandas['memory_ratio']:.2f} of its memory" in words
+    assert f"ten million take {scale['peak_gib']:.2f} GiB" in words
+    assert f"At 300,000 rows it is {DATA['ratio']:.1f} times" in words
+
+
+def points(result):
+    return f"{100 * result['auc']:.2f} ± {100 * result['auc_spread']:.2f}"
+
+
+def by_model(name):
+    return {result["model"]: result for result in stored(f"models-{name}")["results"]}
+
+
+def row_of(model):
+    rows = re.findall(rf"^\| `{re.escape(model)}` \|.*$", MODELS_PAGE, flags=re.MULTILINE)
+    return [cell.strip() for cell in rows[-1].split("|")][2:-1]
+
+
+@pytest.mark.parametrize("model", list(by_model("synthetic")))
+def test_the_page_of_models_has_the_results(model):
+    results = [by_model(name)[model] for name in LOGS]
+    assert {result["n"] for result in results} == {3}
+    gap = results[-1]["ceiling"] - results[-1]["auc"]
+    assert row_of(model) == [*map(points, results), f"{100 * gap:.2f}"]
+
+
+def test_every_model_is_on_the_page():
+    assert set(by_model("synthetic")) == set(model_names())
+
+
+@pytest.mark.parametrize("model", ["fm@pep", "deepfm@pep", "autoint@pep"])
+def test_the_models_of_a_paper_have_the_results(model):
+    results = [by_model(name)[model] for name in ("ml-1m-pep", "ml-1m")]
+    assert {result["n"] for result in results} == {5}
+    assert row_of(model) == [points(result) for result in results]
+    assert f"{100 * by_model('ml-1m-one-split')[model]['auc']:.2f}" in MODELS_PAGE
