@@ -142,9 +142,10 @@ def by_model(name):
     return {result["model"]: result for result in stored(f"models-{name}")["results"]}
 
 
-def row_of(model):
-    rows = re.findall(rf"^\| `{re.escape(model)}` \|.*$", MODELS_PAGE, flags=re.MULTILINE)
-    return [cell.strip() for cell in rows[-1].split("|")][2:-1]
+def row_of(model, section):
+    text = re.search(rf"^## {section}$(.*?)(?=^## |\Z)", MODELS_PAGE, re.MULTILINE | re.DOTALL)[1]
+    [row] = re.findall(rf"^\| `{re.escape(model)}` \|.*$", text, flags=re.MULTILINE)
+    return [cell.strip() for cell in row.split("|")][2:-1]
 
 
 @pytest.mark.parametrize("model", list(by_model("synthetic")))
@@ -152,7 +153,7 @@ def test_the_page_of_models_has_the_results(model):
     results = [by_model(name)[model] for name in LOGS]
     assert {result["n"] for result in results} == {3}
     gap = results[-1]["ceiling"] - results[-1]["auc"]
-    assert row_of(model) == [*map(points, results), f"{100 * gap:.2f}"]
+    assert row_of(model, "How good they are") == [*map(points, results), f"{100 * gap:.2f}"]
 
 
 def test_every_model_is_on_the_page():
@@ -163,5 +164,21 @@ def test_every_model_is_on_the_page():
 def test_the_models_of_a_paper_have_the_results(model):
     results = [by_model(name)[model] for name in ("ml-1m-pep", "ml-1m")]
     assert {result["n"] for result in results} == {5}
-    assert row_of(model) == [points(result) for result in results]
+    assert row_of(model, "Beside the papers") == [points(result) for result in results]
     assert f"{100 * by_model('ml-1m-one-split')[model]['auc']:.2f}" in MODELS_PAGE
+
+
+STEPS = stored("bench-models")
+THEIRS = {
+    result["model"]: result
+    for name in ("model-peers", "model-peers-slow")
+    for result in stored(name)["results"]
+}
+
+
+@pytest.mark.parametrize("model", model_names())
+def test_the_page_of_models_has_the_speeds(model):
+    step = 1.0 if model == "dnn" else STEPS[f"ratio_{model}"]
+    theirs = THEIRS.get(model)
+    ratios = [f"{theirs[key]:.1f}" for key in ("ratio", "ratio_dense")] if theirs else ["-", "-"]
+    assert row_of(model, "How fast they are") == [f"{step:.2f}", *ratios]
