@@ -1,4 +1,5 @@
 import hashlib
+import inspect
 import json
 import os
 import shutil
@@ -32,7 +33,7 @@ from rarebit import (
 )
 from rarebit.errors import ModelFileError
 from rarebit.interactions.fm import FactorizationMachine
-from rarebit.models import build_model, model_names
+from rarebit.models import build_model, model_class, model_names
 from rarebit.models._base import Backbone, RankingModel
 from rarebit.models.deepfm import DeepFM
 from rarebit.models.fm import FM, SumOfFeatures
@@ -79,9 +80,10 @@ def some_data(n=24):
 
 
 def zoo_model(name="deepfm", methods=()):
-    settings = {"dim": 3} if name == "fm" else {"dim": 3, "hidden": [4], "batch_norm": True}
-    model = build_model(name, SCHEMA, settings)
-    for method in methods:
+    known = inspect.signature(model_class(name)).parameters
+    wanted = {"dim": 3, "hidden": [4], "batch_norm": True}
+    model = build_model(name, SCHEMA, {key: wanted[key] for key in wanted if key in known})
+    for method in methods if "dim" in known else ():  # tables of width 1 stay as they are
         apply_(model, method, verbose=False)
     return model
 

@@ -93,7 +93,7 @@ def crafted(folder, change, kind=DeepFM):
 def test_a_folder_of_the_first_format_is_still_read():
     model = load_model(STORED)
     assert "description_sha256" not in json.loads((STORED / "model.json").read_text())
-    assert (type(model), model.schema, model.settings) == (FM, SCHEMA, {"dim": 3})
+    assert (type(model), model.schema, model.settings["dim"]) == (FM, SCHEMA, 3)
     hashed = {table.field: table.methods for table in find_tables(model) if table.methods}
     assert hashed == {"user": ("Hashing(buckets=4)",)}
     # what was saved: each parameter counts up in steps of 1/64 from its own number

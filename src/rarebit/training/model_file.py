@@ -98,7 +98,7 @@ def load_model(
     ...     saved = save_model(FM(Schema((Field(name="user", rows=9),)), dim=4), folder)
     ...     model = load_model(folder)
     >>> model.settings
-    {'dim': 4}
+    {'dim': 4, 'wide_std': 0.01}
     """
     folder = Path(folder)
     description = _read_description(folder)
