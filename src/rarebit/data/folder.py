@@ -44,7 +44,6 @@ FORMAT = 1
 MANIFEST, ENCODER, SCHEMA, BAD_ROWS = "manifest.json", "encoder", "schema.toml", "bad_rows.jsonl"
 _at_work: set[Path] = set()
 """Folders that this process is filling now."""
-ARRAYS = ("ids", "numeric", "label", "counts")
 
 
 @dataclass(frozen=True)

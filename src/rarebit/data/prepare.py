@@ -20,7 +20,6 @@ if TYPE_CHECKING:  # reading raw logs needs Polars, importing this does not
 
 __all__ = ["infer_log", "prepare", "prepare_source"]
 
-SAMPLE_ROWS = 20_000
 
 PathLike = str | os.PathLike[str]
 Progress = Callable[[str, int, int], None]
@@ -121,7 +120,7 @@ def infer_log(
     import polars as pl
 
     from rarebit.data.raw.bad_rows import BadRows
-    from rarebit.data.raw.infer import infer_schema
+    from rarebit.data.raw.infer import SAMPLE_ROWS, infer_schema
     from rarebit.data.raw.readers import find_format, read_raw
 
     if not label:

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 
 from rarebit.data.dataset import Dataset
-from rarebit.data.folder import StoredEncoder
 from rarebit.errors import DataError, ModelFileError, SettingsError
 from rarebit.models._base import RankingModel
 from rarebit.training.evaluate import predict
@@ -129,14 +128,14 @@ def _check_out(log: Path, out: Path | None, bad_rows: str) -> None:
 
 
 def _encoder_of(model: nn.Module) -> "Encoder":
-    encoder = model.schema.encoder if isinstance(model, RankingModel) else None
-    if encoder is None:
+    from rarebit.data.raw.encoder import encoder_of
+
+    if not isinstance(model, RankingModel) or model.schema.encoder is None:
         raise ModelFileError(
             "the model has no vocabulary: it was not trained on a log that rarebit data prepare "
             "made, so it cannot score raw rows"
         )
-    found: Encoder = encoder.load() if isinstance(encoder, StoredEncoder) else encoder
-    return found
+    return encoder_of(model)
 
 
 def _append(

@@ -359,7 +359,7 @@ def test_names_with_colons_and_names_that_look_like_places(tmp_path):
     )
     with pytest.raises(DataError, match=r"row 2: n:m is not a number \(got '\?'\)"):
         encode(frame, schema, tmp_path / "out")
-    prepared = encode(frame, schema, tmp_path / "out", bad_rows="aside")
+    prepared = encode(frame, schema, tmp_path / "out", bad=BadRows("aside"))
     assert arrays_of(tmp_path / "out")["ids"].tolist() == [[3, 4, 3]]
     assert prepared.manifest["bad_rows"] == {"n:m is not a number": 1}
 

@@ -17,8 +17,11 @@ from rarebit import Dataset  # noqa: E402  # after the check that Polars is ther
 from rarebit.data.log_schema import Column, LogSchema, Split  # noqa: E402  # the same
 from rarebit.data.prepare import prepare  # noqa: E402  # the same
 from rarebit.data.raw.bad_rows import BadRows  # noqa: E402  # the same
-from rarebit.data.raw.encoder import Encoder, unknown_values  # noqa: E402  # the same
-from rarebit.data.raw.frames import encoder_of  # noqa: E402  # the same
+from rarebit.data.raw.encoder import (  # noqa: E402  # the same
+    Encoder,
+    encoder_of,  # the same
+    unknown_values,
+)
 from rarebit.data.raw.readers import read_frame  # noqa: E402  # the same
 from rarebit.data.raw.split import split_rows  # noqa: E402  # the same
 from rarebit.data.raw.text import TextFormat  # noqa: E402  # the same

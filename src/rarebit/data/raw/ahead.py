@@ -21,4 +21,3 @@ def one_ahead(items: Iterable[T]) -> Iterator[T]:
         while (item := following.result()) is not end:
             following = thread.submit(next, iterator, end)
             yield item  # type: ignore[misc]  # not the end, so an item
-            del item  # not held while the next one is waited for

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import polars as pl
@@ -87,7 +87,6 @@ def encode_log(
     out: str | os.PathLike[str],
     *,
     origin: Origin,
-    bad_rows: Literal["stop", "aside"] = "stop",
     bad: BadRows | None = None,
     overwrite: bool = False,
     progress: Progress = no_progress,
@@ -96,7 +95,7 @@ def encode_log(
 
     `bad` is what the chunks' reader hands its own bad rows to.
     """
-    bad = bad or BadRows(bad_rows)
+    bad = bad or BadRows()
     with new_folder(Path(out), overwrite=overwrite) as folder:
         if bad.keep == "aside":
             bad.file = folder / BAD_ROWS
@@ -127,7 +126,6 @@ def _read(chunks: Iterable[RawChunk], schema: LogSchema, spill: Spill, bad: BadR
         reading.labels.append(coded.label)
         reading.keys.append(key)
         reading.cut += coded.cut
-        del chunk, coded  # not held while the next ones are read
     return reading
 
 

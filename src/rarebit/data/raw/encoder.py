@@ -12,12 +12,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import polars as pl
 from numpy.typing import NDArray
 
+from rarebit.data.folder import StoredEncoder
 from rarebit.data.log_schema import Column, LogSchema
 from rarebit.data.raw.bad_rows import BadRows
 from rarebit.data.raw.chunk import RawChunk
@@ -27,7 +28,7 @@ from rarebit.data.raw.vocabulary import digest
 from rarebit.data.schema import FIRST_VALUE, UNKNOWN, Field, Schema
 from rarebit.errors import DataError
 
-__all__ = ["EncodedRows", "Encoder", "unknown_values"]
+__all__ = ["EncodedRows", "Encoder", "encoder_of", "unknown_values"]
 
 FORMAT = 1
 DESCRIPTION = "encoder.json"
@@ -118,14 +119,19 @@ class Encoder:
 
     def encode(self, chunk: RawChunk, bad: BadRows, *, with_label: bool = False) -> EncodedRows:
         """Return raw rows as ids and numbers; bad rows are left out and handed over."""
-        coder = RowCoder(self.schema, self._enums, with_label=with_label, with_key=False)
-        coded = coder.code(chunk, bad)
+        coded = self._coders[with_label].code(chunk, bad)
         ids, numeric = Finisher(self.schema, None, self.scales, self.edges)(coded)
         return EncodedRows(ids, numeric, coded.label, coded.kept)
 
     @cached_property
-    def _enums(self) -> dict[str, pl.DataType]:
-        return {name: pl.Enum(values) for name, values in self.values.items()}
+    def _coders(self) -> tuple[RowCoder, RowCoder]:
+        """What codes rows without and with a label, kept: it plans once for all chunks of a log."""
+        enums = {name: pl.Enum(values) for name, values in self.values.items()}
+        without, with_ = (
+            RowCoder(self.schema, enums, with_label=label, with_key=False)
+            for label in (False, True)
+        )
+        return without, with_
 
     def decode(self, ids: NDArray[np.int32]) -> pl.DataFrame:
         """Return the raw values of ids `(rows, slots)`: null where missing, "<unknown>" for those
@@ -203,6 +209,22 @@ class Encoder:
             if encoder._digests.get(name) != wanted:
                 raise DataError(f"the vocabulary {name!r} in {str(folder)!r} is damaged")
         return encoder
+
+
+class HasSchema(Protocol):
+    """A data set or a model."""
+
+    schema: Schema
+
+
+def encoder_of(thing: HasSchema) -> Encoder:
+    """Return what turned raw rows into the ids of a data set or a model, read from disk if need be."""
+    encoder = thing.schema.encoder
+    if isinstance(encoder, StoredEncoder):
+        encoder = encoder.load()
+    if not isinstance(encoder, Encoder):
+        raise DataError("the data set was not encoded from raw rows, so its values are not known")
+    return encoder
 
 
 def _check_format(folder: Path, version: int) -> None:

@@ -9,18 +9,15 @@ import numpy as np
 import polars as pl
 
 from rarebit.data.dataset import Dataset
-from rarebit.data.folder import StoredEncoder
 from rarebit.data.log_schema import LogSchema, Split
 from rarebit.data.raw.bad_rows import BadRows
 from rarebit.data.raw.encode import Origin, encode_log
-from rarebit.data.raw.encoder import Encoder
-from rarebit.data.raw.infer import infer_schema
+from rarebit.data.raw.encoder import Encoder, encoder_of
+from rarebit.data.raw.infer import SAMPLE_ROWS, infer_schema
 from rarebit.data.raw.readers import read_frame
 from rarebit.errors import DataError, SettingsError
 
-__all__ = ["as_polars", "encode_frame", "encoder_of"]
-
-SAMPLE_ROWS = 20_000
+__all__ = ["as_polars", "encode_frame"]
 
 
 def encode_frame(
@@ -55,16 +52,6 @@ def encode_frame(
         chunks = read_frame(rows, schema.columns_read, bad, missing=schema.missing)
         encode_log(chunks, schema, place, origin=Origin(name="a frame"), bad=bad)
         return Dataset.open(place).in_memory(Encoder.open(place / "encoder"))
-
-
-def encoder_of(data: Dataset) -> Encoder:
-    """Return what turned raw rows into the ids of a data set."""
-    encoder = data.schema.encoder
-    if isinstance(encoder, StoredEncoder):
-        encoder = encoder.load()
-    if not isinstance(encoder, Encoder):
-        raise DataError("the data set was not encoded from raw rows, so its values are not known")
-    return encoder
 
 
 def _encode_like(rows: pl.DataFrame, encoder: Encoder) -> Dataset:

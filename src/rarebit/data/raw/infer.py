@@ -36,7 +36,10 @@ from rarebit.data.raw.seen_column import NUMBER, SeenColumn
 from rarebit.errors import DataError
 from rarebit.settings import suggest
 
-__all__ = ["Inferred", "infer_schema"]
+__all__ = ["SAMPLE_ROWS", "Inferred", "infer_schema"]
+
+SAMPLE_ROWS = 20_000
+"""First rows of a log that are looked at."""
 
 ENOUGH_ROWS = 1000
 """With fewer rows, that every value is seen once does not mean much."""

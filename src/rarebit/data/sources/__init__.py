@@ -5,7 +5,9 @@ A source reads the files as their publisher gives them. It downloads nothing.
 
 from typing import TYPE_CHECKING
 
+from rarebit.errors import SettingsError
 from rarebit.registry import find_class, offered
+from rarebit.settings import suggest
 
 if TYPE_CHECKING:
     from rarebit.data.sources._base import Source
@@ -26,5 +28,7 @@ def find_source(name: str) -> "Source":
     """Return a set by its name; reading it needs Polars, naming it does not."""
     from rarebit.data.sources._base import Source
 
+    if name.replace("_", "-") not in source_names():
+        raise SettingsError(f"unknown source {name!r}{suggest(name, source_names())}")
     found = find_class(__name__, name, Source, what="source")  # type: ignore[type-abstract]  # its files' classes are whole
     return found()
