@@ -18,6 +18,7 @@ pl = pytest.importorskip("polars", reason="capability: package polars: it is not
 import rarebit as rb  # noqa: E402  # after the check that Polars is there
 from rarebit.data.dataset import Batch, Dataset, collate  # noqa: E402  # the same
 from rarebit.data.log_schema import Column, LogSchema  # noqa: E402  # the same
+from rarebit.data.order import chunk_shuffled_order  # noqa: E402  # the same
 from rarebit.data.prepare import prepare  # noqa: E402  # the same
 from rarebit.data.text_format import TextFormat  # noqa: E402  # the same
 from rarebit.errors import DataError  # noqa: E402  # the same
@@ -160,6 +161,11 @@ def test_little_memory_reads_in_chunks(folder):
     for order in orders:
         assert torch.equal(order.sort().values, torch.arange(1600))
     assert not torch.equal(*orders)
+    chunk_rows, at_once = train.chunks
+    wanted = chunk_shuffled_order(
+        1600, seed=0, epoch=0, chunk_rows=chunk_rows, chunks_at_once=at_once
+    )
+    assert torch.equal(orders[0], wanted)
     touched = orders[0][: train.chunks[0] * train.chunks[1]]
     assert len(set((touched // train.chunks[0]).tolist())) <= 2 * train.chunks[1] + 1
     torch.manual_seed(0)

@@ -262,3 +262,14 @@ def test_what_an_older_version_did_not_write_is_told():
     old = {key: value for key, value in now.items() if key != "cpu"}
     (warning,) = environment_warnings(old, now)
     assert warning.startswith("cpu was None, now ")
+
+
+def test_rows_mixed_in_other_chunks_are_another_run():
+    data = Dataset.from_columns({"user": [0, 1, 2, 1]}, label=[0, 1, 0, 1])
+    model = nn.Embedding(3, 2)
+    before = describe_run(model, data, None, Training())
+    data.chunks = (2, 1)
+    now = describe_run(model, data, None, Training())
+    assert differences(json.loads(json.dumps(now)), now) == []
+    [line] = differences(before, now)
+    assert line.startswith("the training data is mixed in other chunks")

@@ -265,3 +265,12 @@ def test_where_scores_cannot_go_is_told(tmp_path, model):
 def test_a_model_without_a_vocabulary_scores_no_raw_rows(other):
     with pytest.raises(ModelFileError, match="the model has no vocabulary"):
         score_log(other, Path("new.csv"))
+
+
+def test_a_label_column_without_a_label_is_as_good_as_none(tmp_path, model, data):
+    rows = new_rows()
+    path = write(rows.with_columns(click=pl.lit(None, dtype=pl.Int64)), tmp_path / "new.csv")
+    scored = score_log(model, path, out=tmp_path / "scores.csv")
+    assert (scored.rows, scored.bad_rows, scored.metrics) == (60, 0, None)
+    scores = pl.read_csv(tmp_path / "scores.csv")["score"].to_list()
+    assert scores == pytest.approx(expected_scores(model, data, rows.drop("click")), abs=1e-6)

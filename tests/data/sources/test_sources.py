@@ -13,6 +13,7 @@ from rarebit.data.raw.bad_rows import BadRows
 from rarebit.data.raw.chunk import Place, RawChunk
 from rarebit.data.sources import find_source, source_names
 from rarebit.data.sources._base import keep, read_table, set_aside, split_lines
+from rarebit.data.sources._file_facts import FileFacts
 from rarebit.errors import DataError, SettingsError
 
 
@@ -110,3 +111,13 @@ def test_lines_are_split_at_double_colons(tmp_path):
     assert rows == [("1", "Star Wars: A", "B"), ("3", "\xe9t\xe9", None), ("5", "x", "y")]
     assert bad.reasons == {"wrong number of values (expected 3)": 2}
     assert (bad.first[0].number, bad.first[0].text) == (2, "2::two")
+
+
+def test_what_the_files_hold_is_counted_over_all_chunks():
+    facts = FileFacts("ratings", ("user", "film"))
+    facts.add(pl.DataFrame({"user": ["a", "b"], "film": ["x", None]}))
+    facts.add(pl.DataFrame({"user": ["a", "c", "a"], "film": ["y", "x", "x"]}))
+    assert facts.line() == (
+        "The files hold 5 ratings: user 3 values, the top 20 % of them in 0.600 of the rows; "
+        "film 2, 0.750."
+    )
