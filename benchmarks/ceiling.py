@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 
 import rarebit as rb
-from rarebit.bench._machine import machine
+from rarebit.machine import machine
 from rarebit.models import model_names
 
 

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from rarebit import Dataset, Field, Schema, SyntheticLog, Training, fit, generate
-from rarebit.bench._machine import machine
+from rarebit.machine import machine
 from rarebit.models import build_model
 from rarebit.training.progress import Silence
 

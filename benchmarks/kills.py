@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 import rarebit as rb
-from rarebit.bench._machine import machine
+from rarebit.machine import machine
 from rarebit.models.deepfm import DeepFM
 from rarebit.training.progress import Silence
 

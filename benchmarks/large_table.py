@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 
 from rarebit import Dataset, Field, Schema, Training, estimate_memory, fit
-from rarebit.bench._machine import machine
+from rarebit.machine import machine
 from rarebit.models.deepfm import DeepFM
 
 DIM, FIELDS, STEPS, BATCH_SIZE = 16, 20, 100, 4096

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from peers import JOB, THREADS, Side, show, speed, train, write_job
 
-from rarebit.bench._machine import machine
+from rarebit.machine import machine
 
 ROWS = 102_400
 MODES = {"ratio": "rowwise", "ratio_dense": "dense"}

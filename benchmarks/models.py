@@ -30,9 +30,9 @@ from typing import Any
 import torch
 
 import rarebit as rb
-from rarebit.bench._machine import machine
 from rarebit.data.order import shuffled_order
 from rarebit.errors import RarebitError
+from rarebit.machine import machine
 from rarebit.models import build_model, model_class, model_names
 from rarebit.training.evaluate import Evaluation
 from rarebit.training.settings import Training

@@ -35,7 +35,8 @@ import numpy as np
 import torch
 
 import rarebit as rb
-from rarebit.bench._machine import OtherLoad, machine
+from rarebit.bench._load import OtherLoad
+from rarebit.machine import machine
 from rarebit.training.metrics import auc, logloss
 
 ROWS, HELD_OUT = 819_200, 200_000

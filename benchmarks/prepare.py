@@ -17,9 +17,10 @@ from pathlib import Path
 
 import polars as pl
 
-from rarebit.bench._machine import OtherLoad, machine
+from rarebit.bench._load import OtherLoad
 from rarebit.bench._raw_log import write_raw_log
 from rarebit.bench.data import SIDES, compare, measured
+from rarebit.machine import machine
 
 SCALE = (1_000_000, 10_000_000)
 GIB = 1 << 30

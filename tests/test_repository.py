@@ -23,7 +23,7 @@ PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))
 
 # A folder imports from itself and from what stands above it. The public names (`__init__`) come
 # after all that they are made of, so only what stands below them may `import rarebit`.
-TOP_LEVEL = ["errors", "settings", "registry"]
+TOP_LEVEL = ["errors", "settings", "registry", "machine"]
 FOLDERS = [
     "data",
     "tables",
@@ -52,6 +52,7 @@ GUARDED_IMPORTS = {("training/row_triton.py", "triton")}
 LAZY_IMPORTS = {
     ("bench/_pandas_program.py", "pandas"),
     ("data/prepare.py", "polars"),
+    ("diagnosis/plots.py", "matplotlib"),
     ("training/score.py", "polars"),
 }
 
@@ -449,7 +450,7 @@ def test_setup_keeps_the_torch_that_is_there():
 
 def test_setup_knows_what_an_extra_includes():
     setup = runpy.run_path(str(ROOT / "tools" / "setup_environment.py"))
-    assert setup["with_implied"](["dev"]) == {"cli", "data", "dev", "test"}
+    assert setup["with_implied"](["dev"]) == {"cli", "data", "dev", "plots", "test"}
     with pytest.raises(SystemExit, match="unknown extra 'nonsense'"):
         setup["with_implied"](["nonsense"])
 

@@ -6,7 +6,7 @@ import pytest
 
 from rarebit.bench import _frame
 from rarebit.bench._frame import Timing, measure, result_of, timing_figures
-from rarebit.bench._machine import machine
+from rarebit.machine import machine
 
 
 class FakeClock:

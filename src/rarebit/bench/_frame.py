@@ -13,7 +13,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from rarebit.bench._machine import OtherLoad, machine
+from rarebit.bench._load import OtherLoad
+from rarebit.machine import machine
 
 __all__ = [
     "BenchResult",

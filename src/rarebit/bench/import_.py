@@ -12,7 +12,7 @@ import subprocess
 import sys
 
 from rarebit.bench._frame import BenchResult, Say, measure, timing_figures
-from rarebit.bench._machine import FOLDER
+from rarebit.bench._load import FOLDER
 
 __all__ = ["run"]
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from rarebit.bench._frame import BenchResult, Say, measure, timing_figures
-from rarebit.bench._machine import OtherLoad
+from rarebit.bench._load import OtherLoad
 from rarebit.tables.sparse import lookups_of
 from rarebit.training import row_updates
 from rarebit.training.row_kernel import row_kernel

@@ -27,7 +27,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 from rarebit.bench._frame import BenchResult, Say, measure, timing_figures
-from rarebit.bench._machine import OtherLoad
+from rarebit.bench._load import OtherLoad
 from rarebit.data.dataset import Batch, Dataset
 from rarebit.data.order import shuffled_order
 from rarebit.data.synthetic import SyntheticLog, generate
