@@ -1,0 +1,1 @@
+"""Comparisons: runs by hash, paired seeds, controls, statistics."""

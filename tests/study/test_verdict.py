@@ -1,0 +1,307 @@
+"""The verdict on paired differences: values by hand, a naive version with scipy, and every odd family."""
+
+import dataclasses
+import math
+
+import hypothesis
+import numpy as np
+import pytest
+from hypothesis import strategies as st
+from scipy import stats
+
+from rarebit.errors import DataError, SettingsError
+from rarebit.study.verdict import judge
+
+EFFECT = 0.0005
+DIFFERENCES = st.integers(-3000, 3000).map(lambda millionths: millionths / 1e6)
+
+
+def families(least=0, most=8):
+    """Families of one to five methods, whose numbers of seeds may differ."""
+    seeds = st.lists(DIFFERENCES, min_size=least, max_size=most)
+    return st.dictionaries(st.sampled_from("abcde"), seeds, min_size=1)
+
+
+def with_moments(mean, spread, n):
+    """Return n differences with exactly this mean and spread."""
+    pattern = np.arange(n) - (n - 1) / 2
+    return (mean + spread * pattern / pattern.std(ddof=1)).tolist()
+
+
+def verdicts(found):
+    return {name: comparison.verdict for name, comparison in found.items()}
+
+
+def test_one_method_by_hand():
+    found = judge({"a": [0.001, 0.002, 0.003]})["a"]
+    assert found.mean == pytest.approx(0.002)
+    assert found.spread == pytest.approx(0.001)
+    assert (found.n, found.wins, found.confidence) == (3, 3, 0.95)
+    # t(0.975, 2) = 4.30265, t(0.95, 2) = 2.91999, both times 0.001 / sqrt(3)
+    assert (found.low, found.high) == pytest.approx((-0.000484, 0.004484), abs=1e-6)
+    ends = (found.equivalence_low, found.equivalence_high)
+    assert ends == pytest.approx((0.000314, 0.003686), abs=1e-6)
+    assert found.p == pytest.approx(1 - math.sqrt(12 / 14), abs=1e-9)  # t = sqrt(12), df = 2
+    # 4.30265 / sqrt(3) is above mean / spread = 2, t(0.975, 3) / sqrt(4) = 1.591 is below
+    assert (found.verdict, found.seeds_needed) == ("too few seeds", 4)
+
+
+@pytest.mark.parametrize(
+    ("mean", "spread", "expected"),
+    [
+        (0.001, 0.0002, "helps"),
+        (-0.001, 0.0002, "hurts"),
+        (0.0001, 0.0002, "no difference"),
+        (-0.0001, 0.0002, "no difference"),
+        (0.0004, 0.00001, "no difference"),  # told from zero, but not worth having
+        (0.0004, 0.0002, "too few seeds"),  # told from zero, and may be worth having
+        (0.001, 0.002, "too few seeds"),
+        (0.0, 0.002, "too few seeds"),
+    ],
+)
+def test_the_four_verdicts(mean, spread, expected):
+    found = judge({"a": with_moments(mean, spread, 5)})["a"]
+    assert found.verdict == expected
+    assert (found.seeds_needed is None) == (expected != "too few seeds")
+
+
+def test_the_level_is_divided_as_holm_does():
+    strong, middle, weak = (with_moments(0.001, spread, 5) for spread in (1e-4, 2e-4, 6e-4))
+    found = judge({"weak": weak, "strong": strong, "middle": middle})
+    confidence = {name: comparison.confidence for name, comparison in found.items()}
+    assert confidence == pytest.approx({"strong": 1 - 0.05 / 3, "middle": 0.975, "weak": 0.95})
+    assert list(found) == ["weak", "strong", "middle"]
+    # p = 0.0203 is told from zero beside two strong methods, and not beside two weak ones
+    assert found["weak"].p == pytest.approx(0.0203, abs=1e-4)
+    assert found["weak"].verdict == "helps"
+    beside = judge({"a": weak, "b": weak, "c": weak})
+    assert set(verdicts(beside).values()) == {"too few seeds"}
+
+
+def test_after_the_first_that_is_not_told_from_zero_all_keep_its_level():
+    family = {
+        "first": with_moments(0.001, 1e-4, 5),
+        "second": with_moments(0.001, 0.0008, 5),  # p = 0.049, held to 0.05 / 3
+        "third": with_moments(0.001, 0.002, 5),
+        "fourth": [],
+    }
+    found = judge(family)
+    assert found["first"].confidence == pytest.approx(1 - 0.05 / 4)
+    for name in ("second", "third", "fourth"):
+        assert found[name].confidence == pytest.approx(1 - 0.05 / 3)
+
+
+def naive(family, effect, level):
+    """The rule once more, from scipy's t test and interval."""
+    tests = {name: stats.ttest_1samp(values, 0) for name, values in family.items()}
+    order = sorted(tests, key=lambda name: (tests[name].pvalue, name))
+    found, own, failed = {}, None, False
+    for rank, name in enumerate(order):
+        if not failed:
+            own = level / (len(order) - rank)
+            failed = tests[name].pvalue > own
+        low, high = tests[name].confidence_interval(1 - own)
+        inner = tests[name].confidence_interval(0.9)
+        mean = np.mean(family[name])
+        verdict = "too few seeds"
+        if low > 0 and mean >= effect:
+            verdict = "helps"
+        if high < 0 and mean <= -effect:
+            verdict = "hurts"
+        if inner.low > -effect and inner.high < effect:
+            verdict = "no difference"
+        numbers = (mean, np.std(family[name], ddof=1), low, high, *inner, 1 - own)
+        found[name] = (verdict, tests[name].pvalue, numbers)
+    return found
+
+
+@hypothesis.given(
+    family=families(least=2),
+    effect=st.sampled_from([0.0001, EFFECT, 0.002]),
+    level=st.sampled_from([0.01, 0.05, 0.2]),
+)
+def test_the_rule_equals_a_naive_version(family, effect, level):
+    hypothesis.assume(all(len(set(values)) > 1 for values in family.values()))
+    found = judge(family, minimum_effect=effect, level=level)
+    for name, (verdict, p, numbers) in naive(family, effect, level).items():
+        ours = found[name]
+        assert ours.verdict == verdict
+        assert ours.p == pytest.approx(p, rel=1e-8)
+        assert (
+            ours.mean,
+            ours.spread,
+            ours.low,
+            ours.high,
+            ours.equivalence_low,
+            ours.equivalence_high,
+            ours.confidence,
+        ) == pytest.approx(numbers, rel=1e-9, abs=1e-14)
+        assert ours.n == len(family[name])
+        assert ours.wins == sum(value > 0 for value in family[name])
+
+
+@hypothesis.given(family=families())
+def test_exactly_one_verdict_holds(family):
+    for found in judge(family).values():
+        helps = found.low > 0 and found.mean >= EFFECT
+        hurts = found.high < 0 and found.mean <= -EFFECT
+        same = found.equivalence_low > -EFFECT and found.equivalence_high < EFFECT
+        assert helps + hurts + same <= 1
+        names = {"helps": helps, "hurts": hurts, "no difference": same}
+        assert [name for name, holds in names.items() if holds] == [
+            name for name in names if name == found.verdict
+        ]
+        assert (found.verdict == "too few seeds") == (not (helps or hurts or same))
+
+
+@hypothesis.given(family=families())
+def test_the_mirror_image_has_the_mirrored_verdict(family):
+    mirrored = judge({name: [-x for x in values] for name, values in family.items()})
+    swap = {"helps": "hurts", "hurts": "helps"}
+    for name, found in judge(family).items():
+        assert mirrored[name].verdict == swap.get(found.verdict, found.verdict)
+        assert (mirrored[name].low, mirrored[name].high) == (-found.high, -found.low)
+        assert mirrored[name].seeds_needed == found.seeds_needed
+
+
+@hypothesis.given(family=families())
+def test_the_order_of_the_methods_and_the_unit_do_not_matter(family):
+    found = judge(family)
+    backwards = judge(dict(reversed(family.items())))
+    assert {name: repr(backwards[name]) for name in found} == {
+        name: repr(comparison) for name, comparison in found.items()
+    }
+    large = {name: [1024 * value for value in values] for name, values in family.items()}
+    assert verdicts(judge(large, minimum_effect=1024 * EFFECT)) == verdicts(found)
+
+
+@hypothesis.given(
+    shapes=st.lists(
+        st.tuples(
+            st.sampled_from([-2e-3, -6e-4, -3e-4, 0.0, 4e-4, 5.1e-4, 1e-3]), st.floats(1e-4, 4e-3)
+        ),
+        min_size=1,
+        max_size=5,
+    ),
+    n=st.integers(2, 6),
+)
+def test_the_number_of_seeds_needed_is_the_smallest_that_tells(shapes, n):
+    def with_seeds(number):
+        return judge(
+            {f"{i}": with_moments(mean, spread, number) for i, (mean, spread) in enumerate(shapes)}
+        )
+
+    for name, found in with_seeds(n).items():
+        if found.verdict == "too few seeds":
+            if found.seeds_needed is None:
+                assert with_seeds(1000)[name].verdict == "too few seeds"
+                continue
+            assert n < found.seeds_needed <= 1000
+            assert with_seeds(found.seeds_needed)[name].verdict != "too few seeds"
+            assert with_seeds(found.seeds_needed - 1)[name].verdict == "too few seeds"
+
+
+def test_a_method_waits_for_those_that_are_clearer():
+    alone = judge({"a": with_moments(0.001, 0.001, 4)})["a"].seeds_needed
+    among = judge({name: with_moments(0.001, 0.001, 4) for name in "abc"})
+    assert {found.seeds_needed for found in among.values()} == {among["a"].seeds_needed}
+    assert among["a"].seeds_needed > alone
+
+
+def test_with_unequal_numbers_of_seeds_one_more_is_the_least_that_is_asked_for():
+    # "ahead" has p = 0.035; alone that is enough, but "behind" has too few seeds to go first
+    family = {"ahead": with_moments(0.001, 0.00109, 8), "behind": with_moments(0.01, 0.004, 2)}
+    found = judge(family)
+    assert judge({"ahead": family["ahead"]})["ahead"].verdict == "helps"
+    assert (found["ahead"].verdict, found["ahead"].seeds_needed) == ("too few seeds", 9)
+    assert (found["behind"].verdict, found["behind"].seeds_needed) == ("too few seeds", 4)
+
+
+@pytest.mark.parametrize("values", [[], [0.01]])
+def test_without_two_seeds_nothing_is_said(values):
+    found = judge({"few": values, "many": with_moments(0.001, 0.0001, 5)})
+    few = found["few"]
+    assert (few.verdict, few.seeds_needed, few.n) == ("too few seeds", None, len(values))
+    assert (few.low, few.high, few.p) == (-math.inf, math.inf, 1)
+    assert (few.equivalence_low, few.equivalence_high) == (-math.inf, math.inf)
+    assert math.isnan(few.spread)
+    assert few.mean == 0.01 if values else math.isnan(few.mean)
+    assert few.words == "too few seeds: at least 2 are needed"
+    # a method that has not run yet is one of the family all the same
+    assert found["many"].confidence == pytest.approx(0.975)
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [
+        (0.0, "no difference"),
+        (0.0004, "no difference"),
+        (-0.0004, "no difference"),
+        (EFFECT, "helps"),
+        (-EFFECT, "hurts"),
+        (0.1, "helps"),
+    ],
+)
+@pytest.mark.parametrize("n", [2, 3, 7])
+def test_equal_differences_are_their_own_interval(value, expected, n):
+    found = judge({"a": [value] * n})["a"]
+    assert (found.mean, found.low, found.high, found.spread) == (value, value, value, 0)
+    assert found.p == (0 if value else 1)
+    assert found.verdict == expected
+
+
+def test_a_mean_near_the_minimum_effect_would_take_too_many_seeds():
+    found = judge({"a": with_moments(0.000499, 0.001, 5)})["a"]
+    assert (found.verdict, found.seeds_needed) == ("too few seeds", None)
+
+
+def test_no_method_gives_no_verdict():
+    assert judge({}) == {}
+
+
+@pytest.mark.parametrize(
+    ("family", "words"),
+    [
+        ({"a": [0.0012, 0.0013, 0.0011]}, "helps by 0.0012 (0.0010 to 0.0014)"),
+        ({"a": [-0.0012, -0.0013, -0.0011]}, "hurts by 0.0012 (0.0010 to 0.0014)"),
+        ({"a": [0.0001, 0.0001, 0.0002]}, "no difference of 0.0005 or more"),
+        ({"a": [0.001, 0.002, 0.003]}, "too few seeds: about 4 would tell"),
+        ({"a": with_moments(0.000499, 0.01, 5)}, "too few seeds: 1000 would not tell"),
+    ],
+)
+def test_a_verdict_in_words(family, words):
+    assert judge(family)["a"].words == words
+
+
+def test_words_have_the_digits_of_the_minimum_effect():
+    small = judge({"a": [0.000012, 0.000013, 0.000011]}, minimum_effect=0.000002)["a"]
+    assert small.words == "helps by 0.000012 (0.000010 to 0.000014)"
+    none = judge({"a": [0.0, 0.0]}, minimum_effect=0.00005)["a"]
+    assert none.words == "no difference of 0.00005 or more"
+    coarse = judge({"a": [0.0212, 0.0213, 0.0211]}, minimum_effect=0.01)["a"]
+    assert coarse.words == "helps by 0.0212 (0.0210 to 0.0214)"
+    assert judge({"a": [0.0, 0.0]}, minimum_effect=2.0)["a"].words == "no difference of 2 or more"
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+def test_a_difference_that_is_no_number_is_refused(bad):
+    with pytest.raises(DataError, match=r"finite numbers, got \[0\.1, .*\] for 'mlet'; leave out"):
+        judge({"mlet": [0.1, bad]})
+
+
+@pytest.mark.parametrize("effect", [0.0, -0.0005, math.nan, math.inf])
+def test_a_minimum_effect_must_be_above_zero(effect):
+    with pytest.raises(SettingsError, match="minimum_effect must be above zero, got"):
+        judge({"a": [0.1, 0.2]}, minimum_effect=effect)
+
+
+@pytest.mark.parametrize("level", [0.0, 1.0, -0.05, math.nan])
+def test_a_level_must_be_a_chance(level):
+    with pytest.raises(SettingsError, match="level must be between 0 and 1, got"):
+        judge({"a": [0.1, 0.2]}, level=level)
+
+
+def test_a_comparison_cannot_be_changed():
+    found = judge({"a": [0.1, 0.2]})["a"]
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        found.verdict = "helps"
