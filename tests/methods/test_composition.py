@@ -1,12 +1,17 @@
 """Methods on top of methods."""
 
+import re
+from dataclasses import dataclass
+
 import pytest
 import torch
 from torch import nn
 from torch.testing import assert_close
 
 import rarebit as rb
+from rarebit.errors import UnsupportedTableError
 from rarebit.models.fm import FM
+from rarebit.tables.table import Pair
 
 HASHING, LOW_RANK = rb.Hashing(buckets=7), rb.LowRank(rank=2)
 
@@ -58,24 +63,98 @@ def test_methods_are_listed_in_the_order_they_were_applied():
     assert info.num_parameters == (7 + 5) * 2
 
 
-def test_a_method_goes_to_the_innermost_buckets():
-    inner = rb.Hashing(buckets=4)
-    model = compose(nn.Sequential(nn.Embedding(20, 5)), HASHING, inner, LOW_RANK)
-    (info,) = rb.find_tables(model)
-    assert info.methods == (str(HASHING), str(inner), str(LOW_RANK))
-    stored = model[0].inner.inner
-    assert_close(model[0].weight, torch.stack([stored.weight[i % 7 % 4] for i in range(20)]))
+REFUSED = {
+    "low-rank, hashing": (LOW_RANK, HASHING, "the factors would be folded into them and be gone"),
+    "hashing, hashing": (HASHING, rb.Hashing(buckets=4), "fills some buckets more than others"),
+    "low-rank, low-rank": (rb.LowRank(rank=4), LOW_RANK, "two low ranks are one of the smaller"),
+}
 
 
-def test_low_rank_then_hashing_hashes_the_rows_of_low_rank():
+@pytest.mark.parametrize(("first", "then", "reason"), REFUSED.values(), ids=REFUSED)
+def test_an_ill_defined_pair_is_refused_and_nothing_is_changed(first, then, reason):
+    model = nn.ModuleDict({"a": nn.Embedding(20, 5), "b": nn.EmbeddingBag(20, 5)})
+    rb.apply_(model, first, where=lambda t: t.name == "b", verbose=False)
+    before = rb.find_tables(model)
+    message = re.escape(f"{then} cannot be applied to 'b' after {first}: ") + f".*{reason}"
+    with pytest.raises(UnsupportedTableError, match=message):
+        rb.apply_(model, then)
+    assert rb.find_tables(model) == before
+
+
+@pytest.mark.parametrize(("first", "then", "reason"), REFUSED.values(), ids=REFUSED)
+def test_only_tables_that_have_the_earlier_method_are_refused(first, then, reason):
+    model = FM(rb.Schema(FIELDS), dim=5)
+    rb.apply_(model, first, where=lambda t: t.field == "user", verbose=False)
+    changes = rb.apply_(model, then, where=lambda t: t.field != "user", verbose=False)
+    assert [info.field for info in changes.after] == ["tags", "item"]
+    with pytest.raises(UnsupportedTableError, match=reason):
+        rb.apply_(model, then, where=lambda t: t.field == "user")
+
+
+def test_a_method_far_down_is_seen_too():
+    model = compose(nn.Sequential(nn.Embedding(20, 5)), HASHING, LOW_RANK)
+    with pytest.raises(UnsupportedTableError, match=r"after LowRank\(rank=2\): two low ranks"):
+        rb.apply_(model, rb.LowRank(rank=1))
+
+
+@pytest.mark.parametrize(("first", "then", "reason"), REFUSED.values(), ids=REFUSED)
+def test_after_merging_any_method_may_follow(first, then, reason):
+    assert reason
+    model = compose(nn.Sequential(nn.Embedding(20, 5)), first)
+    rb.merge_(model, verbose=False)
+    rb.apply_(model, then, verbose=False)
+    assert rb.find_tables(model)[0].methods == (str(then),)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Doubling(rb.Method):
+    """A method of a user's own, which says nothing of pairs."""
+
+    def wrap(self, base):
+        return DoubledTable(
+            self,
+            base,
+            num_embeddings=base.num_embeddings,
+            embedding_dim=base.embedding_dim,
+            padding_idx=base.padding_idx,
+        )
+
+
+class DoubledTable(rb.Table):
+    def rows(self, ids):
+        return 2 * self.inner(ids)
+
+
+OWN = [(Doubling(), HASHING), (HASHING, Doubling()), (Doubling(), LOW_RANK), (Doubling(),) * 2]
+
+
+def test_hashing_keeps_the_rows_of_a_method_of_ones_own():
     model = nn.Sequential(nn.Embedding(20, 5))
-    rb.apply_(model, LOW_RANK, verbose=False)
+    rb.apply_(model, Doubling(), verbose=False)
     rows = model[0].weight.detach()
     rb.apply_(model, HASHING, verbose=False)
     assert_close(model[0].weight.detach(), torch.stack([rows[i % 7] for i in range(20)]))
 
 
-@pytest.mark.parametrize("methods", [(HASHING, LOW_RANK), (LOW_RANK, HASHING), (HASHING, HASHING)])
+@dataclass(frozen=True, kw_only=True)
+class Careful(Doubling):
+    """A method of a user's own that must not follow hashing, nor be followed by low rank."""
+
+    pairs = {"hashing": Pair(allowed=False, words="no buckets, please")}  # noqa: RUF012  # as users write it
+    pairs_before = {"low-rank": Pair(allowed=False, words="no factors, please")}  # noqa: RUF012  # as users write it
+
+
+@pytest.mark.parametrize(
+    ("first", "then", "reason"),
+    [(HASHING, Careful(), "no buckets, please"), (Careful(), LOW_RANK, "no factors, please")],
+)
+def test_a_method_of_ones_own_may_refuse_pairs(first, then, reason):
+    model = compose(nn.Sequential(nn.Embedding(20, 5)), first)
+    with pytest.raises(UnsupportedTableError, match=reason):
+        rb.apply_(model, then)
+
+
+@pytest.mark.parametrize("methods", [(HASHING, LOW_RANK), *OWN])
 def test_merged_equals_unmerged(methods):
     ids, offsets = torch.tensor([3, 19, 0, 3]), torch.tensor([0, 1])
     for table in (nn.Embedding(20, 5, padding_idx=3), nn.EmbeddingBag(20, 5, padding_idx=3)):
@@ -87,7 +166,7 @@ def test_merged_equals_unmerged(methods):
         assert_close(model[0](*arguments), before, atol=1e-6, rtol=1e-6)
 
 
-@pytest.mark.parametrize("methods", [(HASHING, LOW_RANK), (LOW_RANK, HASHING)])
+@pytest.mark.parametrize("methods", [(HASHING, LOW_RANK), *OWN])
 def test_a_collection_composes_as_its_tables_do(methods):
     model = compose(FM(rb.Schema(FIELDS), dim=5), *methods).double()
     tables, ids = model.backbone.tables, ids_of()
@@ -101,11 +180,10 @@ def test_a_collection_composes_as_its_tables_do(methods):
     assert_close(tables(ids), expected, atol=1e-9, rtol=1e-9)
 
 
-@pytest.mark.parametrize("methods", [(HASHING, LOW_RANK), (LOW_RANK, HASHING)])
-def test_a_saved_model_has_the_same_methods_in_the_same_order(methods, tmp_path):
+def test_a_saved_model_has_the_same_methods_in_the_same_order(tmp_path):
     model = FM(rb.Schema(FIELDS), dim=5)
-    rb.apply_(model, methods[0], where=lambda t: t.field != "item", verbose=False)
-    rb.apply_(model, methods[1], where=lambda t: t.field != "tags", verbose=False)
+    rb.apply_(model, HASHING, where=lambda t: t.field != "item", verbose=False)
+    rb.apply_(model, LOW_RANK, where=lambda t: t.field != "tags", verbose=False)
     move_(model)
     loaded = rb.load_model(rb.save_model(model, tmp_path))
     assert rb.find_tables(loaded) == rb.find_tables(model)

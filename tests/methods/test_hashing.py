@@ -6,6 +6,7 @@ from torch import nn
 from torch.testing import assert_close
 
 import rarebit as rb
+from rarebit.tables.apply import restore_tables
 
 
 def hashed(table: nn.Embedding, buckets: int) -> rb.Table:
@@ -77,9 +78,12 @@ def test_a_table_with_fewer_rows_is_left_alone():
     assert type(model["small"]) is nn.Embedding
 
 
-def test_hashing_twice_hashes_the_buckets():
-    table = hashed(nn.Embedding(20, 3), buckets=6)
-    again = nn.Sequential(table)
-    rb.apply_(again, rb.Hashing(buckets=4), verbose=False)
-    stored = again[0].inner.inner.weight
-    assert_close(again[0].weight, torch.stack([stored[(i % 6) % 4] for i in range(20)]))
+def test_a_saved_table_that_was_hashed_twice_comes_back():
+    model, methods = (
+        nn.Sequential(nn.Embedding(20, 3)),
+        [rb.Hashing(buckets=6), rb.Hashing(buckets=4)],
+    )
+    restore_tables(model, {"0": methods}, frozen=())
+    stored = model[0].inner.inner.weight
+    assert_close(model[0].weight, torch.stack([stored[(i % 6) % 4] for i in range(20)]))
+    assert rb.find_tables(model)[0].methods == tuple(map(str, methods))

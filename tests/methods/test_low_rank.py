@@ -148,9 +148,10 @@ def test_a_table_smaller_than_the_rank_is_left_alone():
     assert changes.skipped == (("few", "smaller than rank 4"), ("narrow", "smaller than rank 4"))
 
 
-def test_a_second_low_rank_takes_the_place_of_the_first():
+def test_a_merged_low_rank_can_be_cut_further():
     weight = decaying(20, 6, ratio=0.5)
     model = nn.Sequential(low_rank(weight, rank=4))
+    rb.merge_(model, verbose=False)
     rb.apply_(model, rb.LowRank(rank=2), verbose=False)
     tail = sum(0.5 ** (2 * k) for k in range(2, 6))
     assert math.isclose(squared_error(weight, model[0]), tail, rel_tol=1e-9)

@@ -1,14 +1,24 @@
 """One technique, one file. The file's name is the method's name on disk and on the command line."""
 
+import itertools
 from collections.abc import Mapping
 from typing import Any
 
 from rarebit.errors import SettingsError
+from rarebit.methods._text import method_text
 from rarebit.registry import find_class, offered
 from rarebit.settings import from_mapping, to_mapping
-from rarebit.tables.table import Method
+from rarebit.tables.table import Method, Pair, declared_pair, method_name
 
-__all__ = ["method_class", "method_from_mapping", "method_names", "method_to_mapping"]
+__all__ = [
+    "method_class",
+    "method_from_mapping",
+    "method_name",
+    "method_names",
+    "method_pairs",
+    "method_text",
+    "method_to_mapping",
+]
 
 
 def method_names() -> list[str]:
@@ -23,6 +33,23 @@ def method_names() -> list[str]:
 def method_class(name: str) -> type[Method]:
     """Return the settings class of a method by its name."""
     return find_class(__name__, name, Method, what="method")  # type: ignore[type-abstract]  # only its subclasses are found
+
+
+def method_pairs() -> dict[tuple[str, str], Pair]:
+    """Return what it means to apply a method after another, or why that is refused.
+
+    The keys are the method applied first and the one applied then.
+
+    >>> method_pairs()["hashing", "low-rank"]
+    Pair(allowed=True, words='low rank of the buckets')
+    """
+    classes = [method_class(name) for name in method_names()]
+    pairs = {}
+    for first, then in itertools.product(classes, repeat=2):
+        pair = declared_pair(first, then)
+        if pair is not None:
+            pairs[method_name(first), method_name(then)] = pair
+    return pairs
 
 
 def method_from_mapping(values: Mapping[str, Any]) -> Method:

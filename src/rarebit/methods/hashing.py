@@ -7,21 +7,25 @@
 
 The simplest way to a smaller table and the control for every cleverer one. A bucket starts as the
 row of the same number, so the ids below `buckets` keep what they had. Apply it before other methods:
-they then work on the buckets. Applied after one, it keeps rows and folds the method into them.
+they then work on the buckets. Applied after one, it would keep rows and fold the method into them.
 
 Not for small tables: two frequent ids in one bucket hurt both.
 """
 
-from collections.abc import Sequence
+from bisect import bisect_right
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import ClassVar, Self
 
 from torch import Tensor
 
+from rarebit.methods._sizing import plain_weights, too_small
 from rarebit.settings import check_types, require
 from rarebit.tables.stack import Stack, stack_tables
 from rarebit.tables.table import (
     AnyTable,
     Method,
+    Pair,
     Table,
     full_table,
     methods_of,
@@ -41,12 +45,56 @@ class Hashing(Method):
     Hashing(buckets=1000)
     """
 
+    title: ClassVar[str] = "ids that leave the same remainder share a row"
+    paper: ClassVar[str] = (
+        "Weinberger et al., Feature Hashing for Large Scale Multitask Learning, ICML 2009"
+    )
+    control: ClassVar[str] = "narrow"
+    cost: ClassVar[str] = (
+        "a step takes one remainder more for each id; a table and its optimizer state shrink to the "
+        "rows that are kept"
+    )
+    applies: ClassVar[str] = (
+        "tables with many rare ids, which lose little by sharing; not small tables, where two frequent "
+        "ids in one bucket hurt both"
+    )
+    pairs: ClassVar[Mapping[str, Pair]] = {
+        "hashing": Pair(
+            allowed=False,
+            words="a second remainder fills some buckets more than others; merge first, or use one "
+            "hashing with fewer buckets",
+        ),
+        "low-rank": Pair(
+            allowed=False,
+            words="hashing keeps rows, so the factors would be folded into them and be gone; hash "
+            "first: hashing+low-rank",
+        ),
+    }
+
     buckets: int
     """Rows that are kept."""
 
     def __post_init__(self) -> None:
         check_types(self)
         require(self.buckets >= 1, f"buckets must be at least 1, got buckets={self.buckets}")
+
+    @classmethod
+    def for_share(cls, shapes: Sequence[tuple[int, int]], share: float) -> Self:
+        """Return as many buckets, the same for all tables, as keep at most this share of the weights.
+
+        >>> Hashing.for_share([(1000, 8), (50, 8)], share=0.5)
+        Hashing(buckets=475)
+        """
+        total = plain_weights(shapes, share)
+
+        def kept(buckets: int) -> float:
+            return sum(min(buckets, rows) * width for rows, width in shapes) / total
+
+        most = max(rows for rows, _ in shapes)
+        buckets = bisect_right(range(1, most + 1), share, key=kept)
+        if buckets == 0:
+            raise too_small("hashing", share, least=kept(1))
+        return cls(buckets=buckets)
 
     def wrap(self, base: AnyTable) -> "HashedTable":
         """Return a table that keeps the first `buckets` rows of `base`."""
@@ -56,6 +104,10 @@ class Hashing(Method):
     def stack(self, tables: Sequence[Table], lengths: Sequence[int]) -> Stack:
         """Return hashed tables behind one lookup."""
         return HashedStack(self, tables, lengths)
+
+    def shape_after(self, rows: int, width: int) -> tuple[int, int]:
+        """The next method works on the buckets."""
+        return min(self.buckets, rows), width
 
     def unsuited(self, rows: int, width: int) -> str | None:
         """A table with fewer rows than buckets would not shrink."""

@@ -12,15 +12,25 @@ squares. A table with N rows stores (N + D) r weights instead of N D.
 Not for tables whose spectrum is flat: then the part that is cut off is as large as what stays.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import ClassVar, Self
 
 import torch
 from torch import Tensor, nn
 
+from rarebit.methods._sizing import plain_weights, too_small
 from rarebit.settings import check_types, require
 from rarebit.tables.stack import Stack, stack_tables
-from rarebit.tables.table import AnyTable, Method, Table, full_table, is_trainable, plain_like
+from rarebit.tables.table import (
+    AnyTable,
+    Method,
+    Pair,
+    Table,
+    full_table,
+    is_trainable,
+    plain_like,
+)
 
 __all__ = ["LowRank", "LowRankStack", "LowRankTable"]
 
@@ -33,12 +43,52 @@ class LowRank(Method):
     LowRank(rank=4)
     """
 
+    title: ClassVar[str] = "a table as two thin factors, its truncated SVD"
+    paper: ClassVar[str] = (
+        "Eckart and Young, The approximation of one matrix by another of lower rank, "
+        "Psychometrika 1936"
+    )
+    control: ClassVar[str] = "narrow"
+    cost: ClassVar[str] = (
+        "a step takes one small product more for each looked-up row; a table of N rows and width D "
+        "stores (N + D) x rank weights instead of N x D"
+    )
+    applies: ClassVar[str] = (
+        "tables that use few directions, trained ones above all; not tables with a flat spectrum, where "
+        "what is cut off is as large as what stays, nor short ones, where two factors save nothing"
+    )
+    pairs: ClassVar[Mapping[str, Pair]] = {
+        "hashing": Pair(allowed=True, words="low rank of the buckets"),
+        "low-rank": Pair(
+            allowed=False,
+            words="two low ranks are one of the smaller rank; merge first, or use one low-rank",
+        ),
+    }
+
     rank: int
     """Inner width: weights kept for each row."""
 
     def __post_init__(self) -> None:
         check_types(self)
         require(self.rank >= 1, f"rank must be at least 1, got rank={self.rank}")
+
+    @classmethod
+    def for_share(cls, shapes: Sequence[tuple[int, int]], share: float) -> Self:
+        """Return the rank, one for all tables, that keeps at most this share of the weights.
+
+        A table smaller than the rank is left alone and keeps all its weights.
+
+        >>> LowRank.for_share([(1000, 8), (5, 8)], share=0.5)
+        LowRank(rank=3)
+        """
+        total = plain_weights(shapes, share)
+        # All ranks are tried: a larger one may keep less, where it leaves a small table alone.
+        ranks = [cls(rank=rank) for rank in range(1, max(map(min, shapes)) + 1)]
+        kept = [sum(_stored(method, *shape) for shape in shapes) / total for method in ranks]
+        fitting = [place for place, part in enumerate(kept) if part <= share]
+        if not fitting:
+            raise too_small("low-rank", share, least=min(kept))
+        return ranks[max(fitting, key=kept.__getitem__)]
 
     def wrap(self, base: AnyTable) -> "LowRankTable":
         """Return the closest table of this rank."""
@@ -102,6 +152,11 @@ class LowRankStack(Stack):
         ]
         parts = zip(self.inner.split(), rights, self.padding, strict=True)
         return [LowRankTable(self.method, *part) for part in parts]
+
+
+def _stored(method: LowRank, rows: int, width: int) -> int:
+    alone = method.unsuited(rows, width) is not None
+    return rows * width if alone else (rows + width) * method.rank
 
 
 def _right_singular_vectors(weight: Tensor) -> Tensor:

@@ -23,7 +23,16 @@ from rarebit.tables.find import (
     refuse_wrapped_model,
 )
 from rarebit.tables.optimizer_state import Exchange, exchange_parameters
-from rarebit.tables.table import AnyTable, Method, Table, is_trainable, methods_of, unsuited, wrap
+from rarebit.tables.table import (
+    AnyTable,
+    Method,
+    Table,
+    declared_pair,
+    is_trainable,
+    methods_of,
+    unsuited,
+    wrap,
+)
 
 __all__ = ["TableChanges", "apply_", "merge_", "restore_tables"]
 
@@ -87,8 +96,9 @@ def apply_(
 
     `where` chooses tables by name, rows or width. Tables narrower than `min_width` are left alone:
     first-order weights have width 1. With `optimizer`, its parameters are exchanged for the new
-    ones and the state that still fits is kept; without, build the optimizer after this call.
-    Either all chosen tables change or, on an error, none.
+    ones and the state that still fits is kept; without, build the optimizer after this call. A table
+    with a method that this one must not follow is refused, with the reason. Either all chosen tables
+    change or, on an error, none.
 
     >>> model = nn.Sequential(nn.Embedding(1000, 8))
     >>> from rarebit import Hashing
@@ -107,6 +117,7 @@ def apply_(
                 f"{method} cannot be applied to {site.info.name!r}: {site.info.refusal}. "
                 f"Leave it out with where=lambda t: t.name != {site.info.name!r}"
             )
+        _refuse_ill_defined_pair(site, method)
     after = _put(model, chosen, [wrap(site.table, method) for site in chosen], optimizer)
     before = tuple(site.info for site in chosen)
     return _told(TableChanges(str(method), before, after, tuple(skipped)), verbose)
@@ -192,6 +203,15 @@ def _reason_to_skip(site: Site, method: Method, where: Where | None, min_width: 
     if where is not None and not where(site.info):
         return "not chosen"
     return unsuited(site.table, method)
+
+
+def _refuse_ill_defined_pair(site: Site, method: Method) -> None:
+    for earlier in methods_of(site.table):
+        pair = declared_pair(type(earlier), type(method))
+        if pair is not None and not pair.allowed:
+            raise UnsupportedTableError(
+                f"{method} cannot be applied to {site.info.name!r} after {earlier}: {pair.words}"
+            )
 
 
 def _nothing_matched(

@@ -12,11 +12,14 @@ Shapes: N rows of the table, D its width.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, TypeAlias
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar, Self, TypeAlias
 
 import torch
 from torch import Tensor, nn
+
+from rarebit.settings import from_mapping
 
 if TYPE_CHECKING:
     from rarebit.tables.stack import Stack
@@ -24,9 +27,12 @@ if TYPE_CHECKING:
 __all__ = [
     "AnyTable",
     "Method",
+    "Pair",
     "Table",
+    "declared_pair",
     "full_table",
     "is_trainable",
+    "method_name",
     "methods_of",
     "plain_like",
     "unsuited",
@@ -109,15 +115,64 @@ class Table(nn.Module, ABC):
 AnyTable: TypeAlias = nn.Embedding | Table
 
 
+@dataclass(frozen=True)
+class Pair:
+    """Whether a method may be applied after another, and what that means or why not."""
+
+    allowed: bool
+    """False: the pair is ill-defined, and `apply_` refuses it."""
+    words: str
+    """What the pair means; of a refused one, the reason and what to do."""
+
+
 class Method(ABC):
     """A technique for tables: frozen settings that know how to wrap a table.
 
-    Subclasses are frozen dataclasses, one a file in `methods/`; the file's name is the method's.
+    Subclasses are frozen dataclasses, one a file in `methods/`; the file's name is the method's. What
+    a study and `rarebit methods` must know of a method is data of its class; a method of one's own
+    may leave it out.
     """
+
+    title: ClassVar[str] = ""
+    """What it changes, in one line."""
+    paper: ClassVar[str] = ""
+    """Where it comes from."""
+    control: ClassVar[str] = "baseline"
+    """What a study holds it against: "baseline" is plain tables, "narrow" plain tables made narrower
+    until they have the same bytes; or the name of a method."""
+    cost: ClassVar[str] = ""
+    """What it costs in time of a step and in memory, in words."""
+    applies: ClassVar[str] = ""
+    """When to use it and when not."""
+    knobs: ClassVar[Mapping[str, tuple[object, ...]]] = {}
+    """Settings that a study may tune on validation, and the values to try, most promising first. What
+    only trades size against quality is no knob."""
+    pairs: ClassVar[Mapping[str, Pair]] = {}
+    """What it means to apply this method after another one, by the name of that one."""
+    pairs_before: ClassVar[Mapping[str, Pair]] = {}
+    """The same for methods applied after this one: a new file says both, and no older one is edited."""
+
+    @classmethod
+    def for_share(cls, shapes: Sequence[tuple[int, int]], share: float) -> Self:
+        """Return the method sized to keep at most a share of the weights of these tables.
+
+        `shapes` are the rows and the width of each table it will be applied to. The size is as close
+        below the share as the settings allow. A method that has no size comes with its defaults.
+
+        >>> from rarebit import Hashing
+        >>> Hashing.for_share([(1000, 8), (50, 8)], share=0.1)
+        Hashing(buckets=55)
+        """
+        del shapes, share
+        return from_mapping(cls, {}, where=f"method {method_name(cls)}")
 
     @abstractmethod
     def wrap(self, base: AnyTable) -> Table:
         """Return a table of the same shape as `base`, started from its rows."""
+
+    def shape_after(self, rows: int, width: int) -> tuple[int, int]:
+        """Return the shape that the next method gets of a table of this shape with this method."""
+        return rows, width
 
     def stack(self, tables: Sequence[Table], lengths: Sequence[int]) -> "Stack":
         """Return these tables behind one lookup; override where one batched operation will do."""
@@ -129,6 +184,29 @@ class Method(ABC):
         """Say why a table of this shape is better left alone, or None."""
         del rows, width
         return None
+
+
+def method_name(method: Method | type[Method]) -> str:
+    """Return a method's name as people type it; one from outside the package goes by its class.
+
+    >>> from rarebit import LowRank
+    >>> method_name(LowRank(rank=4)), method_name(LowRank)
+    ('low-rank', 'low-rank')
+    """
+    cls = method if isinstance(method, type) else type(method)
+    package, _, file = cls.__module__.rpartition(".")
+    return file.replace("_", "-") if package == "rarebit.methods" else cls.__name__
+
+
+def declared_pair(first: type[Method], then: type[Method]) -> Pair | None:
+    """Return what applying one method after another means, or None where neither of them says it.
+
+    >>> from rarebit import Hashing, LowRank
+    >>> declared_pair(Hashing, LowRank).allowed, declared_pair(LowRank, Hashing).allowed
+    (True, False)
+    """
+    said = then.pairs.get(method_name(first))
+    return said or first.pairs_before.get(method_name(then))
 
 
 def wrap(base: AnyTable, method: Method) -> Table:

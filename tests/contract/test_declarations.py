@@ -1,0 +1,244 @@
+"""What every file in `rarebit.methods` declares for studies, and toys that declare it wrongly."""
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Self
+
+import pytest
+from contract import declaration_checks as checks
+from contract.test_methods import method_of
+from torch import Tensor, nn
+
+import rarebit as rb
+from rarebit.methods import method_class, method_name, method_names, method_pairs
+from rarebit.settings import check_types, require
+from rarebit.tables.table import AnyTable, Pair, full_table, plain_like
+
+NAMES = [method_name(method_class(name)) for name in method_names()]
+PAIRS = list(itertools.product(method_names(), repeat=2))
+every_method = pytest.mark.parametrize("name", method_names())
+
+
+@every_method
+def test_a_method_says_what_it_is(name):
+    checks.check_words(method_of(name), NAMES)
+
+
+@every_method
+def test_knobs_are_settings_with_values_that_work(name):
+    checks.check_knobs(method_of(name))
+
+
+@every_method
+def test_a_sized_method_keeps_at_most_the_share(name):
+    checks.check_share(method_of(name))
+
+
+@every_method
+def test_the_next_method_gets_the_shape_that_is_said(name):
+    checks.check_shape_after(method_of(name))
+
+
+def test_every_pair_is_declared_exactly_once():
+    checks.check_pairs_declared([method_class(name) for name in method_names()])
+    assert set(method_pairs()) == set(itertools.product(NAMES, repeat=2))
+
+
+@pytest.mark.parametrize(("first", "then"), PAIRS, ids=["+".join(pair) for pair in PAIRS])
+def test_a_pair_works_or_is_refused_as_declared(first, then):
+    checks.check_pair(method_of(first), method_of(then))
+
+
+ALLOWED, REFUSED = Pair(allowed=True, words="both"), Pair(allowed=False, words="not both")
+
+
+class ToyTable(rb.Table):
+    """A table with a gain; with a fault, it is wrong."""
+
+    def __init__(self, method: "Toy", base: AnyTable) -> None:
+        super().__init__(
+            method,
+            base,
+            num_embeddings=base.num_embeddings,
+            embedding_dim=base.embedding_dim,
+            padding_idx=base.padding_idx,
+        )
+        self.fault = method.fault
+
+    def rows(self, ids: Tensor) -> Tensor:
+        rows = 2 * self.inner(ids)
+        return 2 * rows.detach() - rows if self.fault == "gradient" else rows
+
+    @property
+    def methods(self) -> tuple[rb.Method, ...]:
+        return () if self.fault == "hides" else super().methods
+
+    def merge(self) -> nn.Embedding:
+        merged = super().merge()
+        merged.weight.data += 0.001 * (self.fault == "merge")
+        return merged
+
+
+@dataclass(frozen=True, kw_only=True)
+class Toy(rb.Method):
+    fault: str = ""
+
+    def wrap(self, base: AnyTable) -> rb.Table:
+        folded = plain_like(base, full_table(base)) if self.fault == "folds" else base
+        return ToyTable(self, folded)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Declared(Toy):
+    """A toy that declares everything rightly; its tables may still have a fault."""
+
+    title = "nothing"
+    paper = "none"
+    cost = "nothing"
+    applies = "never"
+    knobs = {"level": (1, 3)}  # noqa: RUF012  # read, never changed
+    pairs = {"Declared": ALLOWED}  # noqa: RUF012  # read, never changed
+
+    level: int = 1
+
+    def __post_init__(self) -> None:
+        check_types(self)
+        require(self.level < 9, "level must be less than 9")
+
+
+def changed(**declared: Any) -> rb.Method:
+    """Return the toy with other declarations, under the same name."""
+    return type("Declared", (Declared,), declared)()
+
+
+def test_a_right_toy_passes():
+    checks.check_words(Declared(), [])
+    checks.check_knobs(Declared())
+    checks.check_share(Declared())
+    checks.check_shape_after(Declared())
+    checks.check_pairs_declared([Declared])
+    checks.check_pair(Declared(), Declared(level=2))
+
+
+@pytest.mark.parametrize(
+    ("declared", "message"),
+    [
+        *(({word: ""}, f"{word} is empty") for word in checks.WORDS),
+        ({"paper": None}, "paper is no text"),
+        ({"cost": "a\nb"}, "cost has several lines"),
+        ({"title": "t" * 73}, "the title has 73 characters"),
+        ({"control": "narow"}, "control 'narow' is unknown"),
+        ({"control": "Declared"}, "the control is the method itself"),
+    ],
+)
+def test_wrong_words_are_rejected(declared, message):
+    with pytest.raises(AssertionError, match=message):
+        checks.check_words(changed(**declared), ["Declared"])
+
+
+@pytest.mark.parametrize(
+    ("knobs", "message"),
+    [
+        ({"lvel": (1,)}, "the knob 'lvel' is no setting"),
+        ({"level": [1, 2]}, "the values of 'level' are no tuple"),
+        ({"level": ()}, "'level' has no values, or one twice"),
+        ({"level": (2, 2)}, "'level' has no values, or one twice"),
+        ({"level": (2, 9)}, "level=9 is refused: level must be less than 9"),
+        ({"level": (2, "3")}, "level='3' is refused: level must be int"),
+    ],
+)
+def test_wrong_knobs_are_rejected(knobs, message):
+    with pytest.raises(AssertionError, match=message):
+        checks.check_knobs(changed(knobs=knobs))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Oversized(Toy):
+    """Says that it can be sized, and keeps everything."""
+
+    size: int
+
+    @classmethod
+    def for_share(cls, shapes: Sequence[tuple[int, int]], share: float) -> Self:
+        return cls(size=round(share * len(shapes)))
+
+
+def test_a_method_that_keeps_too_much_is_rejected():
+    with pytest.raises(AssertionError, match=r"keeps 1\.0, not 0\.4"):
+        checks.check_share(Oversized(size=3))
+
+
+def test_a_method_that_is_sized_as_another_is_rejected():
+    def for_share(shapes: object, share: object) -> rb.Method:
+        return rb.Hashing(buckets=2)
+
+    with pytest.raises(AssertionError, match="sized, it is a Hashing"):
+        checks.check_share(changed(for_share=staticmethod(for_share)))
+
+
+def test_a_wrong_shape_is_rejected():
+    with pytest.raises(AssertionError, match=r"the next method gets \[\(13, 6\)\]"):
+        checks.check_shape_after(changed(shape_after=lambda self, rows, width: (1, width)))
+
+
+class Second(Declared):
+    """Another method, for pairs."""
+
+
+@pytest.mark.parametrize(
+    ("pairs", "before", "message"),
+    [
+        ({}, {}, r"Declared\+Second is declared 0 times, not once"),
+        ({"Declared": ALLOWED}, {}, r"Second\+Declared is declared 0 times, not once"),
+        ({"Declared": ALLOWED, "Second": REFUSED}, {}, r"Second\+Declared is declared 0 times"),
+        (
+            {"Declared": ALLOWED, "Second": REFUSED},
+            {"Declared": ALLOWED, "Second": REFUSED},
+            r"Second\+Second is declared 2 times, not once",
+        ),
+        ({"Third": ALLOWED}, {}, "Second declares a pair with 'Third', which is no method"),
+        ({}, {"Third": ALLOWED}, "Second declares a pair with 'Third', which is no method"),
+        ({"Declared": Pair(True, "")}, {}, r"Declared\+Second has no words"),
+        ({"Declared": Pair(True, "A.")}, {}, "a message goes on after the words"),
+        ({"Declared": True}, {}, r"Declared\+Second is no Pair"),
+    ],
+)
+def test_pairs_that_are_not_declared_once_are_rejected(monkeypatch, pairs, before, message):
+    monkeypatch.setattr(Second, "pairs", pairs)
+    monkeypatch.setattr(Second, "pairs_before", before)
+    with pytest.raises(AssertionError, match=message):
+        checks.check_pairs_declared([Declared, Second])
+
+
+def test_a_new_file_can_declare_all_its_pairs(monkeypatch):
+    monkeypatch.setattr(Second, "pairs", {"Declared": ALLOWED, "Second": REFUSED})
+    monkeypatch.setattr(Second, "pairs_before", {"Declared": REFUSED})
+    checks.check_pairs_declared([Declared, Second])
+    checks.check_pair(Declared(), Second(level=2))
+    checks.check_pair(Second(), Declared())
+    checks.check_pair(Second(), Second())
+
+
+@pytest.mark.parametrize(
+    ("fault", "message"),
+    [
+        ("merge", "Tensor-likes are not close"),
+        ("gradient", "a step does not lower the loss"),
+        ("folds", "no table has both, but"),
+    ],
+)
+def test_an_allowed_pair_that_does_not_work_is_rejected(fault, message):
+    with pytest.raises(AssertionError, match=message):
+        checks.check_pair(Declared(), Declared(level=2, fault=fault))
+
+
+def test_a_refusal_that_is_not_kept_is_rejected(monkeypatch):
+    monkeypatch.setattr(Second, "pairs", {"Declared": REFUSED})
+    with pytest.raises(AssertionError, match="declared as refused, and was applied"):
+        checks.check_pair(Declared(fault="hides"), Second())
+
+
+def test_a_pair_that_is_not_declared_is_rejected():
+    with pytest.raises(AssertionError, match="the pair is not declared"):
+        checks.check_pair(rb.LowRank(rank=2), Declared())

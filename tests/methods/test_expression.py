@@ -1,0 +1,195 @@
+"""Methods as people type them."""
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import rarebit as rb
+from rarebit.errors import SettingsError
+from rarebit.methods import method_from_mapping, method_name, method_text
+from rarebit.methods._expression import Expression, Part, parse_methods
+from rarebit.methods._text import read_value, split_outside
+
+SHAPES = [(1000, 8)]
+
+
+def texts(text: str) -> list[str]:
+    return [expression.text for expression in parse_methods(text)]
+
+
+def test_an_expression_is_read_as_it_is_written():
+    baseline, both, low_rank = parse_methods(
+        "baseline,hashing:buckets=1000+low-rank:rank=4,low-rank"
+    )
+    assert baseline == Expression(())
+    assert both.parts == (Part("hashing", (("buckets", 1000),)), Part("low-rank", (("rank", 4),)))
+    assert both.methods(SHAPES, 1.0) == (rb.Hashing(buckets=1000), rb.LowRank(rank=4))
+    assert low_rank.parts == (Part("low-rank"),)
+    assert low_rank.methods(SHAPES, 0.5) == (rb.LowRank.for_share(SHAPES, 0.5),)
+    assert baseline.methods(SHAPES, 0.5) == ()
+
+
+@pytest.mark.parametrize(
+    ("typed", "canonical"),
+    [
+        ("baseline", ["baseline"]),
+        ("low_rank", ["low-rank"]),
+        (" low-rank : rank = 4 , hashing ", ["low-rank:rank=4", "hashing"]),
+        ("hashing:buckets=1_000+low_rank", ["hashing:buckets=1000+low-rank"]),
+        ("low-rank,low-rank", ["low-rank", "low-rank"]),
+    ],
+)
+def test_there_is_one_form(typed, canonical):
+    assert texts(typed) == canonical
+    assert [str(expression) for expression in parse_methods(typed)] == canonical
+
+
+@pytest.mark.parametrize(
+    ("typed", "canonical"),
+    [
+        ("toy-words:sizes=[3,4]:word=other", "toy-words:word=other:sizes=[3,4]"),
+        ("toy-words:count=3:rate=1:word=plain:sizes=[1, 2]:is_on=false", "toy-words"),
+        ("toy-words:is-on=true:both=auto", "toy-words:is_on=true"),
+        ("toy-words:both=2", "toy-words:both=2.0"),
+        ("toy-words:rate=1e20", "toy-words:rate=1e20"),
+        ("toy-words:word='a,b+c:d=e'", 'toy-words:word="a,b+c:d=e"'),
+        ("toy-words:word='4'", 'toy-words:word="4"'),
+        ("toy-words:word='true'", 'toy-words:word="true"'),
+        ("toy-words:word='inf'", 'toy-words:word="inf"'),
+        ('toy-words:word="\\u007f"', 'toy-words:word="\\u007f"'),
+        ("toy-words:word=feature_dim", "toy-words:word=feature_dim"),
+        ("toy-words:names=['a', 'b']", 'toy-words:names=["a","b"]'),
+        ("hashing:buckets=5+toy-words:word=x", "hashing:buckets=5+toy-words:word=x"),
+    ],
+)
+def test_settings_come_in_declared_order_without_defaults(toy_methods, typed, canonical):
+    assert toy_methods
+    assert texts(typed) == [canonical]
+    assert texts(canonical) == [canonical]
+
+
+WORDS = st.text(st.characters(exclude_categories=["Cs"]), max_size=8)
+FLOATS = st.floats(allow_nan=False)
+VALUES = st.fixed_dictionaries(
+    {},
+    optional={
+        "word": WORDS
+        | st.sampled_from(["true", "nan", "1", "1e3", "a b", " a", "2020-01-01", "[", ""]),
+        "rate": FLOATS,
+        "count": st.integers(),
+        "is_on": st.booleans(),
+        "sizes": st.lists(st.integers(), max_size=3).map(tuple),
+        "names": st.lists(WORDS, max_size=3).map(tuple),
+        "both": FLOATS | st.just("auto"),
+    },
+)
+
+
+@settings(max_examples=300)
+@given(first=st.none() | st.integers(1, 10**9), values=VALUES)
+def test_the_text_of_any_settings_is_read_back(toy_methods, first, values):
+    wanted = toy_methods["toy-words"](**values)
+    hashing = [] if first is None else [rb.Hashing(buckets=first)]
+    text = "+".join(method_text(method) for method in (*hashing, wanted))
+    both = parse_methods(f"{text},baseline,{text}")
+    assert [expression.text for expression in both] == [text, "baseline", text]
+    assert both[0].methods(SHAPES, 1.0) == (*hashing, wanted)
+    assert both[0] == both[2]
+    assert hash(both[0]) == hash(both[2])
+
+
+@given(text=st.text(st.sampled_from("ab=+:,[]\"'\\ 1"), max_size=12))
+def test_any_text_is_read_or_refused_in_a_sentence(text):
+    try:
+        expressions = parse_methods(text)
+    except SettingsError as error:
+        assert str(error)  # noqa: PT017  # what comes back otherwise is looked at below
+    else:
+        assert texts(",".join(e.text for e in expressions)) == [e.text for e in expressions]
+
+
+@given(pieces=st.lists(st.text(st.characters(exclude_characters=",[]\"'"), max_size=5), min_size=1))
+def test_without_quotes_and_lists_splitting_is_plain(pieces):
+    assert split_outside(",".join(pieces), ",") == [piece.strip() for piece in pieces]
+
+
+def test_a_value_cannot_smuggle_in_another():
+    assert read_value("1\nother = 2") == "1\nother = 2"
+
+
+@pytest.mark.parametrize(
+    ("typed", "message"),
+    [
+        ("", "expected the name of a method before and after each comma, got nothing"),
+        ("low-rank,,hashing", "expected the name of a method before and after each comma"),
+        ("low-rank+", r"expected the name of a method, as in hashing\+low-rank, got 'low-rank\+'"),
+        (":rank=4", "expected the name of a method, as in .*, got ':rank=4'"),
+        ("low-rnk", "unknown method 'low-rnk'; did you mean 'low-rank'"),
+        ("low_rnk", "unknown method 'low_rnk'; did you mean 'low-rank'"),
+        ("basline", "unknown method 'basline'; did you mean 'baseline'"),
+        ("xyzzy", "unknown method 'xyzzy'; known: baseline, hashing, low-rank"),
+        ("_text", "unknown method '_text'"),
+        ("low-rank:rnak=4", "method low-rank: unknown setting 'rnak'; did you mean 'rank'"),
+        ("low-rank:rank=four", "method low-rank: rank must be int, got 'four'"),
+        ("low-rank:rank=1.5", "method low-rank: rank must be int, got 1.5"),
+        ("low-rank:rank=0", "rank must be at least 1, got rank=0"),
+        ("low-rank:rank", "expected setting=value after each colon, got 'low-rank:rank'"),
+        ("low-rank:rank=", "expected setting=value after each colon, got 'low-rank:rank='"),
+        ("low-rank:rank=4:rank=5", "rank is given twice in 'low-rank:rank=4:rank=5'"),
+        ("baseline+low-rank", r"baseline is tables as they are and stands alone, got 'baseline\+"),
+        ("low-rank+baseline", r"stands alone, got 'low-rank\+baseline'"),
+        ("baseline:rank=4", "stands alone, got 'baseline:rank=4'"),
+        ("low-rank+hashing", r"low-rank\+hashing is refused: hashing keeps rows, .* hash first"),
+        ("hashing+hashing", r"hashing\+hashing is refused: a second remainder"),
+        ("hashing+low-rank+hashing", r"hashing\+hashing is refused: a second remainder"),
+        ("low-rank+low_rank", r"low-rank\+low-rank is refused: two low ranks"),
+    ],
+)
+def test_a_mistake_is_told(typed, message):
+    with pytest.raises(SettingsError, match=message):
+        parse_methods(typed)
+
+
+@pytest.mark.parametrize(
+    "typed", ["toy-words+low-rank", "toy-words+toy-words", "low-rank+toy-words"]
+)
+def test_a_pair_that_nobody_has_declared_is_refused(toy_methods, typed):
+    assert toy_methods
+    first, then = typed.split("+")
+    message = rf"{first}\+{then} is refused: neither of them says what it means to apply both"
+    with pytest.raises(SettingsError, match=message):
+        parse_methods(typed)
+
+
+def test_what_is_given_beside_the_size_is_kept(toy_methods):
+    [expression] = parse_methods("toy-sized:word=other")
+    assert expression.methods(SHAPES, 0.25) == (toy_methods["toy-sized"](size=25, word="other"),)
+
+
+def test_a_part_that_needs_no_size_leaves_the_whole_share_to_others(toy_methods):
+    [expression] = parse_methods("hashing+toy-words")
+    methods = expression.methods(SHAPES, 0.25)
+    assert methods == (rb.Hashing(buckets=250), toy_methods["toy-words"]())
+
+
+def test_a_setting_that_is_missing_and_not_a_size_is_asked_for(toy_methods):
+    assert toy_methods
+    [expression] = parse_methods("toy-factor")
+    with pytest.raises(SettingsError, match="method toy-factor: ToyFactor needs factor"):
+        expression.methods(SHAPES, 0.5)
+
+
+def test_a_name_is_what_people_type():
+    assert method_name(rb.LowRank) == method_name(rb.LowRank(rank=2)) == "low-rank"
+    assert method_name(rb.Hashing) == "hashing"
+    for name in ("low-rank", "low_rank"):
+        assert method_from_mapping({"method": name, "rank": 3}) == rb.LowRank(rank=3)
+
+
+def test_a_method_from_elsewhere_goes_by_its_class():
+    class Hashing(rb.Hashing):
+        pass
+
+    assert method_name(Hashing) == "Hashing"
+    Hashing.__module__ = "elsewhere.low_rank"
+    assert method_name(Hashing) == "Hashing"
