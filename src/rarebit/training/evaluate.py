@@ -13,7 +13,16 @@ from rarebit.errors import DataError, TrainingError
 from rarebit.training.checks import check_counts, check_schema
 from rarebit.training.metrics import Metrics, measure
 
-__all__ = ["Evaluation", "Forward", "device_of", "evaluate", "predict", "rarity", "score"]
+__all__ = [
+    "Evaluation",
+    "Forward",
+    "device_of",
+    "evaluate",
+    "evaluate_scores",
+    "predict",
+    "rarity",
+    "score",
+]
 
 Forward: TypeAlias = Callable[[nn.Module, Batch], Tensor]
 """How to get one score a row out of a model: `forward(model, batch)`."""
@@ -101,6 +110,19 @@ def evaluate(
     4
     """
     logits = predict(model, data, batch_size=batch_size, forward=forward)
+    return evaluate_scores(logits, data, counts=counts)
+
+
+def evaluate_scores(
+    logits: Tensor, data: Dataset, *, counts: Mapping[str, Tensor] | None = None
+) -> Evaluation:
+    """Measure scores that a model gave to the rows of a data set, as `predict` returns them.
+
+    >>> from rarebit import Dataset
+    >>> data = Dataset.from_columns({"user": [0, 1, 1, 0]}, label=[0, 1, 1, 0])
+    >>> evaluate_scores(torch.tensor([-1.0, 2.0, 3.0, 0.0]), data).auc
+    1.0
+    """
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     if not bool(torch.isfinite(logits).all()):
         row = int((~torch.isfinite(logits)).nonzero()[0])

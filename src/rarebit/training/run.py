@@ -18,10 +18,12 @@ from torch import nn
 
 from rarebit.data.dataset import Dataset, Splits
 from rarebit.data.folder import PreparedFolder
+from rarebit.data.schema import Schema
 from rarebit.data.synthetic import SyntheticLog, generate
 from rarebit.errors import DataError, ModelFileError, SettingsError
 from rarebit.methods import method_from_mapping, method_to_mapping
 from rarebit.models import build_model, model_settings
+from rarebit.models._base import RankingModel
 from rarebit.settings import check_types, from_mapping, require, suggest, to_mapping
 from rarebit.tables.apply import apply_
 from rarebit.tables.find import table_parameters
@@ -40,6 +42,8 @@ __all__ = [
     "load_splits",
     "read_run",
     "run",
+    "start_model",
+    "table_bytes",
 ]
 
 RUN_FILE = "run.json"
@@ -167,11 +171,7 @@ def run(
         _refuse_used(out)
         _write(out / RUN_FILE, {"settings": _stored(settings)})
     splits = prepared or load_splits(settings.data, progress=data_progress)
-    torch.manual_seed(settings.training.seed)
-    model = build_model(settings.model, splits.train.schema, settings.model_settings)
-    for method in settings.methods:
-        say(str(apply_(model, method, verbose=False)))
-    model.to(device)
+    model = start_model(settings, splits.train.schema, say=say).to(device)
     history = fit(
         model,
         splits.train,
@@ -186,13 +186,43 @@ def run(
         history=history,
         test=evaluate(model, splits.test, counts=splits.train.counts()),
         num_parameters=sum(parameter.numel() for parameter in model.parameters()),
-        table_bytes=sum(parameter.nbytes for parameter in table_parameters(model).values()),
+        table_bytes=table_bytes(model),
         folder=out,
     )
     if out is not None:
         save_model(model, out)
         _write(out / RUN_FILE, _describe(settings, result))
     return result
+
+
+def start_model(
+    settings: RunSettings, schema: Schema, *, say: Callable[[str], object] = print
+) -> RankingModel:
+    """Return the model of a run as training finds it, with its methods applied.
+
+    The seed draws the weights before any method does, so that methods of one seed start from the same
+    tables; and it is set again, so that what training draws does not depend on what they drew.
+
+    >>> from rarebit import Field
+    >>> schema = Schema((Field(name="user", rows=9), Field(name="item", rows=7)))
+    >>> type(start_model(RunSettings(model="fm"), schema)).__name__
+    'FM'
+    """
+    torch.manual_seed(settings.training.seed)
+    model = build_model(settings.model, schema, settings.model_settings)
+    for method in settings.methods:
+        say(str(apply_(model, method, verbose=False)))
+    torch.manual_seed(settings.training.seed)
+    return model
+
+
+def table_bytes(model: nn.Module) -> int:
+    """Return the bytes of everything that a model's tables store.
+
+    >>> table_bytes(nn.Sequential(nn.Embedding(10, 4)))
+    160
+    """
+    return sum(parameter.nbytes for parameter in table_parameters(model).values())
 
 
 def load_splits(
