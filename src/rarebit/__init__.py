@@ -6,13 +6,19 @@ from rarebit.data.prepare import prepare, prepare_source
 from rarebit.data.schema import Field, Schema
 from rarebit.data.synthetic import SyntheticLog, generate
 from rarebit.data.text_format import TextFormat
+from rarebit.diagnosis.diagnose import diagnose
+from rarebit.diagnosis.report import Diagnosis
+from rarebit.diagnosis.spectrum import information_abundance
 from rarebit.methods.hashing import Hashing
 from rarebit.methods.low_rank import LowRank
+from rarebit.study.plan import StudyPlan
+from rarebit.study.results import StudyResult
+from rarebit.study.study import study
 from rarebit.tables.apply import TableChanges, apply_, merge_
 from rarebit.tables.find import TableInfo, find_tables
 from rarebit.tables.optimizer_state import check
 from rarebit.tables.row_gradients import RowGradients, sum_losses
-from rarebit.tables.table import Method, Table
+from rarebit.tables.table import Method, Pair, Table
 from rarebit.training.clipping import clip_grad_norm_
 from rarebit.training.ema import EMA
 from rarebit.training.evaluate import Evaluation, evaluate, predict
@@ -32,6 +38,7 @@ __all__ = [
     "Batch",
     "Column",
     "Dataset",
+    "Diagnosis",
     "Evaluation",
     "Field",
     "Hashing",
@@ -41,6 +48,7 @@ __all__ = [
     "MemoryEstimate",
     "Method",
     "Metrics",
+    "Pair",
     "PreparedLog",
     "RowGradients",
     "RunResult",
@@ -49,6 +57,8 @@ __all__ = [
     "Scored",
     "Split",
     "Splits",
+    "StudyPlan",
+    "StudyResult",
     "SyntheticLog",
     "Table",
     "TableChanges",
@@ -60,11 +70,13 @@ __all__ = [
     "check",
     "clip_grad_norm_",
     "collate",
+    "diagnose",
     "estimate_memory",
     "evaluate",
     "find_tables",
     "fit",
     "generate",
+    "information_abundance",
     "load_model",
     "merge_",
     "optimizer",
@@ -74,5 +86,6 @@ __all__ = [
     "run",
     "save_model",
     "score_log",
+    "study",
     "sum_losses",
 ]

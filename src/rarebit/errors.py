@@ -14,6 +14,8 @@
     ├── ModelFileError          a saved model is missing, damaged or of another shape     (ValueError)
     ├── CheckpointError         a checkpoint cannot be written or read                    (ValueError)
     │   └── NewerFormatError    a checkpoint was written by a later version
+    ├── StudyError              a study cannot go on, or its folder cannot be read        (RuntimeError)
+    ├── StudyInterrupted        a signal asked a study to stop, and it did
     └── MissingExtraError       an optional package is not installed                      (ImportError)
 
 A message says what was expected, what came and what to do. The command line prints it as one
@@ -32,6 +34,8 @@ __all__ = [
     "OptimizerError",
     "RarebitError",
     "SettingsError",
+    "StudyError",
+    "StudyInterrupted",
     "TableError",
     "TrainingError",
     "TrainingInterrupted",
@@ -98,6 +102,14 @@ class CheckpointError(RarebitError, ValueError):
 
 class NewerFormatError(CheckpointError):
     """A checkpoint was written by a later version."""
+
+
+class StudyError(RarebitError, RuntimeError):
+    """A study cannot go on, or its folder cannot be read."""
+
+
+class StudyInterrupted(RarebitError):  # noqa: N818  # a wish of the user's, not a mistake
+    """A signal asked a study to stop, and it did; what was learned is written."""
 
 
 class MissingExtraError(RarebitError, ImportError):

@@ -1,0 +1,179 @@
+"""`rarebit compare`: methods with paired seeds, each against its control."""
+
+import shlex
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from rarebit.cli.common import (
+    DeviceOption,
+    SetOption,
+    choose_device,
+    override,
+    parse_assignment,
+    stop,
+)
+from rarebit.cli.show import console, how_to_call
+from rarebit.cli.show_study import BarStudy, show_study
+from rarebit.errors import SettingsError, StudyInterrupted
+from rarebit.models import model_names
+from rarebit.settings import read_toml
+from rarebit.study.plan import StudyPlan, section_tables
+from rarebit.study.results import StudyResult, read_result
+from rarebit.study.study import study
+
+__all__ = ["compare", "run_study"]
+
+
+def compare(  # noqa: PLR0917  # typer calls it by name
+    methods: Annotated[
+        str | None,
+        typer.Option(
+            help="Methods with commas between them, combined by +, with settings after colons: "
+            "baseline,low-rank,hashing:buckets=1000+low-rank. See rarebit methods."
+        ),
+    ] = None,
+    model: Annotated[
+        str | None,
+        typer.Option(
+            help=f"Of {', '.join(model_names())}; several with commas. deepfm if not given."
+        ),
+    ] = None,
+    data: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="A folder made by rarebit data prepare; or synthetic, the built-in log. May be repeated."
+        ),
+    ] = None,
+    plan: Annotated[
+        Path | None,
+        typer.Option(
+            help=r"A TOML file: methods, seeds, ..., \[\[model]], \[\[data]], \[training]. "
+            "Options win over it.",
+            readable=False,
+        ),
+    ] = None,
+    seeds: Annotated[int | None, typer.Option(help="Runs of each side; 5 if not given.")] = None,
+    trials: Annotated[
+        int | None,
+        typer.Option(
+            help="Settings tried for each side on validation rows; 1 if not given: no tuning."
+        ),
+    ] = None,
+    share: Annotated[
+        float | None,
+        typer.Option(help="Of the tables' bytes that smaller tables may keep; 0.5 if not given."),
+    ] = None,
+    control: Annotated[
+        str | None,
+        typer.Option(
+            help="What all methods are held against, such as baseline; else each one's own."
+        ),
+    ] = None,
+    epochs: Annotated[int | None, typer.Option(help="Most passes over the data.")] = None,
+    batch_size: Annotated[int | None, typer.Option(help="Rows a step.")] = None,
+    lr: Annotated[float | None, typer.Option(help="Learning rate.")] = None,
+    set_: SetOption = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(help="Folder of the study; studies/MODEL-DATA if not given."),
+    ] = None,
+    resume: Annotated[
+        bool,
+        typer.Option(help="Go on with the runs in the folder; --no-resume refuses a used one."),
+    ] = True,
+    minutes: Annotated[
+        float | None, typer.Option(help="Stop after so long; the same command goes on.")
+    ] = None,
+    workers: Annotated[
+        int | None, typer.Option(help="Runs side by side; one a core if not given, one on a GPU.")
+    ] = None,
+    threads: Annotated[int, typer.Option(help="Threads of each run on a CPU.")] = 1,
+    keep_models: Annotated[
+        bool, typer.Option("--keep-models", help="Keep the model of every run in its folder.")
+    ] = False,
+    show: Annotated[
+        Path | None,
+        typer.Option(
+            help="Run nothing: show the result in this folder or JSON file.", readable=False
+        ),
+    ] = None,
+    device: DeviceOption = "auto",
+) -> None:
+    """Compare methods with paired seeds, each against its control, and say which of them help.
+
+    All sides have the same split, seeds, order of rows and number of trials. What is finished is kept: the
+    same command goes on where it was stopped.
+    """
+    if show is not None:
+        show_study(read_result(show))
+        return
+    values = read_toml(plan) if plan is not None else {}
+    given = {
+        "methods": methods,
+        "seeds": seeds,
+        "trials": trials,
+        "share": share,
+        "control": control,
+    }
+    values |= {name: value for name, value in given.items() if value is not None}
+    if model is not None:
+        values["model"] = [{"name": name.strip()} for name in model.split(",")]
+    if data is not None:
+        values["data"] = data
+    for name, value in {"epochs": epochs, "batch_size": batch_size, "lr": lr}.items():
+        override(values, "training", name, value)
+    for assignment in set_ or []:
+        _set(values, *parse_assignment(assignment))
+    wanted = StudyPlan.from_mapping(values)
+    folder = out or _folder(wanted)
+    if not resume and any((folder / "runs").glob("*")):
+        raise SettingsError(
+            f"{str(folder)!r} holds runs already; go on with them, or choose another"
+        )
+    result = run_study(
+        folder,
+        wanted,
+        minutes=minutes,
+        workers=workers,
+        threads=threads,
+        device=choose_device(device),
+        keep_models=keep_models,
+    )
+    place = shlex.quote(str(folder))
+    if not result.is_complete:
+        console.print("Some runs are missing: the same command makes them.")
+    console.print(f"\nKept in {folder}. To see it again:", soft_wrap=True, markup=False)
+    console.print(f"  {how_to_call()} compare --show {place}", soft_wrap=True, markup=False)
+
+
+def run_study(folder: Path, plan: StudyPlan, **options: Any) -> StudyResult:
+    """Run a study with bars, show it, and say how to go on with one that was stopped."""
+    try:
+        with BarStudy() as progress:
+            result = study(folder, plan, progress=progress, **options)
+    except StudyInterrupted as stopped:
+        show_study(read_result(folder))
+        stop(f"{stopped}; the same command goes on", code=130)
+    except KeyboardInterrupt:
+        stop("stopped at once; the same command goes on from the last checkpoints", code=130)
+    show_study(result)
+    return result
+
+
+def _set(values: dict[str, Any], section: str, name: str, value: object) -> None:
+    """Put one value into a section of the plan: into each of its tables, where it has several."""
+    if section in ("model", "data"):
+        tables = section_tables(section, values.get(section, {}))
+        values[section] = [{**table, name: value} for table in tables]
+    else:
+        override(values, section, name, value)
+
+
+def _folder(plan: StudyPlan) -> Path:
+    """Return studies/MODEL-DATA: the same command finds its runs again."""
+    runs = plan.runs[:1] if len({run.model for run in plan.runs}) == 1 else ()
+    model = runs[0].model if runs else "models"
+    logs = {Path(getattr(run.data, "folder", "synthetic")).name for run in plan.runs}
+    return Path("studies") / f"{model}-{logs.pop() if len(logs) == 1 else 'logs'}"

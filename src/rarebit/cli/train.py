@@ -1,0 +1,121 @@
+"""`rarebit train`: one model, trained and kept in a folder."""
+
+import itertools
+import shlex
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from rarebit.cli.common import (
+    DeviceOption,
+    SetOption,
+    choose_device,
+    override,
+    parse_assignment,
+    stop,
+)
+from rarebit.cli.show import BarProgress, console, errors, how_to_call, show_run
+from rarebit.errors import SettingsError, TrainingInterrupted
+from rarebit.models import model_names
+from rarebit.settings import read_toml
+from rarebit.training.run import PreparedLog, RunResult, RunSettings, read_run, run
+
+__all__ = ["train"]
+
+
+def train(  # noqa: PLR0917  # typer calls it by name
+    model: Annotated[
+        str | None, typer.Option(help=f"One of {', '.join(model_names())}; deepfm if not given.")
+    ] = None,
+    data: Annotated[
+        str | None,
+        typer.Option(
+            help="A folder made by rarebit data prepare; or synthetic, the built-in click log."
+        ),
+    ] = None,
+    config: Annotated[
+        Path | None,
+        typer.Option(
+            help=r"A TOML file: \[model], \[data], \[training], \[\[methods]].", readable=False
+        ),
+    ] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="Folder for the run; a new one below runs/ if not given.")
+    ] = None,
+    resume: Annotated[
+        Path | None,
+        typer.Option(
+            help="Go on with the run in this folder, from its newest checkpoint.", readable=False
+        ),
+    ] = None,
+    rows: Annotated[int | None, typer.Option(help="Rows of the generated click log.")] = None,
+    epochs: Annotated[int | None, typer.Option(help="Most passes over the data.")] = None,
+    batch_size: Annotated[int | None, typer.Option(help="Rows a step.")] = None,
+    lr: Annotated[float | None, typer.Option(help="Learning rate.")] = None,
+    tables: Annotated[
+        str | None,
+        typer.Option(help="dense: every row in every step; rowwise: the rows a step looked up."),
+    ] = None,
+    seed: Annotated[int | None, typer.Option(help="Initial weights and order of the rows.")] = None,
+    set_: SetOption = None,
+    device: DeviceOption = "auto",
+) -> None:
+    """Train a ranking model and keep it in a folder. Options win over the settings file."""
+    values = _first_settings(config, resume, out)
+    override(values, "model", "name", model)
+    if data is not None:
+        values["data"] = {"source": data} if data == "synthetic" else {"folder": data}
+    override(values, "data", "rows", rows)
+    override(values, "training", "epochs", epochs)
+    override(values, "training", "batch_size", batch_size)
+    override(values, "training", "lr", lr)
+    override(values, "training", "tables", tables)
+    override(values, "training", "seed", seed)
+    for assignment in set_ or []:
+        override(values, *parse_assignment(assignment))
+    settings = RunSettings.from_mapping(values)
+    folder = resume or out or _new_folder(settings.model)
+    result = _train(settings, folder, device, resume=resume is not None)
+    place = shlex.quote(str(result.folder))
+    console.print(f"\nSaved in {result.folder}. To score with it:", soft_wrap=True, markup=False)
+    console.print(f"  {how_to_call()} predict --model {place}", soft_wrap=True, markup=False)
+
+
+def _first_settings(config: Path | None, resume: Path | None, out: Path | None) -> dict[str, Any]:
+    """Return the settings that options change: of a file, of the run to go on with, or none."""
+    if resume is None:
+        return read_toml(config) if config is not None else {}
+    for name, given in {"--config": config, "--out": out}.items():
+        if given is not None:
+            raise SettingsError(f"{name} has no place beside --resume: the run has its own")
+    return read_run(resume).to_mapping()
+
+
+def _train(settings: RunSettings, folder: Path, device: str, *, resume: bool = False) -> RunResult:
+    again = f"{how_to_call()} train --resume {shlex.quote(str(folder))}"
+    try:
+        with BarProgress() as progress:
+            result = run(
+                settings,
+                folder=folder,
+                resume=resume,
+                device=choose_device(device),
+                progress=progress,
+                data_progress=progress.rows,
+                say=errors.print,
+            )
+    except TrainingInterrupted as stopped:
+        stop(f"{stopped}. To go on: {again}", code=stopped.exit_code)
+    except KeyboardInterrupt:
+        stop(f"stopped at once. To go on from the last checkpoint: {again}", code=130)
+    log = settings.data
+    name = log.folder if isinstance(log, PreparedLog) else "the built-in click log"
+    show_run(result, f"{settings.model} on the test split of {name}")
+    return result
+
+
+def _new_folder(model: str) -> Path:
+    """Return the first folder runs/MODEL-N that is not there yet."""
+    names = (Path("runs") / f"{model}-{number}" for number in itertools.count(1))
+    return next(folder for folder in names if not folder.exists())

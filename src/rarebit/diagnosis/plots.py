@@ -1,0 +1,281 @@
+"""Plots of a diagnosis as PNG images: spectra, information abundance, norms, sub-embeddings.
+
+Needs matplotlib, which is imported here only, and used without its global state.
+"""
+
+import io
+import math
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+from rarebit.diagnosis.spectrum import random_singular_values
+from rarebit.diagnosis.sub_embeddings import SubEmbeddings
+from rarebit.diagnosis.table import TableDiagnosis
+from rarebit.diagnosis.text import short_names
+from rarebit.errors import MissingExtraError
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+__all__ = ["draw_plots"]
+
+MOST_PANELS = 48
+"""Tables that are drawn, the largest first; a page of more could not be read."""
+LONGEST_NAME = 22
+LOWEST_POWER = -6
+"""Singular values below 1e-6 of the largest are rounding, in a table of float32."""
+TRAINED, RANDOM, QUIET = "#1f5fa8", "#9a9a9a", "#555555"
+DPI = 130
+
+
+def draw_plots(
+    tables: Sequence[TableDiagnosis], matrices: Sequence[SubEmbeddings] = ()
+) -> dict[str, bytes]:
+    """Return the plots there are figures for, as PNG images by file name.
+
+    >>> draw_plots([])
+    {}
+    """
+    figures: dict[str, Figure] = {}
+    shown = [table for table in tables if table.spectrum]
+    if shown:
+        figures["spectra.png"] = _draw_spectra(shown)
+        figures["abundance.png"] = _draw_abundance(shown)
+    counted = [table for table in tables if table.width > 1 and table.norm_by_count]
+    if counted:
+        figures["norms.png"] = _draw_norms(counted)
+    for number, matrix in enumerate(matrices):
+        name = "sub_embeddings.png" if len(matrices) == 1 else f"sub_embeddings_{number}.png"
+        figures[name] = _draw_matrix(matrix, tables)
+    return {name: _as_png(figure) for name, figure in figures.items()}
+
+
+def _new_figure(width: float, height: float, *, arrange: bool = True) -> "Figure":
+    """Return an empty figure; its size is in inches. Arranging many panels would take seconds."""
+    try:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+    except ImportError:
+        raise MissingExtraError(
+            "matplotlib", "plots", "drawing plots (plots=False and --no-plots do without)"
+        ) from None
+    figure = Figure(figsize=(width, height), dpi=DPI, layout="constrained" if arrange else None)
+    FigureCanvasAgg(figure)
+    return figure
+
+
+def _as_png(figure: "Figure") -> bytes:
+    image = io.BytesIO()
+    figure.savefig(image, format="png")
+    return image.getvalue()
+
+
+def _draw_spectra(tables: Sequence[TableDiagnosis]) -> "Figure":
+    least = min(min(_normalised(table.spectrum or ())[1], default=1.0) for table in tables)
+    lowest = 10.0 ** max(math.floor(math.log10(least)), LOWEST_POWER)
+
+    def panel(axes: "Axes", table: TableDiagnosis) -> None:
+        assert table.spectrum is not None
+        chance = random_singular_values(table.rows, table.width).tolist()
+        axes.plot(
+            *_normalised(chance), color=RANDOM, marker=".", markersize=4, label="random table"
+        )
+        axes.plot(
+            *_normalised(table.spectrum), color=TRAINED, marker=".", markersize=4, label="table"
+        )
+        axes.set_yscale("log")
+        axes.yaxis.minorticks_off()
+        axes.set_ylim(min(lowest, 0.1), 1.6)
+        axes.set_xlim(0.5, table.width + 0.5)
+
+    return _draw_panels(
+        tables,
+        panel,
+        figure_of=lambda table: f"IA {table.information_abundance:.1f}",
+        title="Singular values over the largest one",
+        x_label="singular value, from the largest",
+        y_label="share of the largest",
+    )
+
+
+def _draw_norms(tables: Sequence[TableDiagnosis]) -> "Figure":
+    most = max(table.norm_by_count[-1].most for table in tables)
+
+    def panel(axes: "Axes", table: TableDiagnosis) -> None:
+        seen = [norm for norm in table.norm_by_count if norm.least]
+        axes.plot(
+            [math.sqrt(norm.least * norm.most) for norm in seen],
+            [norm.mean_norm for norm in seen],
+            color=TRAINED,
+            marker=".",
+            markersize=5,
+            label="seen in training",
+        )
+        if table.norm_by_count[0].least == 0:
+            never = table.norm_by_count[0].mean_norm
+            axes.axhline(never, color=RANDOM, linestyle="--", label="never seen")
+        axes.set_xscale("log", base=2)
+        axes.set_xlim(0.7, 1.4 * max(most, 2))
+        axes.set_ylim(0, 1.1 * max(norm.mean_norm for norm in table.norm_by_count) or 1.0)
+
+    return _draw_panels(
+        tables,
+        panel,
+        figure_of=lambda table: (
+            ""
+            if table.norm_correlation is None
+            else f"correlation {round(table.norm_correlation, 2) + 0.0:+.2f}"
+        ),
+        title="Mean norm of rows by how often their value was seen in training",
+        x_label="times seen, in bins of powers of two",
+        y_label="mean norm",
+    )
+
+
+def _draw_panels(
+    tables: Sequence[TableDiagnosis],
+    panel: "Callable[[Axes, TableDiagnosis], None]",
+    *,
+    figure_of: Callable[[TableDiagnosis], str],
+    title: str,
+    x_label: str,
+    y_label: str,
+) -> "Figure":
+    """Draw one small panel a table, the largest table first."""
+    chosen = sorted(tables, key=lambda table: -table.rows)[:MOST_PANELS]
+    if len(tables) > len(chosen):
+        title += f": the {len(chosen)} largest of {len(tables)} tables"
+    columns = min(len(chosen), 4 if len(chosen) <= 12 else 6)
+    lines = math.ceil(len(chosen) / columns)
+    width, height = max(2.3 * columns, 7.0) + 0.8, 2.0 * lines + 1.2
+    figure = _new_figure(width, height, arrange=False)
+    figure.subplots_adjust(
+        left=0.8 / width,
+        right=1 - 0.2 / width,
+        bottom=0.75 / height,
+        top=1 - 0.95 / height,
+        wspace=0.32,
+        hspace=0.55,
+    )
+    panels = figure.subplots(lines, columns, squeeze=False).flatten()
+    for axes, table, name in zip(panels, chosen, short_names(chosen), strict=False):
+        panel(axes, table)
+        words = [f"{table.rows:,} x {table.width}", figure_of(table)]
+        axes.set_title("\n".join([_shortened(name), ", ".join(filter(None, words))]), fontsize=8)
+        axes.tick_params(labelsize=7)
+        _quieten(axes)
+    for axes in panels[len(chosen) :]:
+        axes.remove()
+    figure.suptitle(title, fontsize=12, y=1 - 0.15 / height, va="top")
+    figure.supxlabel(x_label, fontsize=9, y=0.12 / height)
+    figure.supylabel(y_label, fontsize=9, x=0.1 / width)
+    drawn = {
+        str(line.get_label()): line for axes in panels[: len(chosen)] for line in axes.get_lines()
+    }
+    figure.legend(
+        list(drawn.values()),
+        list(drawn),
+        loc="upper right",
+        bbox_to_anchor=(1 - 0.1 / width, 1 - 0.35 / height),
+        ncols=2,
+        fontsize=8,
+        frameon=False,
+    )
+    return figure
+
+
+def _draw_abundance(tables: Sequence[TableDiagnosis]) -> "Figure":
+    ordered = sorted(tables, key=lambda table: table.information_abundance or 0.0)
+    figure = _new_figure(8.0, 0.24 * len(ordered) + 1.5)
+    axes = figure.subplots()
+    places = range(len(ordered))
+    own = [table.information_abundance or 0.0 for table in ordered]
+    chance = [table.random_abundance or 0.0 for table in ordered]
+    axes.barh(places, own, height=0.65, color=TRAINED, label="table")
+    axes.plot(
+        chance, places, "|", color="black", markersize=9, label="random table of the same size"
+    )
+    longest = max(*own, *chance)
+    for place, (value, other) in enumerate(zip(own, chance, strict=True)):
+        # beside the bar, unless the mark of the random table is in the way
+        free = abs(other - value) > 0.06 * longest
+        start = value if free else max(value, other)
+        axes.text(start, place, f"  {value:.1f}", va="center", fontsize=7, color=QUIET)
+    axes.set_yticks(places, [_shortened(name) for name in short_names(ordered)], fontsize=8)
+    axes.set_ylim(-0.7, len(ordered) - 0.3)
+    axes.set_xlim(0, 1.08 * longest)
+    axes.set_xlabel("information abundance: sum of singular values over the largest", fontsize=9)
+    axes.set_title("Information abundance of each table", fontsize=12)
+    axes.tick_params(axis="x", labelsize=8)
+    _quieten(axes)
+    axes.grid(visible=False, axis="y")
+    figure.legend(loc="outside lower right", fontsize=8, frameon=False, ncols=2)
+    return figure
+
+
+def _draw_matrix(matrix: SubEmbeddings, tables: Sequence[TableDiagnosis]) -> "Figure":
+    """Draw the matrix with its sums; fields are in the order of their tables' abundance."""
+    prefix = matrix.name.partition("backbone.")[0]
+    known = {table.name: table.information_abundance or 0.0 for table in tables}
+    own = {name: known.get(f"{prefix}backbone.tables.{name}", 0.0) for name in matrix.fields}
+    # a field without a table comes first: its single vector has an abundance of 1
+    rows = sorted(range(len(matrix.fields)), key=lambda i: own[matrix.fields[i]])
+    columns = sorted(range(len(matrix.others)), key=lambda j: own.get(matrix.others[j], 1.0))
+    values = [[_or_nan(matrix.abundance[i][j]) for j in columns] for i in rows]
+    height, width = max(0.26 * len(rows), 2.0), max(0.26 * len(columns), 3.0)  # of the matrix
+    figure = _new_figure(width + 3.7, height + 3.3)
+    ratios = {"width_ratios": [width, 1.2], "height_ratios": [1.0, height]}
+    grid = figure.subplots(2, 2, gridspec_kw=ratios, squeeze=False)
+    axes, above, beside = grid[1][0], grid[0][0], grid[1][1]
+    grid[0][1].set_visible(False)
+    image = axes.imshow(values, aspect="auto", cmap="viridis")
+    axes.set_xticks(range(len(columns)), [_shortened(matrix.others[j]) for j in columns])
+    axes.set_yticks(range(len(rows)), [_shortened(matrix.fields[i]) for i in rows])
+    axes.tick_params(labelsize=8)
+    axes.tick_params(axis="x", rotation=90)
+    axes.set_xlabel("j: the field that is met", fontsize=9)
+    axes.set_ylabel("i: the field of the table", fontsize=9)
+    above.bar(range(len(columns)), [matrix.other_sums[j] for j in columns], color=TRAINED)
+    above.set_ylabel("sum over i", fontsize=8)
+    above.set_xlim(axes.get_xlim())
+    above.set_xticks([])
+    beside.barh(range(len(rows)), [matrix.field_sums[i] for i in rows], color=TRAINED)
+    beside.set_xlabel("sum over j", fontsize=8)
+    beside.set_ylim(axes.get_ylim())
+    beside.set_yticks([])
+    for bars in (above, beside):
+        bars.tick_params(labelsize=7)
+        _quieten(bars)
+    bar = figure.colorbar(image, ax=beside, fraction=0.12, pad=0.12)
+    bar.ax.tick_params(labelsize=7)
+    bar.set_label("IA", fontsize=8)
+    number = "" if matrix.embedding_set is None else f", embedding set {matrix.embedding_set}"
+    figure.suptitle(
+        f"Information abundance of sub-embeddings E_i→j, {matrix.kind}{number}\n"
+        "fields in the order of their tables' abundance",
+        fontsize=11,
+    )
+    return figure
+
+
+def _normalised(values: Sequence[float]) -> tuple[list[int], list[float]]:
+    """Return places from 1 and values over the largest; zeros are left out of a log scale."""
+    shares = [value / values[0] for value in values if values[0] and value > 0]
+    return list(range(1, len(shares) + 1)), shares
+
+
+def _shortened(name: str) -> str:
+    """Return the end of a name, which tells fields apart better than its beginning."""
+    return name if len(name) <= LONGEST_NAME else f"…{name[1 - LONGEST_NAME :]}"
+
+
+def _or_nan(value: float | None) -> float:
+    return math.nan if value is None else value
+
+
+def _quieten(axes: "Axes") -> None:
+    """Leave a plot what is needed to read it."""
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.grid(visible=True, color="#dddddd", linewidth=0.6)
+    axes.set_axisbelow(True)

@@ -1,0 +1,226 @@
+"""A model on a log: its sides, the runs they need, and what those that are there say."""
+
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from rarebit.data.dataset import Splits
+from rarebit.data.synthetic import SyntheticLog
+from rarebit.errors import DataError
+from rarebit.methods import method_text
+from rarebit.settings import to_mapping
+from rarebit.study.delong import PairedAUC, delong
+from rarebit.study.plan import StudyPlan
+from rarebit.study.results import Ceiling, CellResult, SideResult, Trial, pick
+from rarebit.study.runs import RunFolder, RunRecord, identify, run_key
+from rarebit.study.sides import Side, sides_of
+from rarebit.training.evaluate import evaluate_scores
+from rarebit.training.run import PreparedLog, RunSettings, load_splits
+
+__all__ = ["Cell", "PlannedRun"]
+
+
+@dataclass(frozen=True)
+class PlannedRun:
+    """A run of a side with a seed, finished or not."""
+
+    name: str
+    settings: RunSettings
+    folder: RunFolder
+
+    @property
+    def record(self) -> RunRecord | None:
+        """What it gave; None where it is not finished."""
+        return self.folder.read()
+
+
+class Cell:
+    """A model on a log."""
+
+    def __init__(self, plan: StudyPlan, base: RunSettings, folder: Path) -> None:
+        self.settings, self.folder = plan.settings, folder
+        self.is_alone = len(plan.runs) == 1
+        self.model_name = _told_apart(base, plan.runs, _model_name)
+        self.log_name = _told_apart(base, plan.runs, _log_name)
+        self.base = identify(base)
+        splits = load_splits(self.base.data)
+        if not len(splits.valid):
+            raise DataError(
+                f"a study picks on validation rows, and {self.log_name} has none; prepare it anew"
+            )
+        self.labels = splits.test.label
+        self.ceiling = _ceiling(splits)
+        self.sides = sides_of(plan, self.base, splits.train.schema)
+
+    @property
+    def name(self) -> str:
+        """The model and the log, in words."""
+        return f"{self.model_name} on {self.log_name}"
+
+    @property
+    def seeds(self) -> range:
+        """The seeds of every side."""
+        first = self.settings.first_seed
+        return range(first, first + self.settings.seeds)
+
+    def tuning_runs(self, seed: int) -> Iterator[PlannedRun]:
+        """Yield the runs by which settings are picked; none where nothing is tuned."""
+        if self.settings.trials > 1 and seed in self._tuning_seeds:
+            for trial in range(self.settings.trials):
+                for side in self.sides:
+                    yield self._run(side, trial, seed)
+
+    def compared_runs(self, seed: int) -> Iterator[PlannedRun]:
+        """Yield the runs of the picked settings, as far as they are known."""
+        for side in self.sides:
+            trial = self.picked(side)
+            if trial is not None:
+                yield self._run(side, trial, seed)
+
+    def picked(self, side: Side) -> int | None:
+        """Return the trial that is best on validation rows; None while one of them is missing."""
+        if self.settings.trials == 1:
+            return 0
+        records = [[run.record for run in runs] for runs in self._tried(side)]
+        if any(record is None for runs in records for record in runs):
+            return None
+        return pick([[record for record in runs if record] for runs in records])
+
+    def result(self, failures: Mapping[str, str]) -> CellResult:
+        """Return what the finished runs say; failures are reasons by the key of a run."""
+        sides = [self._side_result(side) for side in self.sides]
+        return CellResult(
+            model=self.model_name,
+            data=self.log_name,
+            checksum=self.base.data.checksum if isinstance(self.base.data, PreparedLog) else None,
+            sides=tuple(sides),
+            ceiling=self.ceiling,
+            rows=self._other_rows(sides),
+            missing=tuple(self._missing(failures)),
+        )
+
+    @property
+    def _tuning_seeds(self) -> range:
+        return self.seeds[: self.settings.tuning_seeds]
+
+    def _run(self, side: Side, trial: int, seed: int) -> PlannedRun:
+        settings = side.trials[trial]
+        training = dataclasses.replace(settings.training, seed=seed)
+        settings = dataclasses.replace(settings, training=training)
+        name = f"{side.name}, seed {seed}"
+        if not self.is_alone:
+            name = f"{self.name}: {name}"
+        if self.settings.trials > 1:
+            name += f", trial {trial + 1}"
+        return PlannedRun(name, settings, RunFolder(self.folder, run_key(settings)))
+
+    def _tried(self, side: Side) -> list[list[PlannedRun]]:
+        return [
+            [self._run(side, trial, seed) for seed in self._tuning_seeds]
+            for trial in range(len(side.trials))
+        ]
+
+    def _side_result(self, side: Side) -> SideResult:
+        trial = self.picked(side)
+        runs = [] if trial is None else [self._run(side, trial, seed) for seed in self.seeds]
+        found = [run.record for run in runs]
+        settings = side.trials[trial or 0].to_mapping()
+        del settings["data"], settings["training"]["seed"]  # the same for all sides; one a run
+        return SideResult(
+            name=side.name,
+            control=side.control,
+            settings=settings,
+            trials=tuple(self._trials(side)) if trial is not None else (),
+            runs=tuple(record for record in found if record is not None),
+        )
+
+    def _trials(self, side: Side) -> Iterator[Trial]:
+        """Yield what was tried, with the AUC that it was picked by."""
+        if self.settings.trials == 1:
+            return
+        for settings, runs in zip(side.trials, self._tried(side), strict=True):
+            records = [record for run in runs if (record := run.record)]
+            methods = "+".join(method_text(method) for method in settings.methods)
+            yield Trial(
+                settings={"lr": settings.training.lr, "methods": methods},
+                valid_auc=sum(record.valid_auc for record in records) / len(records),
+            )
+
+    def _other_rows(self, sides: Sequence[SideResult]) -> dict[str, PairedAUC]:
+        """Return how the scores of each method, averaged over seeds, differ from its control's."""
+        by_name = {side.name: side for side in sides}
+        found = {}
+        for side in sides:
+            control = by_name.get(side.control or "")
+            seeds = set() if control is None else _seeds(side) & _seeds(control)
+            if control is not None and seeds:
+                ours, theirs = (self._mean_scores(each, seeds) for each in (side, control))
+                found[side.name] = delong(ours, theirs, self.labels)
+        return found
+
+    def _mean_scores(self, side: SideResult, seeds: set[int]) -> Tensor:
+        total = torch.zeros(len(self.labels), dtype=torch.float64)
+        for run in side.runs:
+            if run.seed in seeds:
+                scores = RunFolder(self.folder, run.key).scores()
+                total += torch.from_numpy(scores.astype(np.float64))
+        return total / len(seeds)
+
+    def _missing(self, failures: Mapping[str, str]) -> Iterator[str]:
+        for side in self.sides:
+            trial = self.picked(side)
+            if trial is None:
+                runs = [run for tried in self._tried(side) for run in tried]
+                yield from self._unfinished(runs, failures)
+                yield f"{side.name}: its settings are not picked yet"
+            else:
+                runs = [self._run(side, trial, seed) for seed in self.seeds]
+                yield from self._unfinished(runs, failures)
+
+    def _unfinished(self, runs: Sequence[PlannedRun], failures: Mapping[str, str]) -> Iterator[str]:
+        for run in runs:
+            if run.record is None:
+                why = failures.get(run.folder.key)
+                yield f"{run.name}: {why or 'not run yet'}"
+
+
+def _told_apart(
+    base: RunSettings, runs: Sequence[RunSettings], name: Callable[[RunSettings, bool], str]
+) -> str:
+    """Return a short name, or the long one where the short one stands for something else, too."""
+    short = name(base, False)
+    meant = {name(run, True) for run in runs if name(run, False) == short}
+    return short if len(meant) == 1 else name(base, True)
+
+
+def _model_name(run: RunSettings, in_full: bool) -> str:
+    settings = run.model_settings.items() if in_full else ()
+    return ":".join([run.model, *(f"{name}={value}" for name, value in settings)])
+
+
+def _log_name(run: RunSettings, in_full: bool) -> str:
+    log = run.data
+    if isinstance(log, PreparedLog):
+        return log.folder if in_full else Path(log.folder).name
+    settings = to_mapping(log).items() - to_mapping(SyntheticLog(seed=log.seed)).items()
+    told = sorted(f"{name}={value}" for name, value in settings) if in_full else ()
+    return ":".join([f"synthetic-{log.seed}", *told])
+
+
+def _ceiling(splits: Splits) -> Ceiling | None:
+    """Return the AUC of the true chances, where they are known."""
+    test = splits.test
+    if test.probability is None:
+        return None
+    truth = torch.logit(test.probability.double(), eps=1e-12)
+    best = evaluate_scores(truth, test, counts=splits.train.counts())
+    return Ceiling(auc=best.auc, rarest_auc=best.rarest.auc if best.rarest else None)
+
+
+def _seeds(side: SideResult) -> set[int]:
+    return {run.seed for run in side.runs}

@@ -1,0 +1,224 @@
+"""What a study found: the runs of every side, and every method against its control.
+
+A result is small plain values: runs as figures, not as models. Tables and verdicts are computed from them,
+so a file of a result is enough to show it again.
+"""
+
+import json
+import math
+import os
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from rarebit.errors import StudyError
+from rarebit.settings import from_mapping
+from rarebit.study.delong import PairedAUC
+from rarebit.study.runs import RunRecord
+from rarebit.study.verdict import Comparison, judge
+
+__all__ = [
+    "RESULTS",
+    "Ceiling",
+    "CellResult",
+    "SideResult",
+    "StudyResult",
+    "Trial",
+    "pick",
+    "read_result",
+]
+
+FORMAT = 1
+RESULTS = "results.json"
+"""The file of a result in the folder of its study."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trial:
+    """Settings that were tried, and the mean AUC on validation rows that picks among them."""
+
+    settings: Mapping[str, Any]
+    """What differs from the side's own settings."""
+    valid_auc: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class SideResult:
+    """One side: its settings, what was tried, and its runs, one a seed."""
+
+    name: str
+    control: str | None
+    """The side it is held against."""
+    settings: Mapping[str, Any]
+    """Model, training and methods, without the seed."""
+    trials: tuple[Trial, ...]
+    runs: tuple[RunRecord, ...]
+
+    def figures(self, name: str) -> dict[int, float]:
+        """Return one figure of every run by seed, where there is one.
+
+        >>> SideResult(name="baseline", control=None, settings={}, trials=(), runs=()).figures("auc")
+        {}
+        """
+        values = {run.seed: getattr(run, name) for run in self.runs}
+        return {seed: value for seed, value in values.items() if value is not None}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ceiling:
+    """The best any model could reach: the true chances' own AUC, on a generated log."""
+
+    auc: float | None
+    rarest_auc: float | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class CellResult:
+    """Everything on one model and log."""
+
+    model: str
+    data: str
+    """What the log is called."""
+    checksum: str | None
+    """Of a prepared log."""
+    sides: tuple[SideResult, ...]
+    ceiling: Ceiling | None
+    rows: Mapping[str, PairedAUC]
+    """Scores averaged over the seeds, against the control's: what other test rows would change."""
+    missing: tuple[str, ...]
+    """Runs of the plan that are not there, and why."""
+
+    def side(self, name: str) -> SideResult:
+        """Return a side by its name."""
+        return {side.name: side for side in self.sides}[name]
+
+    @property
+    def methods(self) -> list[SideResult]:
+        """The sides that are held against another."""
+        return [side for side in self.sides if side.control is not None]
+
+    def differences(self, side: SideResult, figure: str) -> list[float]:
+        """Return the paired differences of a method to its control, seed by seed."""
+        assert side.control is not None
+        ours, theirs = side.figures(figure), self.side(side.control).figures(figure)
+        return [ours[seed] - theirs[seed] for seed in sorted(ours.keys() & theirs.keys())]
+
+    def compare(self, minimum_effect: float) -> dict[str, Comparison]:
+        """Return the verdict on every method, all of them as one family."""
+        differences = {side.name: self.differences(side, "auc") for side in self.methods}
+        return judge(differences, minimum_effect=minimum_effect)
+
+    def mean_difference(self, side: SideResult, figure: str) -> float | None:
+        """Return the mean difference in a figure; None without a seed that both have."""
+        values = self.differences(side, figure)
+        return statistics.fmean(values) if values else None
+
+    def time_ratio(self, side: SideResult) -> float | None:
+        """Return the time of training a row, over that of the first side; the median over seeds."""
+        ours, theirs = (each.figures("microseconds_a_row") for each in (side, self.sides[0]))
+        ratios = [ours[seed] / theirs[seed] for seed in ours.keys() & theirs.keys()]
+        return statistics.median(ratios) if ratios else None
+
+
+@dataclass(frozen=True, kw_only=True)
+class StudyResult:
+    """What a study found. `str()` is its tables."""
+
+    plan: Mapping[str, Any]
+    """What was asked for, as a plan file holds it."""
+    cells: tuple[CellResult, ...]
+
+    @property
+    def minimum_effect(self) -> float:
+        """The smallest difference in AUC worth having."""
+        return float(self.plan["minimum_effect"])
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether every run of the plan is there."""
+        return not any(cell.missing for cell in self.cells)
+
+    def __str__(self) -> str:
+        from rarebit.study.tables import plain_text
+
+        return plain_text(self)
+
+    def to_mapping(self) -> dict[str, Any]:
+        """Return plain values, for JSON. Verdicts are written for readers; they are computed again."""
+        cells = []
+        for cell in self.cells:
+            verdicts = cell.compare(self.minimum_effect)
+            values = asdict(cell)
+            values["verdicts"] = {name: _comparison(found) for name, found in verdicts.items()}
+            cells.append(values)
+        return {"format": FORMAT, "plan": dict(self.plan), "cells": cells}
+
+    @classmethod
+    def from_mapping(cls, values: Mapping[str, Any]) -> "StudyResult":
+        """Read back what `to_mapping` returned."""
+        if values["format"] != FORMAT:
+            raise ValueError(f"its format is {values['format']!r}, this version reads {FORMAT}")
+        cells = tuple(_read_cell(cell) for cell in values["cells"])
+        result = cls(plan=values["plan"], cells=cells)
+        assert result.minimum_effect > 0
+        for cell in cells:
+            cell.compare(result.minimum_effect)  # a control that is not there is told here
+        return result
+
+
+def read_result(path: str | os.PathLike[str]) -> StudyResult:
+    """Read a result from its JSON file, or from the folder of its study."""
+    path = Path(path)
+    file = path / RESULTS if path.is_dir() else path
+    try:
+        return StudyResult.from_mapping(json.loads(file.read_text("utf-8"))["study"])
+    except FileNotFoundError:
+        raise StudyError(f"there is no result of a study at {str(path)!r}") from None
+    except OSError as error:
+        raise StudyError(f"cannot read {str(file)!r}: {error.strerror}") from None
+    except (AssertionError, AttributeError, LookupError, TypeError, ValueError) as error:
+        raise StudyError(f"{str(file)!r} is not the result of a study: {error}") from None
+
+
+def _read_cell(values: Mapping[str, Any]) -> CellResult:
+    return CellResult(
+        model=values["model"],
+        data=values["data"],
+        checksum=values["checksum"],
+        sides=tuple(_read_side(side) for side in values["sides"]),
+        ceiling=None if values["ceiling"] is None else from_mapping(Ceiling, values["ceiling"]),
+        rows={name: from_mapping(PairedAUC, rows) for name, rows in values["rows"].items()},
+        missing=tuple(values["missing"]),
+    )
+
+
+def _read_side(values: Mapping[str, Any]) -> SideResult:
+    return SideResult(
+        name=values["name"],
+        control=values["control"],
+        settings=values["settings"],
+        trials=tuple(from_mapping(Trial, trial) for trial in values["trials"]),
+        runs=tuple(from_mapping(RunRecord, run) for run in values["runs"]),
+    )
+
+
+def _comparison(found: Comparison) -> dict[str, Any]:
+    """Return a verdict for a file: JSON has no infinities."""
+    values = {**asdict(found), "words": found.words}
+    return {
+        name: None if isinstance(value, float) and not math.isfinite(value) else value
+        for name, value in values.items()
+    }
+
+
+def pick(trials: Sequence[Sequence[RunRecord]]) -> int | None:
+    """Return which trial has the highest mean AUC on validation rows; the first of equals.
+
+    None where a trial has no run.
+    """
+    if not all(trials):
+        return None
+    means = [statistics.fmean(run.valid_auc for run in runs) for runs in trials]
+    return means.index(max(means))

@@ -1,0 +1,144 @@
+"""The runs of a study on disk: one folder each, named by what was run.
+
+    runs/KEY/checkpoints/    while it runs
+    runs/KEY/scores.npy      the model's score of every test row
+    runs/KEY/model/          the model, where it was asked for
+    runs/KEY/result.json     written last: a folder with it holds a finished run
+
+The key is a hash of the settings and of the data, so that a run that exists is found again from any
+plan; the commit, the device and the versions are recorded beside it.
+"""
+
+import dataclasses
+import hashlib
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+
+from rarebit.data.folder import PreparedFolder
+from rarebit.errors import StudyError
+from rarebit.settings import from_mapping, require
+from rarebit.training.run import PreparedLog, RunSettings
+
+__all__ = ["RunFolder", "RunRecord", "identify", "run_key", "write_json"]
+
+FORMAT = 1
+RESULT, SCORES, CHECKPOINTS, MODEL = "result.json", "scores.npy", "checkpoints", "model"
+KEY_DIGITS = 20
+NOT_IN_THE_KEY = ("checkpoint_minutes",)
+"""Settings of training that change nothing of what it gives."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunRecord:
+    """What a finished run gave."""
+
+    key: str
+    seed: int
+    auc: float
+    logloss: float
+    rarest_auc: float | None
+    valid_auc: float
+    """Of the epoch whose weights were kept: what trials are picked by."""
+    parameters: int
+    """Weights of the whole model."""
+    table_bytes: int
+    """Bytes of everything its tables store."""
+    best_epoch: int
+    epochs: int
+    microseconds_a_row: float
+    """Time in training steps, the median over the epochs."""
+    device: str
+    torch: str
+    commit: str | None
+
+    def __post_init__(self) -> None:
+        for name in ("auc", "logloss", "valid_auc", "microseconds_a_row"):
+            if not math.isfinite(getattr(self, name)):
+                raise StudyError(f"{name} of run {self.key} is {getattr(self, name)}")
+
+
+def identify(settings: RunSettings) -> RunSettings:
+    """Return the settings with which log it is that lies in the folder of data now."""
+    log = settings.data
+    if not isinstance(log, PreparedLog):
+        return settings
+    folder = str(Path(log.folder).absolute())
+    found = PreparedLog(folder=folder, checksum=PreparedFolder(folder).checksum)
+    return dataclasses.replace(settings, data=found)
+
+
+def run_key(settings: RunSettings) -> str:
+    """Return the name of a run: the same for equal settings and data, wherever the data lies.
+
+    >>> one, other = (RunSettings.from_mapping({"training": {"seed": seed}}) for seed in (1, 2))
+    >>> run_key(one) == run_key(one), run_key(one) == run_key(other)
+    (True, False)
+    """
+    values = settings.to_mapping()
+    if isinstance(settings.data, PreparedLog):
+        assert settings.data.checksum, "identify() the settings first"
+        values["data"] = {"checksum": settings.data.checksum}
+    for name in NOT_IN_THE_KEY:
+        del values["training"][name]
+    text = json.dumps({"format": FORMAT, **values}, sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()[:KEY_DIGITS]
+
+
+class RunFolder:
+    """The folder of one run."""
+
+    def __init__(self, study: Path, key: str) -> None:
+        self.key = key
+        self.path = study / "runs" / key
+        self.checkpoints, self.model = self.path / CHECKPOINTS, self.path / MODEL
+
+    def read(self) -> RunRecord | None:
+        """Return what the run gave; None where it is not finished."""
+        try:
+            values = json.loads((self.path / RESULT).read_text("utf-8"))["result"]
+            record = from_mapping(RunRecord, values)
+            require(record.key == self.key, f"it is the result of run {record.key!r}")
+        except FileNotFoundError:
+            return None
+        except (AttributeError, LookupError, OSError, StudyError, TypeError, ValueError) as error:
+            raise StudyError(
+                f"{str(self.path / RESULT)!r} cannot be read: {error}; remove the folder to run it again"
+            ) from None
+        return record
+
+    def write(self, settings: RunSettings, record: RunRecord, scores: Tensor) -> None:
+        """Write the scores, then the result: a run with a result is whole."""
+        values = {"settings": settings.to_mapping(), "result": dataclasses.asdict(record)}
+        self.path.mkdir(parents=True, exist_ok=True)
+        partial = self.path / f"{SCORES}.partial"
+        with partial.open("wb") as file:
+            np.save(file, scores.float().cpu().numpy(), allow_pickle=False)
+        partial.replace(self.path / SCORES)
+        write_json(self.path / RESULT, values)
+
+    def scores(self) -> np.ndarray[Any, np.dtype[np.float32]]:
+        """Return the score of every test row, float32."""
+        try:
+            return np.load(self.path / SCORES, allow_pickle=False)  # type: ignore[no-any-return]  # of numpy
+        except (OSError, ValueError) as error:
+            raise StudyError(
+                f"the scores of a run in {str(self.path)!r} cannot be read: {error}; "
+                "remove the folder to run it again"
+            ) from None
+
+
+def write_json(path: Path, values: Mapping[str, Any]) -> None:
+    """Write a file that is whole under its name at any moment."""
+    partial = path.with_name(f"{path.name}.partial")
+    try:
+        partial.write_text(json.dumps(values, indent=1) + "\n", encoding="utf-8")
+        partial.replace(path)
+    except OSError as error:
+        raise StudyError(f"cannot write {str(path)!r}: {error.strerror}") from None

@@ -1,0 +1,191 @@
+"""The sides of a comparison: every method of a plan, what it is held against, and its trials.
+
+    baseline    the model as it is
+    narrow      plain tables, narrower until they have the bytes of the method
+    a method    on the same model, sized by the plan's share where it has a size
+
+Narrower tables are the strongest simple control of a method that makes tables smaller: what do its bytes
+buy that fewer columns would not?
+"""
+
+import dataclasses
+import itertools
+from bisect import bisect_left
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from rarebit.data.schema import Schema
+from rarebit.errors import SettingsError
+from rarebit.methods import method_text
+from rarebit.methods._expression import Expression, parse_methods
+from rarebit.models._base import RankingModel
+from rarebit.settings import require
+from rarebit.study.plan import OWN, StudyPlan
+from rarebit.tables.find import find_tables
+from rarebit.tables.table import Method
+from rarebit.training.run import RunSettings, start_model, table_bytes
+
+__all__ = ["BASELINE", "Side", "sides_of"]
+
+BASELINE, NARROW = "baseline", "narrow"
+
+LR_FACTORS = (1.0, 2.0, 0.5, 4.0, 0.25, 8.0, 0.125)
+"""What the learning rate is multiplied by in trials: a knob that every side has."""
+
+
+@dataclass(frozen=True)
+class Side:
+    """One side of a comparison."""
+
+    name: str
+    """What it is called in tables: the expression of its methods, with their sizes."""
+    control: str | None
+    """The side it is held against; None for one that others are held against."""
+    trials: tuple[RunSettings, ...]
+    """What is tried, the side's own settings first. Their seed is set when they are run."""
+
+    @property
+    def is_method(self) -> bool:
+        """Whether it is compared; else it is there as the control of others."""
+        return self.control is not None
+
+
+def sides_of(plan: StudyPlan, base: RunSettings, schema: Schema) -> list[Side]:
+    """Return the sides of a plan on one model and log, the baseline first.
+
+    >>> from rarebit import Field
+    >>> schema = Schema((Field(name="user", rows=900), Field(name="item", rows=700)))
+    >>> plan = StudyPlan.from_mapping({"methods": "low-rank", "model": {"name": "fm", "dim": 8}})
+    >>> [(side.name, side.control) for side in sides_of(plan, plan.runs[0], schema)]
+    [('baseline', None), ('narrow:dim=4', None), ('low-rank:rank=3', 'narrow:dim=4')]
+    """
+    return _Sides(plan, base, schema).all()
+
+
+class _Sides:
+    """Collects the sides: a control that is not there yet is added once."""
+
+    def __init__(self, plan: StudyPlan, base: RunSettings, schema: Schema) -> None:
+        if plan.settings.control not in (OWN, NARROW):
+            _read_control(plan.settings.control)  # to tell a mistake before anything is built
+        self.plan, self.base, self.schema = plan, base, schema
+        model = self._start(base)
+        self.plain, self.width = find_tables(model), model.settings.get("dim")
+        self.found: dict[str, Side] = {}
+        self.bytes: dict[int, int] = {}
+        """Of narrower tables, by width."""
+
+    def all(self) -> list[Side]:
+        self._add(BASELINE, self.base)
+        for expression in self.plan.methods:
+            name, settings = self._method_side(expression)
+            if name != BASELINE:
+                self._add(name, settings, control=self._control(name, settings))
+        # stable: the baseline, then controls, then methods, each in the order of the plan
+        return sorted(self.found.values(), key=lambda side: (side.name != BASELINE, side.is_method))
+
+    def _method_side(self, expression: Expression) -> tuple[str, RunSettings]:
+        shapes = [(table.rows, table.width) for table in self.plain if table.width > 1]
+        methods = expression.methods(shapes, self.plan.settings.share)
+        name = "+".join(method_text(method) for method in methods) or BASELINE
+        return name, dataclasses.replace(self.base, methods=methods)
+
+    def _control(self, name: str, settings: RunSettings) -> str:
+        """Return the name of a side's control, which is added where it is not there yet."""
+        wanted = self.plan.settings.control
+        if wanted == OWN:
+            wanted = settings.methods[-1].control
+        if wanted == NARROW:
+            return self._narrow(settings)
+        control, its_settings = self._method_side(_read_control(wanted))
+        if control == name:  # nothing is held against itself
+            return BASELINE
+        self._add(control, its_settings)
+        return control
+
+    def _narrow(self, settings: RunSettings) -> str:
+        """Add plain tables of the bytes that a method's have; the baseline where there is no width."""
+        if not isinstance(self.width, int):
+            return BASELINE
+        # at least as many: a control is never smaller than what is held against it
+        kept, widths = table_bytes(self._start(settings)), range(1, self.width)
+        place = bisect_left(widths, kept, key=self._narrow_bytes)
+        if place == len(widths):
+            return BASELINE
+        name = f"{NARROW}:dim={widths[place]}"
+        self._add(name, self._narrowed(widths[place]))
+        return name
+
+    def _narrowed(self, width: int) -> RunSettings:
+        values = {**self.base.model_settings, "dim": width}
+        return dataclasses.replace(self.base, model_settings=values)
+
+    def _narrow_bytes(self, width: int) -> int:
+        """Return what narrower tables store, by building them: fields may have widths of their own."""
+        if width not in self.bytes:
+            self.bytes[width] = table_bytes(self._start(self._narrowed(width)))
+        return self.bytes[width]
+
+    def _add(self, name: str, settings: RunSettings, *, control: str | None = None) -> None:
+        if name in self.found and control is None:  # it is there already, perhaps as a method
+            return
+        wanted = self.plan.settings.trials
+        trials = tuple(itertools.islice(_trials(settings), wanted))
+        require(
+            len(trials) == wanted,
+            f"study: {name} has {len(trials)} settings to try, and trials={wanted} asks for more",
+        )
+        self.found[name] = Side(name, control, trials)
+
+    def _start(self, settings: RunSettings) -> RankingModel:
+        with torch.random.fork_rng(devices=[]):
+            return start_model(settings, self.schema, say=_say_nothing)
+
+
+def _read_control(text: str) -> Expression:
+    expected = "control must be own, narrow, baseline or a method"
+    try:
+        found = parse_methods(text)
+    except SettingsError as error:
+        raise SettingsError(f"{expected}: {error}") from None
+    require(len(found) == 1, f"{expected}, one for all, got {text!r}")
+    return found[0]
+
+
+def _trials(settings: RunSettings) -> Iterator[RunSettings]:
+    """Yield settings to try: those given, then the values of all knobs, nearest to them first."""
+    knobs = [
+        [(number, name, value) for value in (getattr(method, name), *_others(method, name, values))]
+        for number, method in enumerate(settings.methods)
+        for name, values in method.knobs.items()
+    ]
+    choices = itertools.product(*(range(len(knob)) for knob in knobs), range(len(LR_FACTORS)))
+    for places in sorted(choices, key=sum):
+        chosen = [knob[place] for knob, place in zip(knobs, places, strict=False)]
+        methods = _with_values(settings.methods, chosen)
+        lr = settings.training.lr * LR_FACTORS[places[-1]]
+        training = dataclasses.replace(settings.training, lr=lr)
+        yield dataclasses.replace(settings, methods=methods, training=training)
+
+
+def _others(method: Method, name: str, values: Sequence[object]) -> list[object]:
+    return [value for value in values if value != getattr(method, name)]
+
+
+def _with_values(
+    methods: Sequence[Method], chosen: Sequence[tuple[int, str, object]]
+) -> tuple[Method, ...]:
+    values: list[dict[str, Any]] = [{} for _ in methods]
+    for number, name, value in chosen:
+        values[number][name] = value
+    return tuple(
+        dataclasses.replace(method, **changed)  # type: ignore[type-var]  # methods are dataclasses
+        for method, changed in zip(methods, values, strict=True)
+    )
+
+
+def _say_nothing(line: str) -> None:
+    del line

@@ -1,0 +1,180 @@
+"""Run a study: make the runs that are missing, side by side, and say what they show.
+
+All sides of a seed have the same split, the same initial tables where shapes allow, and the same order of
+rows. Each side gets the same number of trials; validation picks, test reports.
+"""
+
+import os
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from rarebit.errors import SettingsError, StudyError, StudyInterrupted
+from rarebit.machine import machine
+from rarebit.settings import require
+from rarebit.study.cells import Cell, PlannedRun
+from rarebit.study.plan import StudyPlan
+from rarebit.study.pool import Answer, Pool, Task
+from rarebit.study.progress import StudyLines, StudyProgress, StudySilence
+from rarebit.study.results import RESULTS, StudyResult
+from rarebit.study.runs import write_json
+from rarebit.training.disk import file_lock
+
+__all__ = ["study"]
+
+GPU_WORKERS = 1
+"""Runs side by side on a GPU. Captured steps of one small run leave it no pauses: four runs side by side
+take four times as long each (DeepFM on ML-1M, H200), and every process has its own start to wait for."""
+
+
+def study(
+    folder: str | os.PathLike[str],
+    plan: StudyPlan | None = None,
+    *,
+    minutes: float | None = None,
+    workers: int | None = None,
+    threads: int = 1,
+    device: torch.device | str = "auto",
+    keep_models: bool = False,
+    progress: StudyProgress | bool = True,
+    **values: Any,
+) -> StudyResult:
+    """Compare methods with paired seeds, each against its control, and return what was found.
+
+    What is compared is a plan, or the same values by name: `methods`, `model`, `data`, `training`,
+    `seeds`, ... Runs are kept in the folder, and a run that is there is not made again: the same call
+    goes on where it was stopped. After so many `minutes` runs under way are written down and no more
+    begin. Each run has `threads` threads of the CPU, so that its numbers do not depend on how many
+    `workers` there are.
+
+    >>> import tempfile
+    >>> found = study(
+    ...     tempfile.mkdtemp(), methods="baseline,low-rank", model={"name": "fm", "dim": 4},
+    ...     data={"rows": 2000}, training={"epochs": 1}, seeds=2, device="cpu", progress=False)
+    >>> [(side.name, len(side.runs)) for side in found.cells[0].sides]
+    [('baseline', 2), ('narrow:dim=2', 2), ('low-rank:rank=1', 2)]
+    """
+    plan = _plan(plan, values)
+    device = _device(device)
+    require(minutes is None or minutes > 0, f"minutes must be above 0, got minutes={minutes}")
+    require(workers is None or workers >= 1, f"workers must be at least 1, got workers={workers}")
+    require(threads >= 1, f"threads must be at least 1, got threads={threads}")
+    tell = (
+        progress if not isinstance(progress, bool) else StudyLines() if progress else StudySilence()
+    )
+    facts = machine() | {"device": _device_name(device), "threads": threads}
+    start = time.monotonic()
+    deadline = None if minutes is None else start + 60 * minutes
+    where = Path(folder)
+    # a mistake in the plan or its data is told before anything is written
+    cells = [Cell(plan, settings, where) for settings in plan.runs]
+    with file_lock(_make_folder(where) / "lock"):
+        write_json(where / "study.json", plan.to_mapping())
+        with Pool(workers or _workers(device, threads), str(device), threads) as pool:
+            runner = _Runner(pool, where, tell, deadline, keep_models=keep_models)
+            seeds = cells[0].seeds
+            runner.make([run for seed in seeds for cell in cells for run in cell.tuning_runs(seed)])
+            runner.make(
+                [run for seed in seeds for cell in cells for run in cell.compared_runs(seed)]
+            )
+        found = tuple(cell.result(runner.failures) for cell in cells)
+        result = StudyResult(plan=plan.to_mapping(), cells=found)
+        took = {"minutes": round((time.monotonic() - start) / 60, 2), "runs_made": runner.made}
+        write_json(where / RESULTS, {"machine": facts | took, "study": result.to_mapping()})
+    if pool.interrupted:
+        raise StudyInterrupted(
+            f"stopped; what is finished and what was under way is written to {str(where)!r}"
+        )
+    return result
+
+
+class _Runner:
+    """Makes the runs that are not there, and remembers which failed."""
+
+    def __init__(
+        self,
+        pool: Pool,
+        folder: Path,
+        tell: StudyProgress,
+        deadline: float | None,
+        *,
+        keep_models: bool,
+    ) -> None:
+        self.pool, self.folder, self.tell, self.deadline = pool, folder, tell, deadline
+        self.keep_models = keep_models
+        self.made = 0
+        """Runs finished in this call."""
+        self.failures: dict[str, str] = {}
+        """Why a run failed, by its key."""
+
+    def make(self, runs: Sequence[PlannedRun]) -> None:
+        """Make runs side by side; one that several sides share is made once."""
+        distinct = {run.folder.key: run for run in runs}
+        missing = {key: run for key, run in distinct.items() if run.record is None}
+        if not distinct or self.pool.stopping.is_set():
+            return
+        self.tell.plan(len(distinct), len(distinct) - len(missing))
+        self.pool.run(
+            [Task(key, self._task(run)) for key, run in missing.items()],
+            lambda answer: self._hear(missing[answer.task.key], answer),
+            deadline=self.deadline,
+        )
+
+    def _task(self, run: PlannedRun) -> dict[str, Any]:
+        return {
+            "folder": str(self.folder.absolute()),
+            "settings": run.settings.to_mapping(),
+            "keep_model": self.keep_models,
+        }
+
+    def _hear(self, run: PlannedRun, answer: Answer) -> None:
+        match answer.values:
+            case {"started": _}:
+                self.tell.start(run.name)
+            case {"done": _}:
+                record = run.record
+                assert record is not None, "a worker is done when its result is written"
+                self.made += 1
+                self.tell.finish(run.name, record)
+            case {"failed": str(why)}:
+                self.failures[run.folder.key] = why
+                self.tell.fail(run.name, why)
+            case {"epoch": _}:
+                self.tell.epoch(run.name, answer.values)
+
+
+def _plan(plan: StudyPlan | None, values: dict[str, Any]) -> StudyPlan:
+    if plan is None:
+        return StudyPlan.from_mapping(values)
+    require(not values, f"a plan is given, and {', '.join(values)} besides: put it into the plan")
+    return plan
+
+
+def _device(device: torch.device | str) -> torch.device:
+    if device == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    found = torch.device(device)
+    if found.type == "cuda" and not torch.cuda.is_available():
+        raise SettingsError(f"device {device} was asked for, but torch sees no GPU here")
+    return found
+
+
+def _device_name(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
+
+
+def _workers(device: torch.device, threads: int) -> int:
+    if device.type == "cuda":
+        return GPU_WORKERS
+    return max((os.cpu_count() or 1) // threads, 1)
+
+
+def _make_folder(folder: Path) -> Path:
+    try:
+        (folder / "runs").mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise StudyError(f"cannot write to the folder {str(folder)!r}: {error.strerror}") from None
+    return folder

@@ -1,0 +1,222 @@
+"""A process that makes runs of a study: tasks come in as lines of JSON, answers go out the same way.
+
+    python -m rarebit.study.worker DEVICE THREADS
+
+    in     {"folder": STUDY, "settings": {...}, "keep_model": false}
+    out    {"epoch": 1, "epochs": 10, "valid_auc": 0.8}      as it goes
+           {"done": true} | {"failed": "why"} | {"stopped": true}
+
+When its input ends, whoever started it wants no more, or is gone: a run that is under way stops after its
+step and is written down, as if by Ctrl-C. So nothing is lost when a study is killed, and no process
+stays behind.
+"""
+
+import json
+import os
+import queue
+import shutil
+import signal
+import sys
+import threading
+import traceback
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TextIO
+
+import torch
+from torch import Tensor
+
+from rarebit.data.dataset import Splits
+from rarebit.errors import DataError, RarebitError, TrainingInterrupted
+from rarebit.machine import commit
+from rarebit.study.runs import RunFolder, RunRecord, run_key
+from rarebit.training.evaluate import evaluate_scores, predict
+from rarebit.training.fit import fit
+from rarebit.training.loop import History
+from rarebit.training.model_file import save_model
+from rarebit.training.progress import EpochRecord, Silence
+from rarebit.training.run import RunSettings, load_splits, start_model, table_bytes
+
+__all__ = ["Log", "make_run", "open_log"]
+
+Tell = Callable[[Mapping[str, Any]], None]
+
+
+@dataclass(frozen=True)
+class Log:
+    """A log on the device, and how often each id occurs in training."""
+
+    splits: Splits
+    counts: Mapping[str, Tensor]
+
+
+def open_log(settings: RunSettings, device: torch.device) -> Log:
+    """Read the log of a run and bring it to the device: once for all runs on it."""
+    splits = load_splits(settings.data)
+    if not len(splits.valid):
+        raise DataError("a study picks on validation rows, and the log has none; prepare it anew")
+    counts = splits.train.counts()
+    splits = Splits(*(part.to(device) for part in splits))
+    return Log(splits, {name: count.to(device) for name, count in counts.items()})
+
+
+def make_run(
+    settings: RunSettings,
+    log: Log,
+    folder: RunFolder,
+    *,
+    device: torch.device,
+    keep_model: bool = False,
+    tell: Tell | None = None,
+) -> RunRecord:
+    """Train, measure and write one run, or go on with it where it was stopped."""
+    train, valid, test = log.splits
+    model = start_model(settings, train.schema, say=_say_nothing).to(device)
+    history = fit(
+        model,
+        train,
+        valid,
+        settings=settings.training,
+        folder=folder.checkpoints,
+        resume=True,
+        progress=_Epochs(settings.training.epochs, tell) if tell else False,
+    )
+    scores = predict(model, test)
+    measured = evaluate_scores(scores, test, counts=log.counts)
+    best = history.best_epoch
+    kept = None if best is None else history.epochs[best - 1].valid
+    assert best is not None, "a study trains with validation rows"
+    assert kept is not None, "a study trains with validation rows"
+    if measured.auc is None or kept.auc is None:
+        raise DataError("AUC needs rows of both classes among those to validate and to test on")
+    record = RunRecord(
+        key=folder.key,
+        seed=settings.training.seed,
+        auc=measured.auc,
+        logloss=measured.logloss,
+        rarest_auc=measured.rarest.auc if measured.rarest else None,
+        valid_auc=kept.auc,
+        parameters=sum(parameter.numel() for parameter in model.parameters()),
+        table_bytes=table_bytes(model),
+        best_epoch=best,
+        epochs=len(history.epochs),
+        microseconds_a_row=_microseconds(history),
+        device=torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
+        torch=str(torch.__version__),
+        commit=commit(),
+    )
+    if keep_model:
+        save_model(model, folder.model)
+    folder.write(settings, record, scores)
+    shutil.rmtree(folder.checkpoints, ignore_errors=True)
+    return record
+
+
+def _microseconds(history: History) -> float:
+    """Return the time in training steps for each row."""
+    return 1e6 / history.samples_per_second
+
+
+class _Epochs(Silence):
+    """Tells what each epoch gave."""
+
+    def __init__(self, epochs: int, tell: Tell) -> None:
+        self.epochs, self.tell = epochs, tell
+
+    def finish_epoch(self, record: EpochRecord) -> None:
+        valid = None if record.valid is None else record.valid.auc
+        self.tell({"epoch": record.epoch, "epochs": self.epochs, "valid_auc": valid})
+
+
+class _Tasks:
+    """Lines of standard input. When it ends, a run under way is asked to stop, and none begins."""
+
+    def __init__(self, lines: TextIO) -> None:
+        self.queue: queue.SimpleQueue[str | None] = queue.SimpleQueue()
+        self.running = self.ended = False
+        self.changing = threading.Lock()
+        """Held while one of the two changes: a run either sees the end or is seen by it."""
+        threading.Thread(target=self._read, args=(lines,), daemon=True).start()
+
+    def __iter__(self) -> Iterator[str]:
+        while (line := self.queue.get()) is not None:
+            with self.changing:
+                if self.ended:
+                    return
+                self.running = True
+            yield line
+            with self.changing:
+                self.running = False
+
+    def _read(self, lines: TextIO) -> None:
+        for line in lines:
+            self.queue.put(line)
+        with self.changing:
+            self.ended = True
+            if self.running:
+                os.kill(os.getpid(), signal.SIGTERM)
+        self.queue.put(None)
+
+
+class Worker:
+    """Makes the runs it is given, one after the other; a log is read once for runs in a row."""
+
+    def __init__(self, device: torch.device, tell: Tell) -> None:
+        self.device, self.tell = device, tell
+        self.log_settings: object = None
+        self.log: Log | None = None
+
+    def work(self, task: Mapping[str, Any]) -> None:
+        """Make a run and tell how it ended; a run that fails is no reason not to make the next."""
+        settings = RunSettings.from_mapping(task["settings"])
+        try:
+            if self.log is None or self.log_settings != settings.data:
+                self.log = None  # gives its memory back first
+                self.log, self.log_settings = open_log(settings, self.device), settings.data
+            make_run(
+                settings,
+                self.log,
+                RunFolder(Path(task["folder"]), run_key(settings)),
+                device=self.device,
+                keep_model=task["keep_model"],
+                tell=self.tell,
+            )
+        except TrainingInterrupted:
+            self.tell({"stopped": True})
+            raise
+        except (RarebitError, torch.OutOfMemoryError) as error:
+            self.tell({"failed": str(error)})
+        except Exception as error:  # noqa: BLE001  # whatever a run does, the study goes on
+            traceback.print_exc()
+            self.tell({"failed": f"{type(error).__name__}: {error}"})
+        else:
+            self.tell({"done": True})
+
+
+def main(device: str, threads: str) -> None:
+    """Work until there are no more tasks."""
+    torch.set_num_threads(int(threads))
+    answers = os.fdopen(os.dup(sys.stdout.fileno()), "w", encoding="utf-8")
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # what a model prints is no answer
+
+    def tell(answer: Mapping[str, Any]) -> None:
+        with suppress(BrokenPipeError):  # who asked is gone, and the end of the input says so, too
+            answers.write(json.dumps(answer) + "\n")
+            answers.flush()
+
+    worker = Worker(torch.device(device), tell)
+    for line in _Tasks(sys.stdin):
+        worker.work(json.loads(line))
+
+
+def _say_nothing(line: str) -> None:
+    del line
+
+
+if __name__ == "__main__":
+    try:
+        main(*sys.argv[1:])
+    except TrainingInterrupted:
+        sys.exit(1)

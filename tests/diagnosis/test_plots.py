@@ -1,0 +1,120 @@
+"""The plots are images, there is one for each kind of figure, and they show what was found."""
+
+import sys
+
+import pytest
+import torch
+from torch import nn
+
+import rarebit as rb
+from rarebit.diagnosis import plots
+from rarebit.diagnosis.diagnose import diagnose
+from rarebit.errors import MissingExtraError
+from rarebit.models.dcn_v2 import DCNv2
+
+pytest.importorskip("matplotlib", reason="capability: package matplotlib: it is not installed")
+
+SCHEMA = rb.Schema(
+    (
+        rb.Field(name="user", rows=90),
+        rb.Field(name="item", rows=40),
+        rb.Field(name="price", kind="numeric"),
+    )
+)
+COUNTS = {"user": torch.arange(90), "item": torch.ones(40, dtype=torch.int64)}
+
+
+def test_every_kind_of_figure_has_an_image(tmp_path):
+    found = diagnose(DCNv2(SCHEMA, dim=4, hidden=(4,)), counts=COUNTS)
+    files = found.save(tmp_path)
+    names = ["diagnosis.json", "spectra.png", "abundance.png", "norms.png", "sub_embeddings.png"]
+    assert [file.name for file in files] == names
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(names)
+    for file in files[1:]:
+        assert file.read_bytes().startswith(b"\x89PNG")
+
+
+def test_what_is_not_known_is_not_drawn():
+    found = diagnose(nn.ModuleDict({"user": nn.Embedding(90, 4)}))
+    assert set(plots.draw_plots(found.tables)) == {"spectra.png", "abundance.png"}
+    single = diagnose(nn.ModuleDict({"user": nn.Embedding(90, 1)}), counts={"user": COUNTS["user"]})
+    assert plots.draw_plots(single.tables) == {}
+
+
+def test_each_embedding_set_has_an_image_of_its_own():
+    found = diagnose(DCNv2(SCHEMA, dim=4, hidden=(4,), num_sets=2))
+    drawn = plots.draw_plots(found.tables, found.sub_embeddings)
+    assert {"sub_embeddings_0.png", "sub_embeddings_1.png"} < set(drawn)
+
+
+@pytest.mark.parametrize(
+    "weight", [torch.zeros(9, 3), torch.ones(9, 3), torch.randn(1, 3), torch.full((9, 3), 1e-30)]
+)
+def test_odd_tables_can_be_drawn(weight):
+    model = nn.ModuleDict({"x": nn.Embedding.from_pretrained(weight)})
+    found = diagnose(model, counts={"x": torch.zeros(len(weight), dtype=torch.int64)})
+    assert set(plots.draw_plots(found.tables)) == {"spectra.png", "abundance.png", "norms.png"}
+
+
+def test_a_table_that_is_not_finite_is_left_out_of_the_sub_embeddings():
+    model = DCNv2(SCHEMA, dim=4, hidden=(4,))
+    with torch.no_grad():
+        model.backbone.tables.tables()[0].weight[0, 0] = float("nan")
+    found = diagnose(model)
+    assert "sub_embeddings.png" in plots.draw_plots(found.tables, found.sub_embeddings)
+
+
+def panels_of(num_tables):
+    names = [f"field{i}" for i in range(num_tables)]
+    tables = diagnose(
+        nn.ModuleDict({name: nn.Embedding(9 + len(name), 2) for name in names})
+    ).tables
+    return plots._draw_spectra(tables)
+
+
+def test_the_lines_of_a_panel_are_the_spectrum_and_a_random_one():
+    found = diagnose(nn.ModuleDict({"user": nn.Embedding(90, 4)})).tables
+    [axes] = plots._draw_spectra(found).axes
+    random, own = (list(line.get_ydata()) for line in axes.get_lines())
+    assert own == pytest.approx([value / found[0].spectrum[0] for value in found[0].spectrum])
+    assert random[0] == 1
+    assert sum(random) == pytest.approx(found[0].random_abundance)
+    assert axes.get_title() == f"user\n90 x 4, IA {found[0].information_abundance:.1f}"
+
+
+def test_the_largest_tables_are_drawn_where_there_are_too_many():
+    figure = panels_of(60)
+    assert len(figure.axes) == plots.MOST_PANELS
+    assert figure.get_suptitle() == (
+        "Singular values over the largest one: the 48 largest of 60 tables"
+    )
+    assert figure.axes[0].get_title().startswith("field10\n16 x 2")
+
+
+def test_the_matrix_is_in_the_order_of_the_tables_abundance():
+    model = DCNv2(SCHEMA, dim=4, hidden=(4,))
+    with torch.no_grad():
+        model.backbone.tables.tables()[0].weight[:] = torch.randn(90, 1) * torch.randn(4)
+    found = diagnose(model)
+    [matrix] = found.sub_embeddings
+    axes = next(a for a in plots._draw_matrix(matrix, found.tables).axes if a.images)
+    assert [label.get_text() for label in axes.get_yticklabels()] == ["user", "item"]
+    shown = axes.images[0].get_array()
+    columns = [label.get_text() for label in axes.get_xticklabels()]
+    place = columns.index("price")
+    assert shown[1][place] == pytest.approx(matrix.abundance[1][2])
+    assert columns.index("item") == 2
+
+
+def test_a_long_name_keeps_its_end():
+    assert plots._shortened("a" * 30 + "_7") == "…" + "a" * 19 + "_7"
+    assert plots._shortened("user") == "user"
+
+
+def test_without_matplotlib_it_is_said_how_to_get_it(monkeypatch, tmp_path):
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    found = diagnose(nn.ModuleDict({"user": nn.Embedding(90, 4)}))
+    with pytest.raises(MissingExtraError, match=r"pip install 'rarebit\[plots\]'"):
+        found.save(tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+    assert [file.name for file in found.save(tmp_path, plots=False)] == ["diagnosis.json"]
