@@ -3,12 +3,19 @@
 import re
 import subprocess
 
+import pytest
+
 from rarebit.machine import commit as commit_of
 
 
 def git(folder, *arguments):
     who = ["-c", "user.name=x", "-c", "user.email=x@example.org", "-c", "commit.gpgsign=false"]
     subprocess.run(["git", *who, *arguments], cwd=folder, check=True, capture_output=True)
+
+
+@pytest.fixture(autouse=True)
+def _nothing_told(monkeypatch):
+    monkeypatch.delenv("RAREBIT_COMMIT", raising=False)
 
 
 def test_the_commit_is_that_of_our_own_repository_only(tmp_path):
@@ -34,6 +41,6 @@ def test_no_git_means_no_commit(tmp_path, monkeypatch):
     assert commit_of(tmp_path) is None
 
 
-def test_a_copy_without_git_is_told_its_commit(tmp_path, monkeypatch):
+def test_what_is_told_of_the_commit_wins(tmp_path, monkeypatch):
     monkeypatch.setenv("RAREBIT_COMMIT", "0" * 40)
-    assert commit_of(tmp_path) == "0" * 40
+    assert commit_of(tmp_path) == commit_of() == "0" * 40

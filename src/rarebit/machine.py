@@ -27,12 +27,13 @@ def machine() -> dict[str, int | str | None]:
 def commit(folder: Path = FOLDER) -> str | None:
     """Return the commit this file is of, with "-dirty" where files differ from it.
 
-    A copy that git knows nothing of is told by the variable RAREBIT_COMMIT. None where the package is
-    installed, or there is no git.
+    A copy that git does not know tells its commit by the variable RAREBIT_COMMIT. None where the package
+    is installed, or there is no git.
     """
+    told = os.environ.get("RAREBIT_COMMIT")
     # An environment may lie inside a repository of someone else, whose commit says nothing of us.
-    if _git(folder, "rev-parse", "--show-prefix") != "src/rarebit/":
-        return os.environ.get("RAREBIT_COMMIT")
+    if told or _git(folder, "rev-parse", "--show-prefix") != "src/rarebit/":
+        return told
     return _git(folder, "describe", "--always", "--abbrev=40", "--exclude=*", "--dirty")
 
 

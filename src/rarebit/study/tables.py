@@ -80,8 +80,8 @@ def verdict_lines(cell: CellResult, minimum_effect: float) -> list[str]:
     if lines:
         among = f", corrected for {len(lines)} methods" if len(lines) > 1 else ""
         lines.append(
-            f"interval: over seeds, 95 %{among}; test rows: 95 %, what other test rows could give with "
-            "scores averaged over seeds."
+            f"interval: over seeds, 95 %{among}; averaged: of scores averaged over seeds, 95 % over test "
+            "rows."
         )
     return lines
 
