@@ -5,6 +5,7 @@ import math
 import numpy as np
 import pytest
 import torch
+from capabilities import needs_cuda
 from safetensors.torch import save_file
 from torch import nn
 
@@ -114,6 +115,16 @@ def test_any_model_will_do():
     )
     assert (user.never_trained_rows, user.seen_once_rows, user.rows) == (1, 1, 29)
     assert (deep.never_trained_rows, deep.seen_once_share) == (9, None)
+
+
+@needs_cuda
+def test_a_model_on_a_gpu_gives_the_same_figures(model, data):
+    here, there = diagnose(model, data), diagnose(model.cuda(), data)
+    for table, other in zip(here.tables, there.tables, strict=True):
+        if table.spectrum is not None:
+            assert other.spectrum == pytest.approx(table.spectrum, rel=1e-10)
+        assert other.norm_by_count[0].mean_norm == pytest.approx(table.norm_by_count[0].mean_norm)
+        assert other.never_trained_rows == table.never_trained_rows
 
 
 def test_a_model_of_first_order_weights_has_no_spectra(data):

@@ -4,6 +4,7 @@ import time
 
 import pytest
 import torch
+from capabilities import needs_cuda
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -43,13 +44,12 @@ def test_abundance_is_that_of_torchs_singular_values(kind):
 
 
 @pytest.mark.slow
-@pytest.mark.threads(2)
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_million_rows_are_right_and_take_seconds(kind):
     table = make_table(kind, 1_000_000, 64)
-    start = time.perf_counter()
+    start = time.process_time()  # of one thread; a busy machine makes the clock on the wall run on
     found = information_abundance(table)
-    assert time.perf_counter() - start < 10
+    assert time.process_time() - start < 10
     values = torch.linalg.svdvals(table.double())
     assert found == pytest.approx(float(values.sum() / values[0]), rel=1e-10, abs=0)
 
@@ -127,6 +127,29 @@ def test_the_rough_form_tells_equal_singular_values_and_wide_tables():
     wide = torch.randn(3, 16)
     expected = information_abundance(wide)
     assert float(rough_information_abundance(wide)) == pytest.approx(expected, rel=1e-8)
+
+
+@needs_cuda
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_gpu_finds_the_same(kind):
+    table = make_table(kind, 200_000, 32)
+    found = singular_values(table.cuda())
+    assert found.is_cuda
+    assert information_abundance(table.cuda()) == pytest.approx(
+        information_abundance(table), rel=1e-10
+    )
+
+
+@needs_cuda
+def test_the_rough_form_waits_for_no_gpu():
+    table = torch.randn(200_000, 32, device="cuda")
+    rough_information_abundance(table)  # what is loaded on first use may wait
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        rough = rough_information_abundance(table)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert float(rough) == pytest.approx(information_abundance(table), rel=1e-6)
 
 
 @pytest.mark.parametrize(("rows", "width"), [(40, 6), (6, 40), (5, 5), (1, 4), (4, 1)])

@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+from capabilities import needs_cuda
 
 from rarebit import Field, LowRank, Schema, apply_
 from rarebit.diagnosis.diagnose import diagnose
@@ -159,6 +160,13 @@ def test_a_table_that_is_not_finite_has_none():
     assert matrix.abundance[1] == (None,) * 4
     assert matrix.field_sums[1] == 0
     assert None not in matrix.abundance[0][1:]
+
+
+@needs_cuda
+def test_a_gpu_finds_the_same():
+    for model in (FFM(SCHEMA, dim=2), DCNv2(SCHEMA, dim=3, hidden=(4,), widths={"user": 2})):
+        [here], [there] = diagnose(model).sub_embeddings, diagnose(model.cuda()).sub_embeddings
+        assert there.field_sums == pytest.approx(here.field_sums, rel=1e-9)
 
 
 def test_other_models_have_none():

@@ -85,6 +85,8 @@ def test_the_rarest_fifth_and_the_deciles_are_the_naive_ones(n):
     scores, label = data.numeric[:, 0], data.label
     fifth = order[: max(n // 5, 1)]
     same(result.rarest, measure(scores[fifth], label[fifth]))
+    most = order[n - max(n // 5, 1) :]
+    same(result.frequent, measure(scores[most], label[most]))
     # Ten groups of equal size; the first ones have one row more where ten does not divide n.
     sizes = [n // 10 + (group < n % 10) for group in range(10)]
     starts = [sum(sizes[:group]) for group in range(10)]

@@ -240,10 +240,10 @@ def test_the_text_is_aligned_and_sorted_and_leaves_nothings_out():
     )
     assert str(found).splitlines() == [
         "memory on cpu: 9.6 GB plus activations, 6.4 GB of it to allocate, 20.0 GB free",
-        "  optimizer state     6.4 GB",
-        "  tables              3.2 GB  there already",
-        "  network             1.5 MB",
-        "  training data    900 bytes  there already",
+        "  optimizer state  6.4 GB",
+        "  tables           3.2 GB  there already",
+        "  network          1.5 MB",
+        "  training data     900 B  there already",
     ]
 
 
@@ -280,7 +280,7 @@ def test_what_does_not_fit_is_refused_with_the_largest_part_and_what_helps(part,
 def test_the_part_to_save_on_is_one_that_is_not_there_yet():
     there = frozenset({"tables"})
     found = MemoryEstimate(device=CPU, tables=9, gradients=5, there=there, available=4)
-    with pytest.raises(TrainingError, match=r"5 bytes on cpu, .* part is the gradients, 5 bytes"):
+    with pytest.raises(TrainingError, match=r"5 B on cpu, .* part is the gradients, 5 B"):
         found.check()
 
 

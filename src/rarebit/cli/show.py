@@ -17,6 +17,7 @@ from rarebit.training.metrics import Metrics
 from rarebit.training.progress import EpochRecord
 from rarebit.training.run import RunResult
 from rarebit.training.score import Scored
+from rarebit.words import size
 
 __all__ = [
     "BarProgress",
@@ -26,7 +27,6 @@ __all__ = [
     "show_evaluation",
     "show_run",
     "show_scored",
-    "size",
 ]
 
 console = Console(highlight=False)
@@ -137,18 +137,6 @@ def show_scored(scored: Scored, title: str) -> None:
         table.add_row("AUC", _auc(scored.metrics))
         table.add_row("logloss", f"{scored.metrics.logloss:.4f}")
     console.print(table)
-
-
-def size(num_bytes: int) -> str:
-    """Return bytes for people.
-
-    >>> size(3_400_000)
-    '3.4 MB'
-    """
-    for unit, factor in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if num_bytes >= factor:
-            return f"{num_bytes / factor:.1f} {unit}"
-    return f"{num_bytes} bytes"
 
 
 def _table(title: str) -> Table:

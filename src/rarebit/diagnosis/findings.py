@@ -15,8 +15,9 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from rarebit.diagnosis.table import TableDiagnosis
-from rarebit.diagnosis.text import size, spoken_share
+from rarebit.diagnosis.text import spoken_share
 from rarebit.settings import to_mapping
+from rarebit.words import size
 
 __all__ = ["Finding", "find_waste"]
 

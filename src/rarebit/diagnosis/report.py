@@ -10,9 +10,10 @@ from rarebit.diagnosis.findings import Finding
 from rarebit.diagnosis.plots import draw_plots
 from rarebit.diagnosis.sub_embeddings import SubEmbeddings
 from rarebit.diagnosis.table import TableDiagnosis
-from rarebit.diagnosis.text import explanation, size, table_cells, text_table
+from rarebit.diagnosis.text import explanation, table_cells, text_table
 from rarebit.errors import ModelFileError
 from rarebit.settings import to_mapping
+from rarebit.words import size
 
 __all__ = ["Diagnosis", "LeftAlone"]
 

@@ -69,7 +69,7 @@ def rows_of_table(table: AnyTable) -> Rows:
     return Rows(
         stored=table.num_embeddings,
         width=table.embedding_dim,
-        padding=None if table.padding_idx is None else table.padding_idx % table.num_embeddings,
+        padding=table.padding_idx,
         device=device,
         read=read,
     )

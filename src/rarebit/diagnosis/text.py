@@ -4,12 +4,12 @@ from collections import Counter
 from collections.abc import Sequence
 
 from rarebit.diagnosis.table import TableDiagnosis
+from rarebit.words import size
 
 __all__ = [
     "Cells",
     "explanation",
     "short_names",
-    "size",
     "spoken_share",
     "table_cells",
     "text_table",
@@ -92,18 +92,6 @@ def short_names(tables: Sequence[TableDiagnosis]) -> list[str]:
         return [table.name.removesuffix(".weight") for table in tables]
     times = Counter(table.field for table in tables)
     return [table.field if times[table.field] == 1 else table.name for table in tables]
-
-
-def size(num_bytes: int) -> str:
-    """Return bytes for people.
-
-    >>> size(3_400_000)
-    '3.4 MB'
-    """
-    for unit, factor in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if num_bytes >= factor:
-            return f"{num_bytes / factor:.1f} {unit}"
-    return f"{num_bytes} B"
 
 
 def spoken_share(share: float) -> str:

@@ -99,6 +99,8 @@ class Pool:
         From the deadline on, and from Ctrl-C on, runs under way are asked to stop; a second Ctrl-C is
         raised.
         """
+        if deadline is not None and time.monotonic() >= deadline:
+            self.stop()
         waiting, answers = deque(tasks), queue.SimpleQueue[Answer | None]()
         threads = [
             threading.Thread(target=self._serve, args=(worker, waiting, answers), daemon=True)

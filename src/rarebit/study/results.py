@@ -178,7 +178,14 @@ def read_result(path: str | os.PathLike[str]) -> StudyResult:
         raise StudyError(f"there is no result of a study at {str(path)!r}") from None
     except OSError as error:
         raise StudyError(f"cannot read {str(file)!r}: {error.strerror}") from None
-    except (AssertionError, AttributeError, LookupError, TypeError, ValueError) as error:
+    except (
+        AssertionError,
+        AttributeError,
+        LookupError,
+        StudyError,
+        TypeError,
+        ValueError,
+    ) as error:
         raise StudyError(f"{str(file)!r} is not the result of a study: {error}") from None
 
 

@@ -57,6 +57,10 @@ class RunRecord:
     device: str
     torch: str
     commit: str | None
+    pr_auc: float | None = None
+    rarest_pr_auc: float | None = None
+    frequent_pr_auc: float | None = None
+    """On the fifth of the test rows whose values were seen most in training."""
 
     def __post_init__(self) -> None:
         for name in ("auc", "logloss", "valid_auc", "microseconds_a_row"):
@@ -127,7 +131,7 @@ class RunFolder:
         """Return the score of every test row, float32."""
         try:
             return np.load(self.path / SCORES, allow_pickle=False)  # type: ignore[no-any-return]  # of numpy
-        except (OSError, ValueError) as error:
+        except (EOFError, OSError, ValueError) as error:
             raise StudyError(
                 f"the scores of a run in {str(self.path)!r} cannot be read: {error}; "
                 "remove the folder to run it again"

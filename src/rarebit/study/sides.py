@@ -83,7 +83,8 @@ class _Sides:
         for expression in self.plan.methods:
             name, settings = self._method_side(expression)
             if name != BASELINE:
-                self._add(name, settings, control=self._control(name, settings))
+                kept = table_bytes(self._start(settings))  # a method that fits no table is told here
+                self._add(name, settings, control=self._control(name, settings, kept))
         # stable: the baseline, then controls, then methods, each in the order of the plan
         return sorted(self.found.values(), key=lambda side: (side.name != BASELINE, side.is_method))
 
@@ -93,25 +94,25 @@ class _Sides:
         name = "+".join(method_text(method) for method in methods) or BASELINE
         return name, dataclasses.replace(self.base, methods=methods)
 
-    def _control(self, name: str, settings: RunSettings) -> str:
+    def _control(self, name: str, settings: RunSettings, kept: int) -> str:
         """Return the name of a side's control, which is added where it is not there yet."""
         wanted = self.plan.settings.control
         if wanted == OWN:
             wanted = settings.methods[-1].control
         if wanted == NARROW:
-            return self._narrow(settings)
+            return self._narrow(kept)
         control, its_settings = self._method_side(_read_control(wanted))
         if control == name:  # nothing is held against itself
             return BASELINE
         self._add(control, its_settings)
         return control
 
-    def _narrow(self, settings: RunSettings) -> str:
-        """Add plain tables of the bytes that a method's have; the baseline where there is no width."""
+    def _narrow(self, kept: int) -> str:
+        """Add plain tables of the bytes that a method keeps; the baseline where there is no width."""
         if not isinstance(self.width, int):
             return BASELINE
         # at least as many: a control is never smaller than what is held against it
-        kept, widths = table_bytes(self._start(settings)), range(1, self.width)
+        widths = range(1, self.width)
         place = bisect_left(widths, kept, key=self._narrow_bytes)
         if place == len(widths):
             return BASELINE

@@ -8,8 +8,9 @@ from typing import NamedTuple
 from rarebit.study.delong import PairedAUC
 from rarebit.study.results import CellResult, SideResult, StudyResult
 from rarebit.study.verdict import Comparison
+from rarebit.words import size
 
-__all__ = ["TextTable", "comparison_table", "plain_text", "side_table", "size", "verdict_lines"]
+__all__ = ["TextTable", "comparison_table", "plain_text", "side_table", "verdict_lines"]
 
 NOTHING = "-"
 
@@ -96,18 +97,6 @@ def plain_text(result: StudyResult) -> str:
             parts.append("\n".join(verdict_lines(cell, result.minimum_effect)))
         parts += [f"missing: {line}" for line in cell.missing]
     return "\n\n".join(parts)
-
-
-def size(num_bytes: int) -> str:
-    """Return bytes for people.
-
-    >>> size(3_400_000)
-    '3.4 MB'
-    """
-    for unit, factor in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if num_bytes >= factor:
-            return f"{num_bytes / factor:.1f} {unit}"
-    return f"{num_bytes} bytes"
 
 
 def _number(value: float | None) -> str:

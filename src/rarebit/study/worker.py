@@ -106,6 +106,9 @@ def make_run(
         device=torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
         torch=str(torch.__version__),
         commit=commit(),
+        pr_auc=measured.pr_auc,
+        rarest_pr_auc=measured.rarest.pr_auc if measured.rarest else None,
+        frequent_pr_auc=measured.frequent.pr_auc if measured.frequent else None,
     )
     if keep_model:
         save_model(model, folder.model)

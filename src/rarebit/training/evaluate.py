@@ -30,11 +30,13 @@ Forward: TypeAlias = Callable[[nn.Module, Batch], Tensor]
 
 @dataclass(frozen=True, kw_only=True)
 class Evaluation:
-    """Metrics over all rows, over the rarest fifth, and by frequency decile, rarest first."""
+    """Metrics over all rows, over the rarest and the most frequent fifth, and by frequency decile."""
 
     overall: Metrics
     rarest: Metrics | None = None
     """The fifth of the rows whose values were seen least in training; None without counts."""
+    frequent: Metrics | None = None
+    """The fifth whose values were seen most."""
     deciles: tuple[Metrics, ...] = ()
     """Ten groups of rows of equal size, from the rarest to the most frequent."""
     ceiling: Metrics | None = None
@@ -136,10 +138,12 @@ def evaluate_scores(
     if counts is None:
         return Evaluation(overall=measure(logits, data.label), ceiling=ceiling)
     order = torch.argsort(rarity(data, counts), stable=True)  # ties by row order
-    fifth = order[: max(len(order) // 5, 1)]
+    size = max(len(order) // 5, 1)
+    fifth, frequent = order[:size], order[-size:]
     return Evaluation(
         overall=measure(logits, data.label),
         rarest=measure(logits[fifth], data.label[fifth]),
+        frequent=measure(logits[frequent], data.label[frequent]),
         deciles=tuple(
             measure(logits[rows], data.label[rows]) for rows in order.tensor_split(10) if len(rows)
         ),

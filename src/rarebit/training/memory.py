@@ -26,6 +26,7 @@ from rarebit.tables.sparse import row_gradients_kept, set_row_gradients
 from rarebit.training.evaluate import device_of
 from rarebit.training.rowwise import RowwiseOptimizer
 from rarebit.training.settings import Training
+from rarebit.words import size
 
 __all__ = ["MemoryEstimate", "available_memory", "estimate_memory"]
 
@@ -124,9 +125,9 @@ class MemoryEstimate:
             return
         missing = [name for name in self.parts if name not in self.there]
         raise NotEnoughMemoryError(
-            f"training would allocate {_size(self.to_allocate)} on {self.device}, where "
-            f"{_size(self.available)} are free; the largest part is the {LABELS[missing[0]]}, "
-            f"{_size(self.parts[missing[0]])}: {self._advice(missing[0])}"
+            f"training would allocate {size(self.to_allocate)} on {self.device}, where "
+            f"{size(self.available)} are free; the largest part is the {LABELS[missing[0]]}, "
+            f"{size(self.parts[missing[0]])}: {self._advice(missing[0])}"
         )
 
     def _advice(self, part: str) -> str:
@@ -138,20 +139,20 @@ class MemoryEstimate:
     def line(self) -> str:
         """Return it all in one line."""
         head, *_ = str(self).split("\n", 1)
-        parts = [f"{LABELS[name]} {_size(size)}" for name, size in self.parts.items()]
+        parts = [f"{LABELS[name]} {size(part)}" for name, part in self.parts.items()]
         if self.unknown_optimizer is not None:
             parts.append(f"optimizer state of {self.unknown_optimizer} unknown")
         return f"{head} ({', '.join(parts)})"
 
     def __str__(self) -> str:
-        free = "free memory unknown" if self.available is None else f"{_size(self.available)} free"
+        free = "free memory unknown" if self.available is None else f"{size(self.available)} free"
         head = (
-            f"memory on {self.device}: {_size(self.total)} plus activations, "
-            f"{_size(self.to_allocate)} of it to allocate, {free}"
+            f"memory on {self.device}: {size(self.total)} plus activations, "
+            f"{size(self.to_allocate)} of it to allocate, {free}"
         )
         rows = [
-            (LABELS[name], _size(size), "  there already" if name in self.there else "")
-            for name, size in self.parts.items()
+            (LABELS[name], size(part), "  there already" if name in self.there else "")
+            for name, part in self.parts.items()
         ]
         if self.unknown_optimizer is not None:
             rows.append(("optimizer state", "unknown", f"  of {self.unknown_optimizer}"))
@@ -378,10 +379,3 @@ def _read(path: Path) -> str | None:
         return path.read_text("utf-8")
     except OSError:
         return None
-
-
-def _size(num_bytes: int) -> str:
-    for unit, factor in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if num_bytes >= factor:
-            return f"{num_bytes / factor:.1f} {unit}"
-    return f"{num_bytes} bytes"
