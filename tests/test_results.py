@@ -7,6 +7,8 @@ from pathlib import Path
 import pytest
 
 from rarebit.models import model_names
+from rarebit.study.results import read_result
+from rarebit.study.tables import comparison_table, side_table
 
 ROOT = Path(__file__).resolve().parent.parent
 README = (ROOT / "README.md").read_text("utf-8")
@@ -182,3 +184,41 @@ def test_the_page_of_models_has_the_speeds(model):
     theirs = THEIRS.get(model)
     ratios = [f"{theirs[key]:.1f}" for key in ("ratio", "ratio_dense")] if theirs else ["-", "-"]
     assert row_of(model, "How fast they are") == [f"{step:.2f}", *ratios]
+
+
+STUDY = read_result(ROOT / "benchmarks/results/study-compression-ml-1m.json")
+
+
+@pytest.mark.parametrize(
+    ("words", "name"),
+    [
+        ("plain tables, d = 64", "baseline"),
+        ("plain tables, d = 32", "narrow:dim=32"),
+        *((f"`{side.name}`", side.name) for side in STUDY.cells[0].methods),
+    ],
+)
+def test_the_table_of_a_study_is_that_of_the_result(words, name):
+    cell = STUDY.cells[0]
+    [sides] = [row for row in side_table(cell).rows if row[0] == name]
+    wanted = [sides[2], sides[6], "", ""]
+    for row in comparison_table(cell, STUDY.minimum_effect).rows:
+        if row[0] == name:
+            wanted[2:] = [f"{row[2]} ({row[3]})", row[7]]
+    assert cells_after(words) == wanted
+    assert {side.control for side in cell.methods} == {"narrow:dim=32"}
+
+
+def test_the_study_was_made_in_eight_minutes():
+    machine = stored("study-compression-ml-1m")["machine"]
+    assert f"19 seeds, {machine['runs_made']} runs in eight minutes on one H200" in README
+    assert machine["minutes"] <= 8.1
+    assert min(len(side.runs) for side in STUDY.cells[0].sides) == 19
+
+
+VERDICTS = stored("verdicts")
+
+
+def test_the_share_of_false_verdicts_is_that_of_the_result():
+    assert VERDICTS["most_false_helps"] <= 0.05
+    words = f"In {VERDICTS['studies']:,} simulated studies without any effect, "
+    assert f"{words}{100 * VERDICTS['most_false_helps']:.1f} % had a false" in " ".join(README.split())
