@@ -11,6 +11,9 @@ from rarebit.diagnosis.report import Diagnosis
 from rarebit.diagnosis.spectrum import information_abundance
 from rarebit.methods.hashing import Hashing
 from rarebit.methods.low_rank import LowRank
+from rarebit.methods.mlet import MLET
+from rarebit.methods.product_start import ProductStart
+from rarebit.methods.quantize import Quantize
 from rarebit.study.plan import StudyPlan
 from rarebit.study.results import StudyResult
 from rarebit.study.study import study
@@ -35,6 +38,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "EMA",
+    "MLET",
     "Batch",
     "Column",
     "Dataset",
@@ -50,6 +54,8 @@ __all__ = [
     "Metrics",
     "Pair",
     "PreparedLog",
+    "ProductStart",
+    "Quantize",
     "RowGradients",
     "RunResult",
     "RunSettings",

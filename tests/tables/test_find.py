@@ -1,10 +1,15 @@
 """`find_tables`: every table of a model, once, by name."""
 
+from dataclasses import dataclass
+
+import pytest
 import torch
 from torch import nn
 
 import rarebit as rb
 from rarebit.models.deepfm import DeepFM
+from rarebit.tables.collection import TableCollection
+from rarebit.tables.find import table_bytes
 
 HASHING = rb.Hashing(buckets=5)
 
@@ -81,6 +86,51 @@ def test_methods_and_sizes_before_and_after():
     assert (infos["bag"].num_parameters, infos["bag"].num_bytes) == (15, 120)
     assert infos["zoo.backbone.tables.item"].num_bytes == 5 * 2 * 4
     assert infos["zoo.wide.tables.item"].methods == ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Noting(rb.Method):
+    """A method of a user's own, whose table keeps more than weights."""
+
+    def wrap(self, base):
+        table = NotingTable(
+            self,
+            base,
+            num_embeddings=base.num_embeddings,
+            embedding_dim=base.embedding_dim,
+            padding_idx=base.padding_idx,
+        )
+        table.register_buffer("seen", torch.zeros(9, dtype=torch.int16))
+        table.register_buffer("made_anew", torch.zeros(1000), persistent=False)
+        return table
+
+
+class NotingTable(rb.Table):
+    def rows(self, ids):
+        return self.inner(ids)
+
+
+@pytest.mark.parametrize("make", [nn.Embedding, nn.EmbeddingBag])
+def test_buffers_that_are_saved_count_and_others_do_not(make):
+    model = nn.Sequential(make(9, 4))
+    rb.apply_(model, Noting(), verbose=False)
+    (info,) = rb.find_tables(model)
+    assert (info.num_parameters, info.num_bytes) == (9 * 4 + 9, 9 * 4 * 4 + 9 * 2)
+    assert table_bytes(model) == info.num_bytes
+
+
+def test_bytes_of_a_weight_in_two_tables_are_counted_once():
+    model = nn.ModuleList(
+        [nn.Embedding(9, 4), nn.Embedding(9, 4), nn.Embedding(5, 2), nn.Linear(3, 3)]
+    )
+    model[1].weight = model[0].weight
+    assert table_bytes(model) == 4 * (9 * 4 + 5 * 2)
+
+
+def test_bytes_of_a_model_are_those_of_its_tables_and_their_projections():
+    fields = (rb.Field(name="user", rows=9), rb.Field(name="item", rows=8))
+    tables = TableCollection(fields, 3, widths={"item": 2})
+    assert table_bytes(tables) == 4 * (9 * 3 + 8 * 2 + 2 * 3)
 
 
 def test_frozen_tables_are_not_trainable():

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from rarebit.diagnosis.spectrum import default_chunk, triangle_of
-from rarebit.tables.table import AnyTable
+from rarebit.tables.table import AnyTable, home_of
 
 __all__ = ["Rows", "Scan", "rows_of_slice", "rows_of_table", "scan"]
 
@@ -53,15 +53,11 @@ def rows_of_table(table: AnyTable) -> Rows:
     >>> rows_of_table(nn.Embedding(9, 4, padding_idx=0)).count
     8
     """
-    if isinstance(table, nn.Embedding):
-        weight = table.weight.detach()
-        device = weight.device
-    else:
-        device = next(table.parameters()).device
+    device = home_of(table)
 
     def read(start: int, stop: int) -> Tensor:
         if isinstance(table, nn.Embedding):
-            return weight[start:stop]
+            return table.weight.detach()[start:stop]
         with torch.no_grad():
             rows: Tensor = table(torch.arange(start, stop, device=device))
         return rows

@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Self
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from rarebit.methods._sizing import plain_weights, too_small
 from rarebit.settings import check_types, require
@@ -145,6 +145,13 @@ class HashedTable(Table):
         assert isinstance(self.method, Hashing)
         inner = wrap(self.inner, method)
         return HashedTable(self.method, inner, self.num_embeddings, self.padding_idx)
+
+    def served(self) -> "HashedTable":
+        """Return a table of the same buckets, as they are served."""
+        assert isinstance(self.method, Hashing)
+        if isinstance(self.inner, nn.Embedding):
+            return self
+        return HashedTable(self.method, self.inner.served(), self.num_embeddings, self.padding_idx)
 
     def unsuited(self, method: Method) -> str | None:
         """What is applied later works on the buckets, so it must suit them."""

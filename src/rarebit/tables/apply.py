@@ -34,7 +34,7 @@ from rarebit.tables.table import (
     wrap,
 )
 
-__all__ = ["TableChanges", "apply_", "merge_", "restore_tables"]
+__all__ = ["TableChanges", "apply_", "end_training_", "merge_", "restore_tables"]
 
 Where: TypeAlias = Callable[[TableInfo], bool]
 
@@ -58,19 +58,36 @@ class TableChanges:
         return bool(self.after)
 
     def __str__(self) -> str:
-        stored = [sum(t.num_parameters for t in tables) for tables in (self.before, self.after)]
         total = len(self.after) + len(self.skipped)
         if not self.after:
             return "\n".join([f"{self.title}: nothing to do in {total} tables", *self._reasons()])
+        unit, old, new = self._stored()
         head = (
             f"{self.title}: {len(self.after)} of {total} tables, "
-            f"{stored[0]:,} -> {stored[1]:,} weights stored"
+            f"{sum(old):,} -> {sum(new):,} {unit} stored{self._freezing()}"
         )
         lines = [
-            f"  {old.name}  {old.rows:,} x {old.width}, {old.num_parameters:,} -> {new.num_parameters:,}"
-            for old, new in zip(self.before, self.after, strict=True)
+            f"  {info.name}  {info.rows:,} x {info.width}, {was:,} -> {now:,}"
+            for info, was, now in zip(self.before, old, new, strict=True)
         ]
         return "\n".join([head, *_shorten(lines), *self._reasons()])
+
+    def _stored(self) -> tuple[str, list[int], list[int]]:
+        """Return what to count in, and how much each table stored before and stores now."""
+        both = (self.before, self.after)
+        bits = [
+            {info.num_bytes / info.num_parameters for info in tables if info.num_parameters}
+            for tables in both
+        ]
+        # where a weight has other bits than before, the number of weights does not tell the change
+        unit, name = ("weights", "num_parameters") if bits[0] == bits[1] else ("bytes", "num_bytes")
+        before, after = ([getattr(info, name) for info in tables] for tables in both)
+        return unit, before, after
+
+    def _freezing(self) -> str:
+        both = zip(self.before, self.after, strict=True)
+        frozen = any(old.trainable and not new.trainable for old, new in both)
+        return ", no longer trained" if frozen else ""
 
     def _reasons(self) -> list[str]:
         by_reason = defaultdict(list)
@@ -156,6 +173,26 @@ def merge_(
     after = _put(model, chosen, tables, optimizer)
     before = tuple(site.info for site in chosen)
     return _told(TableChanges("merge", before, after, tuple(skipped)), verbose)
+
+
+def end_training_(model: nn.Module) -> None:
+    """Fold what only training needs, so that tables are as small as they are served.
+
+    >>> from rarebit import MLET, Hashing
+    >>> model = nn.Sequential(nn.Embedding(1000, 8))
+    >>> for method in (Hashing(buckets=100), MLET(inner_dim=16)):
+    ...     changes = apply_(model, method, verbose=False)
+    >>> end_training_(model)
+    >>> [(info.methods, info.num_parameters) for info in find_tables(model)]
+    [(('Hashing(buckets=100)',), 800)]
+    """
+    refuse_wrapped_model(model)
+    sites = [
+        site
+        for site in find_sites(model)
+        if any(method.training_only for method in methods_of(site.table))
+    ]
+    _put(model, sites, [site.table.served() for site in sites if isinstance(site.table, Table)])
 
 
 def restore_tables(

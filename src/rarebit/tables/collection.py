@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from rarebit.data.schema import PADDING, Field
 from rarebit.settings import require, suggest
 from rarebit.tables.stack import PlainStack, Stack, stack_key, stack_tables
-from rarebit.tables.table import AnyTable
+from rarebit.tables.table import AnyTable, home_of
 
 __all__ = ["RowMove", "TableCollection", "TableInit"]
 
@@ -168,8 +168,7 @@ class TableCollection(nn.Module):
             for members in self.members
             for index in members
         ]
-        device = next(self.parameters()).device
-        return torch.cat(slots).to(device)
+        return torch.cat(slots).to(home_of(self.stacks))
 
     def _plain_rows(self) -> dict[int, tuple[Tensor, slice]]:
         """For each field that lies in a plain stack: the parameter and its rows there."""

@@ -10,7 +10,14 @@ from torch import nn
 from rarebit.errors import UnsupportedTableError
 from rarebit.tables.bag import Bag, table_of_bag
 from rarebit.tables.collection import TableCollection
-from rarebit.tables.table import AnyTable, Table, is_trainable, methods_of
+from rarebit.tables.table import (
+    AnyTable,
+    Table,
+    is_trainable,
+    methods_of,
+    num_weights,
+    stored_tensors,
+)
 
 __all__ = [
     "FieldSite",
@@ -21,6 +28,7 @@ __all__ = [
     "find_tables",
     "lookup_refusal",
     "refuse_wrapped_model",
+    "table_bytes",
     "table_parameters",
 ]
 
@@ -56,9 +64,9 @@ class TableInfo:
     trainable: bool
     """Whether training changes it."""
     num_parameters: int
-    """Weights it stores."""
+    """Weights it stores, however few bits each of them has."""
     num_bytes: int
-    """Bytes of those weights."""
+    """Bytes of all that it stores."""
     refusal: str | None
     """Why no method can be applied to it, in words; None when one can."""
 
@@ -132,6 +140,20 @@ def table_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
         for names, module in _table_modules(model)
         for name, parameter in module.named_parameters(prefix=names[0])
     }
+
+
+def table_bytes(model: nn.Module) -> int:
+    """Return the bytes of everything that a model's tables store.
+
+    >>> table_bytes(nn.Sequential(nn.Embedding(10, 4)))
+    160
+    """
+    stored = {
+        id(tensor): tensor.nbytes
+        for _, module in _table_modules(model)
+        for tensor in stored_tensors(module)
+    }
+    return sum(stored.values())
 
 
 def refuse_wrapped_model(model: nn.Module) -> None:
@@ -260,8 +282,8 @@ def _module_info(name: str, module: TableModule, refusal: str | None) -> TableIn
         kind=kind,
         methods=tuple(map(str, methods)),
         trainable=is_trainable(module),
-        num_parameters=sum(p.numel() for p in module.parameters()),
-        num_bytes=sum(p.nbytes for p in module.parameters()),
+        num_parameters=num_weights(table),
+        num_bytes=sum(tensor.nbytes for tensor in stored_tensors(module)),
         refusal=refusal,
     )
 
@@ -279,8 +301,8 @@ def _field_sites(
             kind="field",
             methods=tuple(map(str, methods_of(table))),
             trainable=is_trainable(table),
-            num_parameters=sum(p.numel() for p in table.parameters()),
-            num_bytes=sum(p.nbytes for p in table.parameters()),
+            num_parameters=num_weights(table),
+            num_bytes=sum(tensor.nbytes for tensor in stored_tensors(table)),
             refusal=refusal,
         )
         yield FieldSite(collection, index, table, info, tie)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from rarebit.tables.gather import GradientMemory, gather
-from rarebit.tables.table import AnyTable, Table, is_trainable, methods_of, plain_like
+from rarebit.tables.table import AnyTable, Table, home_of, is_trainable, methods_of, plain_like
 
 __all__ = ["LoopStack", "PlainStack", "Stack", "stack_key", "stack_tables"]
 
@@ -106,4 +106,4 @@ def stack_tables(tables: Sequence[AnyTable], lengths: Sequence[int]) -> Stack:
     made = [table for table in tables if isinstance(table, Table)]
     stack = made[0].method.stack(made, lengths) if made else PlainStack(plain, lengths)
     # what a stack knows of its slots is made on the CPU
-    return stack.to(next(stack.parameters()).device)
+    return stack.to(home_of(tables[0]))

@@ -14,6 +14,7 @@ Shapes: N rows of the table, D its width.
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import TYPE_CHECKING, ClassVar, Self, TypeAlias
 
 import torch
@@ -31,10 +32,13 @@ __all__ = [
     "Table",
     "declared_pair",
     "full_table",
+    "home_of",
     "is_trainable",
     "method_name",
     "methods_of",
+    "num_weights",
     "plain_like",
+    "stored_tensors",
     "unsuited",
     "wrap",
 ]
@@ -47,12 +51,12 @@ class Table(nn.Module, ABC):
     """A table made by a method: a module that maps ids to rows like `nn.Embedding` does."""
 
     inner: "AnyTable"
-    """The table that holds what is stored."""
+    """The table that holds what is stored; a table that stores its rows itself has none."""
 
     def __init__(
         self,
         method: "Method",
-        inner: "AnyTable",
+        inner: "AnyTable | None",
         *,
         num_embeddings: int,
         embedding_dim: int,
@@ -60,7 +64,8 @@ class Table(nn.Module, ABC):
     ) -> None:
         super().__init__()
         self.method = method
-        self.inner = inner
+        if inner is not None:
+            self.inner = inner
         self.num_embeddings = num_embeddings
         self.embedding_dim = embedding_dim
         self.padding_idx = padding_idx
@@ -82,8 +87,7 @@ class Table(nn.Module, ABC):
     @property
     def weight(self) -> Tensor:
         """The full table `(N, D)`, differentiable. It costs what the table costs: not for a step."""
-        device = next(self.parameters()).device
-        return torch.as_tensor(self(torch.arange(self.num_embeddings, device=device)))
+        return torch.as_tensor(self(torch.arange(self.num_embeddings, device=home_of(self))))
 
     @property
     def sparse(self) -> bool:
@@ -95,6 +99,11 @@ class Table(nn.Module, ABC):
         """The methods that made this table, in the order they were applied."""
         return (*methods_of(self.inner), self.method)
 
+    @property
+    def num_weights(self) -> int:
+        """Numbers that are stored, however few bits each of them has."""
+        return num_weights(self.inner) + _num_numbers(self) - _num_numbers(self.inner)
+
     def receive(self, method: "Method") -> "Table":
         """Return this table with one more method applied on top of its rows."""
         return method.wrap(self)
@@ -102,6 +111,10 @@ class Table(nn.Module, ABC):
     def unsuited(self, method: "Method") -> str | None:
         """Say why this table is better left alone by a further method, or None."""
         return method.unsuited(self.num_embeddings, self.embedding_dim)
+
+    def served(self) -> "AnyTable":
+        """Return the table as it is served: what only training needs is folded, to the same rows."""
+        return self.merge() if self.method.training_only else self
 
     def merge(self) -> nn.Embedding:
         """Return a plain table with the same rows; whatever this table wraps is folded in."""
@@ -151,6 +164,15 @@ class Method(ABC):
     """What it means to apply this method after another one, by the name of that one."""
     pairs_before: ClassVar[Mapping[str, Pair]] = {}
     """The same for methods applied after this one: a new file says both, and no older one is edited."""
+    training_only: ClassVar[bool] = False
+    """Whether its tables are folded when training is over: they are served as plain ones."""
+    after_training: ClassVar[bool] = False
+    """Whether it is made for trained tables, and stops their training: a study applies it at the end."""
+
+    @property
+    def rate_under_sgd(self) -> float:
+        """How many times as fast SGD moves the rows of a table that starts afresh, on average."""
+        return 1.0
 
     @classmethod
     def for_share(cls, shapes: Sequence[tuple[int, int]], share: float) -> Self:
@@ -231,13 +253,49 @@ def is_trainable(table: nn.Module) -> bool:
     return any(parameter.requires_grad for parameter in table.parameters())
 
 
+def home_of(module: nn.Module) -> torch.device:
+    """Return the device that a module's tensors are on.
+
+    >>> home_of(nn.Embedding(9, 4))
+    device(type='cpu')
+    """
+    return next(chain(module.parameters(), module.buffers())).device
+
+
+def stored_tensors(module: nn.Module) -> list[Tensor]:
+    """Return all that a module stores, each once: its weights, and the buffers that are saved too.
+
+    >>> [tuple(tensor.shape) for tensor in stored_tensors(nn.Embedding(9, 4))]
+    [(9, 4)]
+    """
+    buffers = (
+        buffer
+        for part in module.modules()
+        for name, buffer in part.named_buffers(recurse=False)
+        if name not in part._non_persistent_buffers_set  # noqa: SLF001  # a state dict would run hooks
+    )
+    return list({id(tensor): tensor for tensor in chain(module.parameters(), buffers)}.values())
+
+
+def num_weights(table: nn.Module) -> int:
+    """Return how many numbers a table stores, however few bits each of them has.
+
+    >>> num_weights(nn.Embedding(9, 4))
+    36
+    """
+    return table.num_weights if isinstance(table, Table) else _num_numbers(table)
+
+
+def _num_numbers(module: nn.Module) -> int:
+    return sum(tensor.numel() for tensor in stored_tensors(module))
+
+
 def full_table(table: AnyTable) -> Tensor:
     """Return all rows `(N, D)` without a gradient, built in chunks of bounded memory."""
     if isinstance(table, nn.Embedding):
         return table.weight.detach()
     with torch.no_grad():
-        device = next(table.parameters()).device
-        ids = torch.arange(table.num_embeddings, device=device)
+        ids = torch.arange(table.num_embeddings, device=home_of(table))
         return torch.cat([table(chunk) for chunk in ids.split(CHUNK)])
 
 

@@ -21,7 +21,7 @@ from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer, SparseAdam
 
 from rarebit.data.dataset import Dataset
 from rarebit.errors import NotEnoughMemoryError
-from rarebit.tables.find import table_parameters
+from rarebit.tables.find import table_bytes
 from rarebit.tables.sparse import row_gradients_kept, set_row_gradients
 from rarebit.training.evaluate import device_of
 from rarebit.training.rowwise import RowwiseOptimizer
@@ -178,15 +178,15 @@ def estimate_memory(
     >>> data = Dataset.from_columns({"user": [0, 1, 2]}, label=[0, 1, 0])
     >>> print(estimate_memory(model, data, settings=Training(tables="rowwise", optimizer="adagrad")))
     memory on meta: 68.2 kB plus activations, 68.2 kB of it to allocate, free memory unknown
-      tables            64.0 kB
-      optimizer state    4.0 kB
-      gradients       192 bytes
-      training data    24 bytes
+      tables           64.0 kB
+      optimizer state   4.0 kB
+      gradients          192 B
+      training data       24 B
     """
     device = device_of(model)
     rows = _trained_by_rows(model, settings, optimizer)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    tables = sum(parameter.nbytes for parameter in table_parameters(model).values())
+    tables = table_bytes(model)
     parameters = sum(parameter.nbytes for parameter in model.parameters())
     buffers = sum(buffer.nbytes for buffer in model.buffers())
     averages = _bytes(trained) + 4 * sum(len(p) for p in trained if id(p) in rows)

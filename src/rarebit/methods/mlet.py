@@ -1,0 +1,304 @@
+"""MLET: a table is trained as a wide factor times a small one (Deng et al., ACML 2023).
+
+    W = W1 W2        e(i) = W1 (W2 q_i)        k > D
+
+    k      `MLET.inner_dim`
+    W2ᵀ    `FactorizedTable.inner`, N x k: Xavier, of this table alone
+    W1ᵀ    `FactorizedTable.projection`, k x D: N(0, std²)
+    q_i    1 at id i, else 0: a lookup
+
+With G the gradient of W and η the learning rate, a step of SGD on both factors moves the table by
+
+    W(t+1) - W(t) = (W1 - η G W2ᵀ)(W2 - η W1ᵀ G) - W1 W2                                        (3)
+                  ≈ -η (W1 W1ᵀ G + G W2ᵀ W2)                                                    (2)
+                  = -η Σ_ij (sigma1_i² + sigma2_j²) g_ij u_i v_jᵀ                               (7)
+
+    sigma1_i, u_i    singular values and left vectors of W1, i up to D
+    sigma2_j, v_j    singular values and right vectors of W2, j up to N
+    g_ij             u_iᵀ G v_j: what plain training would do in this direction
+
+so directions in which the factors are long are learned faster, and W1 carries what is learned of one id
+to all others. (7) holds for small steps of SGD; Adam and Adagrad follow the factors' gradients. Only
+the looked-up rows of the wide factor are touched, and the product is formed by `merge` alone.
+
+Under SGD the step of a table is multiplied by about k std², so hold MLET against plain tables with such a
+learning rate before you call it better. Not for tables that must be small while they are trained.
+"""
+
+import inspect
+import math
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from pathlib import Path
+from typing import ClassVar, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from rarebit.settings import check_types, require
+from rarebit.tables.distinct import find_distinct
+from rarebit.tables.gather import gather
+from rarebit.tables.stack import PlainStack, Stack, stack_tables
+from rarebit.tables.table import (
+    CHUNK,
+    AnyTable,
+    Method,
+    Pair,
+    Table,
+    full_table,
+    is_trainable,
+    plain_like,
+)
+
+__all__ = ["MLET", "FactorizedStack", "FactorizedTable", "fold", "fresh_factors"]
+
+PACKAGE = str(Path(__file__).parent.parent / "_").removesuffix("_")
+"""Where the files of the package lie, with the last slash."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class MLET(Method):
+    """Train a table as a product of inner width `inner_dim`, and merge it to a table of its own size.
+
+    The paper's settings: inner_dim=64 with std=0.25 for DLRM and std=0.5 for all other models.
+
+    >>> MLET(std=0.5)
+    MLET(inner_dim=64, std=0.5, init='fresh')
+    """
+
+    title: ClassVar[str] = "a table trained as a product of two factors, inner width above its own"
+    paper: ClassVar[str] = (
+        "Deng et al., Enhancing Cross-Category Learning in Recommendation Systems with Multi-Layer "
+        "Embedding Training, ACML 2023"
+    )
+    control: ClassVar[str] = "matched-rate"
+    cost: ClassVar[str] = (
+        "a step looks up rows of inner_dim numbers and takes one small product more for each; until it "
+        "is merged, a table and its optimizer state are inner_dim / D times as large"
+    )
+    applies: ClassVar[str] = (
+        "tables with rare ids, which also move when other ids are seen; not where the tables fill the "
+        "memory in training"
+    )
+    knobs: ClassVar[Mapping[str, tuple[object, ...]]] = {
+        "std": (0.5, 0.25, 0.125),
+        "inner_dim": (64, 128, 32),
+    }
+    training_only: ClassVar[bool] = True
+    pairs: ClassVar[Mapping[str, Pair]] = {
+        "hashing": Pair(allowed=True, words="factors of the buckets"),
+        "low-rank": Pair(
+            allowed=False,
+            words="factors wider than the table take the place of those narrower than it; merge first",
+        ),
+        "mlet": Pair(
+            allowed=False,
+            words="the first product would be folded and be gone; merge first, or use one mlet with "
+            "another inner_dim",
+        ),
+    }
+    pairs_before: ClassVar[Mapping[str, Pair]] = {
+        "hashing": Pair(
+            allowed=False,
+            words="hashing keeps rows, so the factors would be folded into them and be gone; hash "
+            "first: hashing+mlet",
+        ),
+        "low-rank": Pair(
+            allowed=False,
+            words="the closest factors of the product take the place of those in training; merge first, "
+            "then cut the trained table",
+        ),
+    }
+
+    inner_dim: int = 64
+    """Width of the rows that are trained; above the table's width."""
+    std: float = 0.25
+    """Standard deviation of the projection: too small, and nothing is learned; too large, and training
+    diverges."""
+    init: Literal["fresh", "keep"] = "fresh"
+    """"fresh": new factors, as in the paper. "keep": factors whose product is the given table."""
+
+    def __post_init__(self) -> None:
+        check_types(self)
+        dim, std = self.inner_dim, self.std
+        require(dim >= 1, f"inner_dim must be at least 1, got inner_dim={dim}")
+        require(0 < std < math.inf, f"std must be more than 0 and finite, got std={std}")
+
+    @property
+    def rate_under_sgd(self) -> float:
+        """E[W1 W1ᵀ] = k std² I: the first part of (2) is a step of so many times the length."""
+        return self.inner_dim * self.std**2
+
+    def wrap(self, base: AnyTable) -> "FactorizedTable":
+        """Return a product of two factors; with init="keep" it is the table `base`."""
+        if self.inner_dim < base.embedding_dim:
+            _warn_of_lost_directions(self.inner_dim, base.embedding_dim)
+        factors = fresh_factors if self.init == "fresh" else _keeping_factors
+        wide, projection = factors(base, self.inner_dim, self.std)
+        right = nn.Parameter(projection, requires_grad=is_trainable(base))
+        return FactorizedTable(self, plain_like(base, wide), right, base.padding_idx)
+
+    def stack(self, tables: Sequence[Table], lengths: Sequence[int]) -> Stack:
+        """Return factorized tables behind one lookup and one batched product."""
+        return FactorizedStack(self, tables, lengths)
+
+    def unsuited(self, rows: int, width: int) -> str | None:
+        """A table cannot be kept by factors that are narrower than it."""
+        del rows
+        lost = self.init == "keep" and self.inner_dim < width
+        return f"wider than inner_dim {self.inner_dim}, which could not keep it" if lost else None
+
+
+class FactorizedTable(Table):
+    """A table as the product of a long factor, wider than it, and a small one."""
+
+    def __init__(
+        self, method: MLET, inner: AnyTable, projection: nn.Parameter, padding_idx: int | None
+    ) -> None:
+        super().__init__(
+            method,
+            inner,
+            num_embeddings=inner.num_embeddings,
+            embedding_dim=projection.shape[1],
+            padding_idx=padding_idx,
+        )
+        self.projection = projection  # W1ᵀ
+
+    def rows(self, ids: Tensor) -> Tensor:
+        """Return W1 (W2 q_i)."""
+        rows: Tensor = self.inner(ids) @ self.projection
+        return rows
+
+    def merge(self) -> nn.Embedding:
+        """Return the product as a plain table, rounded once."""
+        weight = fold(full_table(self.inner), self.projection)
+        if self.padding_idx is not None:
+            weight[self.padding_idx] = 0.0
+        return plain_like(self, weight, padding_idx=self.padding_idx)
+
+
+class FactorizedStack(Stack):
+    """Factorized tables behind one lookup and one batched product."""
+
+    def __init__(self, method: MLET, tables: Sequence[Table], lengths: Sequence[int]) -> None:
+        super().__init__(lengths)
+        self.method = method
+        self.padding = [table.padding_idx for table in tables]
+        self.inner = stack_tables([table.inner for table in tables], lengths)
+        factors = [table.projection for table in tables if isinstance(table, FactorizedTable)]
+        stacked = torch.stack([factor.detach() for factor in factors])  # (F, k, D)
+        self.projection = nn.Parameter(stacked, requires_grad=factors[0].requires_grad)
+
+    def rows(self, ids: Tensor) -> Tensor:
+        """Return W1_f (W2_f q_i) for each field f."""
+        fixed_sizes = ids.device.type != "cpu" or torch.compiler.is_compiling()
+        if isinstance(self.inner, PlainStack) and not fixed_sizes:
+            return self._rows_of_distinct(ids, self.inner)
+        wide = self.inner(ids)  # (..., S, k)
+        return torch.einsum("...sk,skd->...sd", wide, self.projection[self.field_of_slot])
+
+    def _rows_of_distinct(self, ids: Tensor, inner: PlainStack) -> Tensor:
+        """Return the same, with each row that is looked up several times read and multiplied once.
+
+        Wide rows are what a step on the CPU spends its time on, and a batch of 4096 rows of a click log
+        looks each one up eight times.
+        """
+        found = find_distinct((ids + inner.offsets).reshape(-1))
+        # sorted ids come field by field
+        ends = torch.searchsorted(found.ids, found.ids.new_tensor([*accumulate(inner.sizes)]))
+        counts = torch.diff(ends, prepend=ends.new_zeros(1)).tolist()
+        wide = gather(inner.embedding, found.ids, inner.gradient_memory)  # (U, k)
+        parts = zip(wide.split(counts), self.projection, strict=True)
+        rows = torch.cat([part @ factor for part, factor in parts])  # (U, D)
+        return F.embedding(found.slot_of, rows).view(*ids.shape, rows.shape[1])
+
+    def split(self) -> list[AnyTable]:
+        """Return the factorized tables one by one."""
+        factors = [
+            nn.Parameter(factor, requires_grad=self.projection.requires_grad)
+            for factor in self.projection.detach()
+        ]
+        parts = zip(self.inner.split(), factors, self.padding, strict=True)
+        return [FactorizedTable(self.method, *part) for part in parts]
+
+
+def fresh_factors(base: AnyTable, inner_dim: int, std: float) -> tuple[Tensor, Tensor]:
+    """Return new factors for a table, `(N, k)` and `(k, D)`; only its shape and padding matter.
+
+    >>> [tuple(factor.shape) for factor in fresh_factors(nn.Embedding(100, 8), 64, std=0.25)]
+    [(100, 64), (64, 8)]
+    """
+    rows, width = base.num_embeddings, base.embedding_dim
+    like = next(base.parameters())
+    bound = math.sqrt(6.0 / (rows + inner_dim))
+    wide = torch.empty(rows, inner_dim, dtype=like.dtype, device=like.device)
+    wide.uniform_(-bound, bound)
+    projection = torch.empty(inner_dim, width, dtype=like.dtype, device=like.device)
+    projection.normal_(0.0, std)
+    if base.padding_idx is not None:
+        wide[base.padding_idx] = 0.0
+    return wide, projection
+
+
+def fold(wide: Tensor, projection: Tensor) -> Tensor:
+    """Return the product of two factors, formed in float64 and rounded once, `(N, D)`.
+
+    >>> fold(torch.tensor([[1.0, 2.0]]), torch.tensor([[3.0], [4.0]]))
+    tensor([[11.]])
+    """
+    small = projection.detach().double()
+    chunks = wide.detach().split(CHUNK)
+    return torch.cat([(rows.double() @ small).to(wide.dtype) for rows in chunks])
+
+
+def _keeping_factors(base: AnyTable, inner_dim: int, std: float) -> tuple[Tensor, Tensor]:
+    """Return factors whose product is the table, `(N, k)` and `(k, D)`.
+
+        W1ᵀ = s Q        W2ᵀ = W Qᵀ / s + F (I - Q Qᵀ)        s = std sqrt(k),  Qᵀ Q = I
+
+    Q is a random Gaussian matrix made orthogonal, so W1 is as long as a fresh one whatever the table is
+    like: with the table's own singular values on both sides, small tables would not be trained and long
+    ones would diverge. F is a fresh wide factor: what it has outside of Q does not change the product,
+    and gives every direction of the inner width a gradient from the first step on.
+    """
+    wide, projection = fresh_factors(base, inner_dim, std)
+    basis = torch.linalg.qr(projection.double()).Q  # (k, D)
+    length = std * math.sqrt(inner_dim)
+    weight = full_table(base)
+    # Rounding of a part much longer than the table would blur the table.
+    longest = _root_mean_square(weight) / length
+    shrink = min(1.0, float(longest / _root_mean_square(wide).clamp(min=1e-300)))
+    for rows, given in zip(wide.split(CHUNK), weight.split(CHUNK), strict=True):
+        fresh = shrink * rows.double()
+        kept = given.double() / length - fresh @ basis  # (n, D)
+        rows.copy_(fresh + kept @ basis.T)
+    return wide, (length * basis).to(projection.dtype)
+
+
+def _root_mean_square(matrix: Tensor) -> Tensor:
+    length: Tensor = torch.linalg.vector_norm(matrix, dtype=torch.float64)
+    return length / math.sqrt(max(matrix.numel(), 1))
+
+
+def _warn_of_lost_directions(inner_dim: int, width: int) -> None:
+    warnings.warn(
+        f"MLET with inner_dim={inner_dim} on a table of width {width}: an inner width below the table's "
+        "leaves directions of the update with factor zero, which are never learned; use an inner_dim "
+        f"above {width}",
+        UserWarning,
+        stacklevel=_levels_to_the_caller(),
+    )
+
+
+def _levels_to_the_caller() -> int:
+    """Return how many calls above the warning a line outside of the package is.
+
+    A warning that belongs to the line that applied the method is shown once for it, not once a table.
+    """
+    frame, levels = inspect.currentframe(), 0
+    while frame is not None and frame.f_code.co_filename.startswith(PACKAGE):
+        frame, levels = frame.f_back, levels + 1
+    return levels

@@ -1,0 +1,130 @@
+"""Product start: a plain table that starts where MLET starts (a control; see `mlet`).
+
+    e(i) = W[i]        W(0) = W1 W2
+
+    W         `StartedTable.inner`, N x D
+    W1, W2    the fresh factors that `MLET` would draw from the same random state; then they are gone
+
+A table trained as a product has another initial scale than a plain one, and is trained differently. Held
+against this one, MLET shows what the training does; this one held against a plain table shows what the
+start does.
+
+Not for use by itself: it is a way to draw the first weights.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+from torch import Tensor
+
+from rarebit.methods.mlet import fold, fresh_factors
+from rarebit.settings import check_types, require
+from rarebit.tables.stack import Stack, stack_tables
+from rarebit.tables.table import AnyTable, Method, Pair, Table, plain_like
+
+__all__ = ["ProductStart", "StartedStack", "StartedTable"]
+
+DRAWN_ANEW = "it draws all rows anew, so the first method would be gone; "
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProductStart(Method):
+    """Start a plain table at the product of the factors that `MLET` would draw.
+
+    >>> ProductStart(inner_dim=32)
+    ProductStart(inner_dim=32, std=0.25)
+    """
+
+    title: ClassVar[str] = "a plain table started at the product of MLET's factors"
+    paper: ClassVar[str] = (
+        "none: a control for MLET that keeps its start and leaves out its training"
+    )
+    control: ClassVar[str] = "baseline"
+    cost: ClassVar[str] = "nothing: a step and what is stored are those of a plain table"
+    applies: ClassVar[str] = (
+        "beside MLET, to tell what its start does from what its training does; not by itself"
+    )
+    training_only: ClassVar[bool] = True
+    pairs: ClassVar[Mapping[str, Pair]] = {
+        "hashing": Pair(allowed=True, words="the buckets start at the product"),
+        "low-rank": Pair(allowed=False, words=DRAWN_ANEW + "start first, merge, then low-rank"),
+        "mlet": Pair(allowed=False, words=DRAWN_ANEW + "use one of the two"),
+        "product-start": Pair(allowed=False, words=DRAWN_ANEW + "use one product-start"),
+    }
+    pairs_before: ClassVar[Mapping[str, Pair]] = {
+        "hashing": Pair(
+            allowed=False,
+            words="hashing keeps rows and would forget how they were drawn; hash first: "
+            "hashing+product-start",
+        ),
+        "low-rank": Pair(
+            allowed=False,
+            words="the factors take the place of the started table; merge first, then cut it",
+        ),
+        "mlet": Pair(
+            allowed=False,
+            words="the factors take the place of the started table; use mlet alone, or merge first and "
+            'use init="keep"',
+        ),
+    }
+
+    inner_dim: int = 64
+    """Inner width of the factors, as in `MLET`."""
+    std: float = 0.25
+    """Standard deviation of the projection, as in `MLET`."""
+
+    def __post_init__(self) -> None:
+        check_types(self)
+        dim, std = self.inner_dim, self.std
+        require(dim >= 1, f"inner_dim must be at least 1, got inner_dim={dim}")
+        require(0 < std < float("inf"), f"std must be more than 0 and finite, got std={std}")
+
+    def wrap(self, base: AnyTable) -> "StartedTable":
+        """Return a table of the same shape that starts at a product."""
+        weight = fold(*fresh_factors(base, self.inner_dim, self.std))
+        return StartedTable(self, plain_like(base, weight), base.padding_idx)
+
+    def stack(self, tables: Sequence[Table], lengths: Sequence[int]) -> Stack:
+        """Return the tables behind one lookup."""
+        return StartedStack(self, tables, lengths)
+
+
+class StartedTable(Table):
+    """A plain table that remembers how it was started."""
+
+    def __init__(self, method: ProductStart, inner: AnyTable, padding_idx: int | None) -> None:
+        super().__init__(
+            method,
+            inner,
+            num_embeddings=inner.num_embeddings,
+            embedding_dim=inner.embedding_dim,
+            padding_idx=padding_idx,
+        )
+
+    def rows(self, ids: Tensor) -> Tensor:
+        """Return W[i]."""
+        rows: Tensor = self.inner(ids)
+        return rows
+
+
+class StartedStack(Stack):
+    """Started tables behind one lookup."""
+
+    def __init__(
+        self, method: ProductStart, tables: Sequence[Table], lengths: Sequence[int]
+    ) -> None:
+        super().__init__(lengths)
+        self.method = method
+        self.padding = [table.padding_idx for table in tables]
+        self.inner = stack_tables([table.inner for table in tables], lengths)
+
+    def rows(self, ids: Tensor) -> Tensor:
+        """Return W_f[i] for each field f."""
+        rows: Tensor = self.inner(ids)
+        return rows
+
+    def split(self) -> list[AnyTable]:
+        """Return the tables one by one."""
+        parts = zip(self.inner.split(), self.padding, strict=True)
+        return [StartedTable(self.method, *part) for part in parts]
