@@ -47,7 +47,15 @@ def test_help_names_the_sections_of_a_settings_file(call):
 def test_help_shows_commands_and_examples(call):
     code, out, _ = call("--help")
     assert code == 0
-    for word in ("demo", "train", "predict", "bench", "Examples", "rarebit train --model"):
+    for word in (
+        "demo",
+        "compare",
+        "train",
+        "predict",
+        "bench",
+        "Examples",
+        "rarebit compare --data",
+    ):
         assert word in out
 
 
@@ -119,10 +127,13 @@ def test_the_same_seed_gives_the_same_run_and_another_one_another(call):
 
 
 def test_demo_says_what_to_try_next(call):
-    code, out, _ = call("demo", "--rows", "4000")
+    code, out, _ = call("demo", "--rows", "2000", "--seeds", "1")
     assert code == 0
-    assert "What to try next" in out
-    assert call("predict", "--model", "runs/demo")[0] == 0
+    for words in ("deepfm on synthetic-0", "Difference to the control", "What to try next"):
+        assert words in out
+    code, shown, _ = call("compare", "--show", "studies/demo")
+    assert code == 0
+    assert shown in out
 
 
 MISTAKES = {

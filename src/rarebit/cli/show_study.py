@@ -18,6 +18,7 @@ from rarebit.study.tables import TextTable, comparison_table, side_table, verdic
 
 __all__ = ["BarStudy", "show_study"]
 
+LONG_NAME = 13
 MOST_LINES = 5
 """Lines on runs that are missing."""
 
@@ -108,10 +109,17 @@ def show_study(result: StudyResult) -> None:
 
 def _show(table: TextTable) -> None:
     shown = Table(
-        title=Text(table.title), title_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0)
+        title=Text(table.title),
+        title_justify="left",
+        box=SIMPLE_HEAD,
+        padding=(0, 0),
+        pad_edge=False,
     )
     for number, name in enumerate(table.header):
         shown.add_column(name, justify="left" if number == 0 else "right", overflow="fold")
+    names = [row[0] for row in table.rows]
+    # names are folded last: numbers with their spread can be read in two lines
+    shown.columns[0].min_width = min(max(map(len, names), default=1), LONG_NAME)
     shown.columns[-1].justify = "left"
     for row in table.rows:
         shown.add_row(*map(Text, row))

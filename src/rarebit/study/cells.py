@@ -1,6 +1,7 @@
 """A model on a log: its sides, the runs they need, and what those that are there say."""
 
 import dataclasses
+import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +16,7 @@ from rarebit.errors import DataError
 from rarebit.methods import method_text
 from rarebit.settings import to_mapping
 from rarebit.study.delong import PairedAUC, delong
+from rarebit.study.matched_rate import KnownRates
 from rarebit.study.plan import StudyPlan
 from rarebit.study.results import Ceiling, CellResult, SideResult, Trial, pick
 from rarebit.study.runs import RunFolder, RunRecord, identify, run_key
@@ -23,6 +25,9 @@ from rarebit.training.evaluate import evaluate_scores
 from rarebit.training.run import PreparedLog, RunSettings, load_splits
 
 __all__ = ["Cell", "PlannedRun"]
+
+RATES = "rates.json"
+"""The file of measured rates in the folder of a study."""
 
 
 @dataclass(frozen=True)
@@ -40,10 +45,12 @@ class PlannedRun:
 
 
 class Cell:
-    """A model on a log."""
+    """A model on a log. `failures` says why runs failed, by their key, and grows as they do."""
 
-    def __init__(self, plan: StudyPlan, base: RunSettings, folder: Path) -> None:
-        self.settings, self.folder = plan.settings, folder
+    def __init__(
+        self, plan: StudyPlan, base: RunSettings, folder: Path, failures: Mapping[str, str]
+    ) -> None:
+        self.settings, self.folder, self.failures = plan.settings, folder, failures
         self.is_alone = len(plan.runs) == 1
         self.model_name = _told_apart(base, plan.runs, _model_name)
         self.log_name = _told_apart(base, plan.runs, _log_name)
@@ -55,7 +62,8 @@ class Cell:
             )
         self.labels = splits.test.label
         self.ceiling = _ceiling(splits)
-        self.sides = sides_of(plan, self.base, splits.train.schema)
+        rates = KnownRates(folder / RATES, splits.train)
+        self.sides = sides_of(plan, self.base, splits.train.schema, rates)
 
     @property
     def name(self) -> str:
@@ -70,9 +78,12 @@ class Cell:
 
     def tuning_runs(self, seed: int) -> Iterator[PlannedRun]:
         """Yield the runs by which settings are picked; none where nothing is tuned."""
-        if self.settings.trials > 1 and seed in self._tuning_seeds:
-            for trial in range(self.settings.trials):
-                for side in self.sides:
+        if seed not in self._tuning_seeds:
+            return
+        tuned = [side for side in self.sides if len(side.trials) > 1]
+        for trial in range(max((len(side.trials) for side in tuned), default=0)):
+            for side in tuned:
+                if trial < len(side.trials):
                     yield self._run(side, trial, seed)
 
     def compared_runs(self, seed: int) -> Iterator[PlannedRun]:
@@ -83,16 +94,24 @@ class Cell:
                 yield self._run(side, trial, seed)
 
     def picked(self, side: Side) -> int | None:
-        """Return the trial that is best on validation rows; None while one of them is missing."""
-        if self.settings.trials == 1:
-            return 0
-        records = [[run.record for run in runs] for runs in self._tried(side)]
-        if any(record is None for runs in records for record in runs):
-            return None
-        return pick([[record for record in runs if record] for runs in records])
+        """Return the trial that is best on validation rows; None while one of them is missing.
 
-    def result(self, failures: Mapping[str, str]) -> CellResult:
-        """Return what the finished runs say; failures are reasons by the key of a run."""
+        A trial that fails is out: its learning rate may be too high.
+        """
+        if len(side.trials) == 1:
+            return 0
+        tried = {
+            trial: [run.record for run in runs]
+            for trial, runs in enumerate(self._tried(side))
+            if not any(run.folder.key in self.failures for run in runs)
+        }
+        if not tried or any(record is None for runs in tried.values() for record in runs):
+            return None
+        best = pick([[record for record in runs if record] for runs in tried.values()])
+        return None if best is None else list(tried)[best]
+
+    def result(self) -> CellResult:
+        """Return what the finished runs say."""
         sides = [self._side_result(side) for side in self.sides]
         return CellResult(
             model=self.model_name,
@@ -101,7 +120,7 @@ class Cell:
             sides=tuple(sides),
             ceiling=self.ceiling,
             rows=self._other_rows(sides),
-            missing=tuple(self._missing(failures)),
+            missing=tuple(self._missing()),
         )
 
     @property
@@ -115,7 +134,7 @@ class Cell:
         name = f"{side.name}, seed {seed}"
         if not self.is_alone:
             name = f"{self.name}: {name}"
-        if self.settings.trials > 1:
+        if len(side.trials) > 1:
             name += f", trial {trial + 1}"
         return PlannedRun(name, settings, RunFolder(self.folder, run_key(settings)))
 
@@ -141,14 +160,18 @@ class Cell:
 
     def _trials(self, side: Side) -> Iterator[Trial]:
         """Yield what was tried, with the AUC that it was picked by."""
-        if self.settings.trials == 1:
+        if len(side.trials) == 1:
             return
         for settings, runs in zip(side.trials, self._tried(side), strict=True):
             records = [record for run in runs if (record := run.record)]
-            methods = "+".join(method_text(method) for method in settings.methods)
+            training = settings.training
             yield Trial(
-                settings={"lr": settings.training.lr, "methods": methods},
-                valid_auc=sum(record.valid_auc for record in records) / len(records),
+                settings={
+                    "lr": training.lr,
+                    "table_lr": training.table_lr,
+                    "methods": "+".join(method_text(method) for method in settings.methods),
+                },
+                valid_auc=statistics.fmean(r.valid_auc for r in records) if records else None,
             )
 
     def _other_rows(self, sides: Sequence[SideResult]) -> dict[str, PairedAUC]:
@@ -171,21 +194,21 @@ class Cell:
                 total += torch.from_numpy(scores.astype(np.float64))
         return total / len(seeds)
 
-    def _missing(self, failures: Mapping[str, str]) -> Iterator[str]:
+    def _missing(self) -> Iterator[str]:
         for side in self.sides:
             trial = self.picked(side)
             if trial is None:
                 runs = [run for tried in self._tried(side) for run in tried]
-                yield from self._unfinished(runs, failures)
+                yield from self._unfinished(runs)
                 yield f"{side.name}: its settings are not picked yet"
             else:
                 runs = [self._run(side, trial, seed) for seed in self.seeds]
-                yield from self._unfinished(runs, failures)
+                yield from self._unfinished(runs)
 
-    def _unfinished(self, runs: Sequence[PlannedRun], failures: Mapping[str, str]) -> Iterator[str]:
+    def _unfinished(self, runs: Sequence[PlannedRun]) -> Iterator[str]:
         for run in runs:
             if run.record is None:
-                why = failures.get(run.folder.key)
+                why = self.failures.get(run.folder.key)
                 yield f"{run.name}: {why or 'not run yet'}"
 
 

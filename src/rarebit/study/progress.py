@@ -62,7 +62,7 @@ class StudyLines(StudySilence):
     def plan(self, runs: int, there: int) -> None:
         """Print how many runs there are to make."""
         self.runs, self.done = runs, there
-        self.say(f"{runs} runs, {there} of them there already")
+        self.say(f"{runs} run{'s' if runs != 1 else ''}, {there} of them there already")
 
     def finish(self, name: str, record: RunRecord) -> None:
         """Print what a run gave."""

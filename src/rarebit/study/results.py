@@ -40,8 +40,9 @@ class Trial:
     """Settings that were tried, and the mean AUC on validation rows that picks among them."""
 
     settings: Mapping[str, Any]
-    """What differs from the side's own settings."""
-    valid_auc: float
+    """What differs from trial to trial."""
+    valid_auc: float | None
+    """None of one that failed."""
 
 
 @dataclass(frozen=True, kw_only=True)

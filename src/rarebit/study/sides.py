@@ -1,19 +1,21 @@
 """The sides of a comparison: every method of a plan, what it is held against, and its trials.
 
-    baseline    the model as it is
-    narrow      plain tables, narrower until they have the bytes of the method
-    a method    on the same model, sized by the plan's share where it has a size
+    baseline        the model as it is
+    narrow          plain tables, narrower until they have the bytes of the method
+    matched-rate    plain tables with other learning rates, the best of them on validation
+    a method        on the same model, sized by the plan's share where it has a size
 
 Narrower tables are the strongest simple control of a method that makes tables smaller: what do its bytes
-buy that fewer columns would not?
+buy that fewer columns would not? A matched rate is that of a method which moves rows faster: is it more than
+a larger learning rate?
 """
 
 import dataclasses
 import itertools
 from bisect import bisect_left
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 
@@ -26,12 +28,17 @@ from rarebit.settings import require
 from rarebit.study.plan import OWN, StudyPlan
 from rarebit.tables.find import find_tables
 from rarebit.tables.table import Method
-from rarebit.training.run import RunSettings, start_model, table_bytes
+from rarebit.training.run import RunSettings, finish_model, start_model, table_bytes
 
 __all__ = ["BASELINE", "Side", "sides_of"]
 
-BASELINE, NARROW = "baseline", "narrow"
+Rate: TypeAlias = Callable[[RunSettings], float]
+"""How many times as fast a run's methods move rows as plain training does."""
 
+BASELINE, NARROW, MATCHED_RATE = "baseline", "narrow", "matched-rate"
+
+RATE_FACTORS = (1.0, 2.0, 4.0, 8.0, 16.0)
+"""What the tables' learning rate is multiplied by, beside the measured factor; validation picks."""
 LR_FACTORS = (1.0, 2.0, 0.5, 4.0, 0.25, 8.0, 0.125)
 """What the learning rate is multiplied by in trials: a knob that every side has."""
 
@@ -53,8 +60,12 @@ class Side:
         return self.control is not None
 
 
-def sides_of(plan: StudyPlan, base: RunSettings, schema: Schema) -> list[Side]:
+def sides_of(
+    plan: StudyPlan, base: RunSettings, schema: Schema, rate: Rate | None = None
+) -> list[Side]:
     """Return the sides of a plan on one model and log, the baseline first.
+
+    `rate` tells how much faster a run's methods move rows than plain training does.
 
     >>> from rarebit import Field
     >>> schema = Schema((Field(name="user", rows=900), Field(name="item", rows=700)))
@@ -62,16 +73,18 @@ def sides_of(plan: StudyPlan, base: RunSettings, schema: Schema) -> list[Side]:
     >>> [(side.name, side.control) for side in sides_of(plan, plan.runs[0], schema)]
     [('baseline', None), ('narrow:dim=4', None), ('low-rank:rank=3', 'narrow:dim=4')]
     """
-    return _Sides(plan, base, schema).all()
+    return _Sides(plan, base, schema, rate).all()
 
 
 class _Sides:
     """Collects the sides: a control that is not there yet is added once."""
 
-    def __init__(self, plan: StudyPlan, base: RunSettings, schema: Schema) -> None:
-        if plan.settings.control not in (OWN, NARROW):
+    def __init__(
+        self, plan: StudyPlan, base: RunSettings, schema: Schema, rate: Rate | None
+    ) -> None:
+        if plan.settings.control not in (OWN, NARROW, MATCHED_RATE):
             _read_control(plan.settings.control)  # to tell a mistake before anything is built
-        self.plan, self.base, self.schema = plan, base, schema
+        self.plan, self.base, self.schema, self.rate = plan, base, schema, rate
         model = self._start(base)
         self.plain, self.width = find_tables(model), model.settings.get("dim")
         self.found: dict[str, Side] = {}
@@ -83,7 +96,8 @@ class _Sides:
         for expression in self.plan.methods:
             name, settings = self._method_side(expression)
             if name != BASELINE:
-                kept = table_bytes(self._start(settings))  # a method that fits no table is told here
+                # a method that fits no table is told here, and not by each of its runs
+                kept = table_bytes(self._start(settings))
                 self._add(name, settings, control=self._control(name, settings, kept))
         # stable: the baseline, then controls, then methods, each in the order of the plan
         return sorted(self.found.values(), key=lambda side: (side.name != BASELINE, side.is_method))
@@ -101,6 +115,8 @@ class _Sides:
             wanted = settings.methods[-1].control
         if wanted == NARROW:
             return self._narrow(kept)
+        if wanted == MATCHED_RATE:
+            return self._matched_rate(settings)
         control, its_settings = self._method_side(_read_control(wanted))
         if control == name:  # nothing is held against itself
             return BASELINE
@@ -118,6 +134,20 @@ class _Sides:
             return BASELINE
         name = f"{NARROW}:dim={widths[place]}"
         self._add(name, self._narrowed(widths[place]))
+        return name
+
+    def _matched_rate(self, settings: RunSettings) -> str:
+        """Add plain tables with other learning rates, that at which they move as the method's among them."""
+        measured = [] if self.rate is None else [self.rate(settings)]
+        lr = self.base.training.lr
+        trials = tuple(
+            dataclasses.replace(
+                self.base, training=dataclasses.replace(self.base.training, table_lr=factor * lr)
+            )
+            for factor in dict.fromkeys([*measured, *RATE_FACTORS])
+        )
+        name = ":".join([MATCHED_RATE, *(f"x={factor:g}" for factor in measured)])
+        self.found.setdefault(name, Side(name, None, trials))
         return name
 
     def _narrowed(self, width: int) -> RunSettings:
@@ -143,11 +173,13 @@ class _Sides:
 
     def _start(self, settings: RunSettings) -> RankingModel:
         with torch.random.fork_rng(devices=[]):
-            return start_model(settings, self.schema, say=_say_nothing)
+            model = start_model(settings, self.schema, say=_say_nothing)
+            finish_model(settings, model, say=_say_nothing)
+            return model
 
 
 def _read_control(text: str) -> Expression:
-    expected = "control must be own, narrow, baseline or a method"
+    expected = "control must be own, narrow, matched-rate, baseline or a method"
     try:
         found = parse_methods(text)
     except SettingsError as error:

@@ -70,18 +70,16 @@ def study(
     deadline = None if minutes is None else start + 60 * minutes
     where = Path(folder)
     # a mistake in the plan or its data is told before anything is written
-    cells = [Cell(plan, settings, where) for settings in plan.runs]
+    failures: dict[str, str] = {}
+    cells = [Cell(plan, settings, where, failures) for settings in plan.runs]
     with file_lock(_make_folder(where) / "lock"):
         write_json(where / "study.json", plan.to_mapping())
         with Pool(workers or _workers(device, threads), str(device), threads) as pool:
-            runner = _Runner(pool, where, tell, deadline, keep_models=keep_models)
-            seeds = cells[0].seeds
-            runner.make([run for seed in seeds for cell in cells for run in cell.tuning_runs(seed)])
-            runner.make(
-                [run for seed in seeds for cell in cells for run in cell.compared_runs(seed)]
-            )
-        found = tuple(cell.result(runner.failures) for cell in cells)
-        result = StudyResult(plan=plan.to_mapping(), cells=found)
+            runner = _Runner(pool, where, tell, deadline, failures, keep_models=keep_models)
+            for stage in (Cell.tuning_runs, Cell.compared_runs):  # all cells before the next seed
+                by_seed = ((cell, seed) for seed in cells[0].seeds for cell in cells)
+                runner.make([run for cell, seed in by_seed for run in stage(cell, seed)])
+        result = StudyResult(plan=plan.to_mapping(), cells=tuple(cell.result() for cell in cells))
         took = {"minutes": round((time.monotonic() - start) / 60, 2), "runs_made": runner.made}
         write_json(where / RESULTS, {"machine": facts | took, "study": result.to_mapping()})
     if pool.interrupted:
@@ -100,20 +98,19 @@ class _Runner:
         folder: Path,
         tell: StudyProgress,
         deadline: float | None,
+        failures: dict[str, str],
         *,
         keep_models: bool,
     ) -> None:
         self.pool, self.folder, self.tell, self.deadline = pool, folder, tell, deadline
-        self.keep_models = keep_models
+        self.failures, self.keep_models = failures, keep_models
         self.made = 0
         """Runs finished in this call."""
-        self.failures: dict[str, str] = {}
-        """Why a run failed, by its key."""
 
     def make(self, runs: Sequence[PlannedRun]) -> None:
         """Make runs side by side; one that several sides share is made once."""
         distinct = {run.folder.key: run for run in runs}
-        missing = {key: run for key, run in distinct.items() if run.record is None}
+        missing = {key: run for key, run in distinct.items() if not self._is_there(run)}
         if not distinct or self.pool.stopping.is_set():
             return
         self.tell.plan(len(distinct), len(distinct) - len(missing))
@@ -122,6 +119,9 @@ class _Runner:
             lambda answer: self._hear(missing[answer.task.key], answer),
             deadline=self.deadline,
         )
+
+    def _is_there(self, run: PlannedRun) -> bool:
+        return run.record is not None and (not self.keep_models or run.folder.model.exists())
 
     def _task(self, run: PlannedRun) -> dict[str, Any]:
         return {

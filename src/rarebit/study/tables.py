@@ -53,7 +53,7 @@ def comparison_table(cell: CellResult, minimum_effect: float) -> TextTable:
         "AUC",
         "interval",
         "rarest fifth",
-        "test rows",
+        "averaged",
         "wins",
         "verdict",
     )

@@ -32,12 +32,19 @@ from rarebit.data.dataset import Splits
 from rarebit.errors import DataError, RarebitError, TrainingInterrupted
 from rarebit.machine import commit
 from rarebit.study.runs import RunFolder, RunRecord, run_key
-from rarebit.training.evaluate import evaluate_scores, predict
+from rarebit.training.evaluate import evaluate, evaluate_scores, predict
 from rarebit.training.fit import fit
 from rarebit.training.loop import History
 from rarebit.training.model_file import save_model
 from rarebit.training.progress import EpochRecord, Silence
-from rarebit.training.run import RunSettings, load_splits, start_model, table_bytes
+from rarebit.training.run import (
+    RunSettings,
+    finish_model,
+    load_splits,
+    num_parameters,
+    start_model,
+    table_bytes,
+)
 
 __all__ = ["Log", "make_run", "open_log"]
 
@@ -83,13 +90,14 @@ def make_run(
         resume=True,
         progress=_Epochs(settings.training.epochs, tell) if tell else False,
     )
+    best = history.best_epoch
+    assert best is not None, "a study trains with validation rows"
+    kept = history.epochs[best - 1].valid
+    if finish_model(settings, model, say=_say_nothing):
+        kept = evaluate(model, valid).overall
     scores = predict(model, test)
     measured = evaluate_scores(scores, test, counts=log.counts)
-    best = history.best_epoch
-    kept = None if best is None else history.epochs[best - 1].valid
-    assert best is not None, "a study trains with validation rows"
-    assert kept is not None, "a study trains with validation rows"
-    if measured.auc is None or kept.auc is None:
+    if measured.auc is None or kept is None or kept.auc is None:
         raise DataError("AUC needs rows of both classes among those to validate and to test on")
     record = RunRecord(
         key=folder.key,
@@ -98,7 +106,7 @@ def make_run(
         logloss=measured.logloss,
         rarest_auc=measured.rarest.auc if measured.rarest else None,
         valid_auc=kept.auc,
-        parameters=sum(parameter.numel() for parameter in model.parameters()),
+        parameters=num_parameters(model),
         table_bytes=table_bytes(model),
         best_epoch=best,
         epochs=len(history.epochs),
@@ -141,7 +149,8 @@ class _Tasks:
         self.running = self.ended = False
         self.changing = threading.Lock()
         """Held while one of the two changes: a run either sees the end or is seen by it."""
-        threading.Thread(target=self._read, args=(lines,), daemon=True).start()
+        self.reader = threading.Thread(target=self._read, args=(lines,), daemon=True)
+        self.reader.start()
 
     def __iter__(self) -> Iterator[str]:
         while (line := self.queue.get()) is not None:

@@ -25,8 +25,8 @@ from rarebit.methods import method_from_mapping, method_to_mapping
 from rarebit.models import build_model, model_settings
 from rarebit.models._base import RankingModel
 from rarebit.settings import check_types, from_mapping, require, suggest, to_mapping
-from rarebit.tables.apply import apply_
-from rarebit.tables.find import table_parameters
+from rarebit.tables.apply import apply_, end_training_
+from rarebit.tables.find import find_tables, table_bytes, table_parameters
 from rarebit.tables.table import Method
 from rarebit.training.evaluate import Evaluation, evaluate
 from rarebit.training.fit import History, fit
@@ -39,7 +39,9 @@ __all__ = [
     "PreparedLog",
     "RunResult",
     "RunSettings",
+    "finish_model",
     "load_splits",
+    "num_parameters",
     "read_run",
     "run",
     "start_model",
@@ -181,11 +183,12 @@ def run(
         resume=resume,
         progress=progress,
     )
+    finish_model(settings, model, say=say)
     result = RunResult(
         model=model,
         history=history,
         test=evaluate(model, splits.test, counts=splits.train.counts()),
-        num_parameters=sum(parameter.numel() for parameter in model.parameters()),
+        num_parameters=num_parameters(model),
         table_bytes=table_bytes(model),
         folder=out,
     )
@@ -198,7 +201,7 @@ def run(
 def start_model(
     settings: RunSettings, schema: Schema, *, say: Callable[[str], object] = print
 ) -> RankingModel:
-    """Return the model of a run as training finds it, with its methods applied.
+    """Return the model of a run as training finds it, with the methods of training applied.
 
     The seed draws the weights before any method does, so that methods of one seed start from the same
     tables; and it is set again, so that what training draws does not depend on what they drew.
@@ -211,18 +214,35 @@ def start_model(
     torch.manual_seed(settings.training.seed)
     model = build_model(settings.model, schema, settings.model_settings)
     for method in settings.methods:
-        say(str(apply_(model, method, verbose=False)))
+        if not method.after_training:
+            say(str(apply_(model, method, verbose=False)))
     torch.manual_seed(settings.training.seed)
     return model
 
 
-def table_bytes(model: nn.Module) -> int:
-    """Return the bytes of everything that a model's tables store.
+def finish_model(
+    settings: RunSettings, model: nn.Module, *, say: Callable[[str], object] = print
+) -> bool:
+    """Make a trained model what is served; return whether its scores are others than in training.
 
-    >>> table_bytes(nn.Sequential(nn.Embedding(10, 4)))
-    160
+    What only training needs is folded; then come the methods that are made for trained tables.
     """
-    return sum(parameter.nbytes for parameter in table_parameters(model).values())
+    end_training_(model)
+    last = [method for method in settings.methods if method.after_training]
+    for method in last:
+        say(str(apply_(model, method, verbose=False)))
+    return bool(last)
+
+
+def num_parameters(model: nn.Module) -> int:
+    """Return how many weights a model has, those that its tables keep as integers included.
+
+    >>> num_parameters(nn.Sequential(nn.Embedding(10, 4), nn.Linear(4, 1)))
+    45
+    """
+    tables = sum(info.num_parameters for info in find_tables(model))
+    trained = sum(parameter.numel() for parameter in table_parameters(model).values())
+    return sum(parameter.numel() for parameter in model.parameters()) - trained + tables
 
 
 def load_splits(

@@ -1,0 +1,238 @@
+"""Results from records made by hand: differences, verdicts, times, files, and tables as text."""
+
+import dataclasses
+import json
+import math
+
+import pytest
+
+from rarebit.errors import StudyError
+from rarebit.study.delong import PairedAUC
+from rarebit.study.results import (
+    Ceiling,
+    CellResult,
+    SideResult,
+    StudyResult,
+    Trial,
+    read_result,
+)
+from rarebit.study.tables import comparison_table, plain_text, side_table, verdict_lines
+
+ROWS = PairedAUC(
+    auc_a=0.752,
+    auc_b=0.75,
+    difference=0.002,
+    standard_error=0.001,
+    low=0.00004,
+    high=0.00396,
+    confidence=0.95,
+)
+
+
+def side(name, runs, *, control=None, trials=()):
+    return SideResult(name=name, control=control, settings={}, trials=trials, runs=tuple(runs))
+
+
+@pytest.fixture
+def result(record):
+    """A baseline, a control without its last seed, and two methods, one of them without a run."""
+    baseline = [record(seed, microseconds_a_row=2.0 + seed) for seed in range(3)]
+    control = [record(seed, auc=0.750 + seed / 1000) for seed in range(2)]
+    ours = [
+        record(
+            seed,
+            auc=0.752 + 2 * seed / 1000,
+            rarest_auc=0.645,
+            microseconds_a_row=(3.0, 6.0, 8.0)[seed],
+            table_bytes=2500,
+        )
+        for seed in range(3)
+    ]
+    cell = CellResult(
+        model="fm",
+        data="clicks",
+        checksum="abc",
+        sides=(
+            side("baseline", baseline),
+            side("narrow:dim=2", control),
+            side("low-rank:rank=1", ours, control="narrow:dim=2"),
+            side("hashing:buckets=9", [], control="baseline"),
+        ),
+        ceiling=Ceiling(auc=0.9, rarest_auc=None),
+        rows={"low-rank:rank=1": ROWS},
+        missing=("narrow:dim=2, seed 2: not run yet",),
+    )
+    return StudyResult(plan={"minimum_effect": 0.0005}, cells=(cell,))
+
+
+def test_differences_are_of_the_seeds_that_both_have(result):
+    [cell] = result.cells
+    ours = cell.side("low-rank:rank=1")
+    assert cell.differences(ours, "auc") == pytest.approx([0.002, 0.003])
+    assert cell.mean_difference(ours, "auc") == pytest.approx(0.0025)
+    assert cell.mean_difference(ours, "rarest_auc") == pytest.approx(0.02)
+    assert cell.mean_difference(cell.side("hashing:buckets=9"), "auc") is None
+    assert [side.name for side in cell.methods] == ["low-rank:rank=1", "hashing:buckets=9"]
+
+
+def test_figures_are_by_seed_whatever_the_order_of_runs(result, record):
+    [cell] = result.cells
+    ours = cell.side("low-rank:rank=1")
+    mixed = dataclasses.replace(ours, runs=ours.runs[::-1])
+    assert cell.differences(mixed, "auc") == cell.differences(ours, "auc")
+    unknown = dataclasses.replace(ours, runs=(record(0, rarest_auc=None), *ours.runs[1:]))
+    assert cell.differences(unknown, "rarest_auc") == pytest.approx([0.02])
+
+
+def test_a_verdict_is_of_the_whole_family(result):
+    found = result.cells[0].compare(0.0005)
+    ours = found["low-rank:rank=1"]
+    # t(1 - 0.025 / 2, 1) = 25.4517 for the first of two methods, the half width is that times
+    # spread / sqrt(2) = 0.0005
+    assert (ours.n, ours.wins) == (2, 2)
+    assert (ours.low, ours.high) == pytest.approx((0.0025 - 0.012726, 0.0025 + 0.012726), abs=1e-6)
+    assert ours.verdict == "too few seeds"
+    assert found["hashing:buckets=9"].n == 0
+
+
+def test_times_are_over_those_of_the_first_side_seed_by_seed(result):
+    [cell] = result.cells
+    # 3 / 2, 6 / 3, 8 / 4: the median
+    assert cell.time_ratio(cell.side("low-rank:rank=1")) == 2.0
+    assert cell.time_ratio(cell.side("baseline")) == 1.0
+    # 2 / 2 and 2 / 3
+    assert cell.time_ratio(cell.side("narrow:dim=2")) == pytest.approx(5 / 6)
+    assert cell.time_ratio(cell.side("hashing:buckets=9")) is None
+
+
+def test_a_study_with_missing_runs_is_not_complete(result):
+    assert not result.is_complete
+    whole = dataclasses.replace(result.cells[0], missing=())
+    assert dataclasses.replace(result, cells=(whole,)).is_complete
+
+
+def test_the_table_of_sides(result):
+    table = side_table(result.cells[0])
+    assert table.title == "fm on clicks"
+    assert table.header == (
+        "side", "n", "AUC", "rarest fifth", "logloss", "weights", "tables", "time",
+    )  # fmt: skip
+    spread = "± 0.0000"
+    assert table.rows == [
+        ("baseline", "3", f"0.7500 {spread}", f"0.6250 {spread}", f"0.5000 {spread}", "1,234",
+         "4.0 kB", "x 1.00"),
+        ("narrow:dim=2", "2", "0.7505 ± 0.0007", f"0.6250 {spread}", f"0.5000 {spread}", "1,234",
+         "4.0 kB", "x 0.83"),
+        ("low-rank:rank=1", "3", "0.7540 ± 0.0020", f"0.6450 {spread}", f"0.5000 {spread}",
+         "1,234", "2.5 kB", "x 2.00"),
+        ("hashing:buckets=9", "0", "-", "-", "-", "-", "-", "-"),
+        ("best possible", "", "0.9000", "-", "", "", "", ""),
+    ]  # fmt: skip
+
+
+def test_the_table_of_differences(result):
+    table = comparison_table(result.cells[0], 0.0005)
+    assert table.rows == [
+        ("low-rank:rank=1", "narrow:dim=2", "+0.0025", "-0.0102 to +0.0152", "+0.0200",
+         "+0.0000 to +0.0040", "2 of 2", "too few seeds"),
+        ("hashing:buckets=9", "baseline", "-", "-", "-", "-", "0 of 0", "too few seeds"),
+    ]  # fmt: skip
+
+
+def test_one_seed_has_no_interval(result):
+    [cell] = result.cells
+    sides = tuple(dataclasses.replace(side, runs=side.runs[:1]) for side in cell.sides)
+    one = dataclasses.replace(cell, sides=sides)
+    assert [row[3] for row in comparison_table(one, 0.0005).rows] == ["-", "-"]
+    assert side_table(one).rows[0][2] == "0.7500"
+
+
+def test_verdicts_in_words(result):
+    ours, other, reading = verdict_lines(result.cells[0], 0.0005)
+    assert ours.startswith("low-rank:rank=1: too few seeds: about ")
+    assert other == "hashing:buckets=9: too few seeds: at least 2 are needed."
+    assert "95 %, corrected for 2 methods" in reading
+
+
+def test_a_control_alone_has_no_verdicts(result):
+    alone = dataclasses.replace(result.cells[0], sides=result.cells[0].sides[:2])
+    assert verdict_lines(alone, 0.0005) == []
+
+
+def test_all_of_it_as_text(result):
+    text = str(result)
+    assert text == plain_text(result)
+    for line in (
+        "fm on clicks",
+        "Difference to the control",
+        "missing: narrow:dim=2, seed 2: not run yet",
+        "hashing:buckets=9: too few seeds: at least 2 are needed.",
+    ):
+        assert line in text.splitlines()
+    lines = text.splitlines()
+    where = lines[1].index("AUC")
+    assert lines[2][where:].startswith("0.7500")
+    assert lines[4][where:].startswith("0.7540")
+    assert not any(line.endswith(" ") for line in lines)
+
+
+def test_a_file_is_read_back(result, tmp_path):
+    trial = Trial(settings={"lr": 0.5, "methods": ""}, valid_auc=0.7)
+    [cell] = result.cells
+    tuned = dataclasses.replace(cell.sides[0], trials=(trial, trial))
+    cell = dataclasses.replace(cell, sides=(tuned, *cell.sides[1:]))
+    result = dataclasses.replace(result, cells=(cell,))
+    text = json.dumps({"machine": {}, "study": result.to_mapping()}, allow_nan=False)
+    (tmp_path / "results.json").write_text(text)
+    assert read_result(tmp_path) == read_result(tmp_path / "results.json") == result
+
+
+def test_verdicts_are_written_for_readers(result):
+    [cell] = result.to_mapping()["cells"]
+    found = cell["verdicts"]["low-rank:rank=1"]
+    assert (found["n"], found["verdict"]) == (2, "too few seeds")
+    assert found["words"].startswith("too few seeds: about ")
+    none = cell["verdicts"]["hashing:buckets=9"]
+    assert (none["mean"], none["low"], none["high"]) == (None, None, None)
+    assert math.isclose(found["mean"], 0.0025)
+
+
+def damage(values):
+    """Return texts that are no result, each with what is told of it."""
+    study = values["study"]
+    [cell] = study["cells"]
+    yield "", "Expecting value"
+    yield "[]", ""
+    yield '{"result": {}}', "'study'"
+    yield json.dumps({"study": study | {"format": 2}}), "its format is 2, this version reads 1"
+    yield json.dumps({"study": study | {"plan": {}}}), "minimum_effect"
+    yield json.dumps({"study": study | {"plan": {"minimum_effect": -1}}}), ""
+    yield json.dumps({"study": study | {"cells": [cell | {"sides": 3}]}}), ""
+    yield json.dumps({"study": study | {"cells": [cell | {"sides": cell["sides"][2:]}]}}), "narrow"
+    broken = cell["sides"][0] | {"runs": [{"auc": 1}]}
+    yield json.dumps({"study": study | {"cells": [cell | {"sides": [broken]}]}}), "RunRecord needs"
+
+
+@pytest.mark.parametrize("number", range(9))
+def test_a_wrong_file_is_told(result, tmp_path, number):
+    text, message = list(damage({"study": result.to_mapping()}))[number]
+    (tmp_path / "results.json").write_text(text)
+    with pytest.raises(StudyError, match=f"is not the result of a study: .*{message}") as told:
+        read_result(tmp_path)
+    assert "\n" not in str(told.value)
+
+
+def test_a_missing_file_is_told(tmp_path):
+    with pytest.raises(StudyError, match="there is no result of a study at"):
+        read_result(tmp_path)
+    with pytest.raises(StudyError, match="there is no result of a study at"):
+        read_result(tmp_path / "none.json")
+
+
+def test_a_run_that_is_no_number_is_told(result, tmp_path):
+    values = result.to_mapping()
+    broken = dict(dataclasses.asdict(result.cells[0].sides[0].runs[0]), auc=float("nan"))
+    values["cells"][0]["sides"][0]["runs"] = [broken]
+    (tmp_path / "results.json").write_text(json.dumps({"study": values}))
+    with pytest.raises(StudyError, match=r"results.json' is not the result of a study: auc of run"):
+        read_result(tmp_path)

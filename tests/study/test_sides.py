@@ -1,0 +1,272 @@
+"""The sides of a study: controls with real bytes, the same trials for all, the same start."""
+
+import copy
+import dataclasses
+
+import hypothesis
+import pytest
+import torch
+from hypothesis import strategies as st
+
+from rarebit.data.schema import Field, Schema
+from rarebit.errors import NoTableError, SettingsError
+from rarebit.methods.hashing import Hashing
+from rarebit.methods.low_rank import LowRank
+from rarebit.models import model_names
+from rarebit.study.plan import StudyPlan
+from rarebit.study.sides import LR_FACTORS, sides_of
+from rarebit.tables.apply import apply_
+from rarebit.tables.find import table_bytes, table_parameters
+from rarebit.training.run import start_model
+
+SCHEMA = Schema(
+    (
+        Field(name="user", rows=90),
+        Field(name="item", rows=50),
+        Field(name="tags", kind="multi", rows=8, max_length=3),
+        Field(name="price", kind="numeric"),
+    )
+)
+WITH_WIDTH = [name for name in model_names() if name != "lr"]
+
+
+def sides(methods, *, schema=SCHEMA, **values):
+    model = values.pop("model", {"name": "fm", "dim": 8})
+    plan = StudyPlan.from_mapping({"methods": methods, "model": model, **values})
+    return sides_of(plan, plan.runs[0], schema)
+
+
+def controls(*arguments, **values):
+    return {side.name: side.control for side in sides(*arguments, **values)}
+
+
+def started(settings):
+    return start_model(settings, SCHEMA, say=lambda _: None)
+
+
+def bytes_of(settings):
+    return table_bytes(started(settings))
+
+
+def test_the_baseline_is_there_and_first():
+    for methods in ("baseline", "low-rank", "low-rank,baseline", "hashing,low-rank,baseline"):
+        first, *others = sides(methods)
+        assert (first.name, first.control, first.trials[0].methods) == ("baseline", None, ())
+        assert "baseline" not in [side.name for side in others]
+
+
+def test_controls_come_before_methods_in_the_order_of_the_plan():
+    found = sides("hashing:buckets=60,low-rank:rank=1")
+    names = [side.name for side in found]
+    assert names[0] == "baseline"
+    assert [name.split(":")[0] for name in names[1:]] == ["narrow", "narrow", "hashing", "low-rank"]
+    assert [side.is_method for side in found] == [False, False, False, True, True]
+
+
+def check_narrow(methods, model, share):
+    """Return how many narrow controls there are, having measured each against its method."""
+    found = {side.name: side for side in sides(methods, model=model, share=share)}
+    compared = [side for side in found.values() if side.is_method]
+    for side in compared:
+        control = found[side.control].trials[0]
+        kept = bytes_of(side.trials[0])
+        assert not control.methods
+        if side.control == "baseline":  # one column less would be too small
+            width = started(control).settings["dim"]
+            control = dataclasses.replace(
+                control, model_settings={**control.model_settings, "dim": width}
+            )
+        assert bytes_of(control) >= kept
+        width = control.model_settings["dim"]
+        if width > 1:
+            values = {**control.model_settings, "dim": width - 1}
+            assert bytes_of(dataclasses.replace(control, model_settings=values)) < kept
+    return sum(side.control != "baseline" for side in compared)
+
+
+@pytest.mark.parametrize("name", WITH_WIDTH)
+def test_a_narrow_control_is_the_smallest_that_has_the_bytes(name):
+    assert check_narrow("low-rank,hashing,hashing+low-rank", {"name": name}, 0.5) == 3
+
+
+@hypothesis.settings(max_examples=20)
+@hypothesis.given(
+    st.sampled_from(["fm", "deepfm", "ffm"]),
+    st.integers(2, 12),
+    st.floats(0.3, 0.95),
+    st.booleans(),
+)
+def test_so_it_is_at_any_width_and_share(name, dim, share, widths):
+    model = {"name": name, "dim": dim, **({"widths": {"user": 3}} if widths else {})}
+    check_narrow(["hashing", f"low-rank:rank={max(dim // 2, 1)}"], model, share)
+
+
+def test_nothing_is_narrower_than_one_column():
+    assert (
+        controls("low-rank:rank=1", model={"name": "fm", "dim": 2})["low-rank:rank=1"] == "baseline"
+    )
+
+
+def test_one_control_for_all():
+    found = controls("low-rank,hashing", control="baseline")
+    assert set(found) == {"baseline", "low-rank:rank=3", "hashing:buckets=33"}
+    assert set(found.values()) == {None, "baseline"}
+
+
+@pytest.mark.parametrize(
+    "methods", ["hashing", "hashing,low-rank:rank=2", "low-rank:rank=2,hashing"]
+)
+def test_a_method_as_the_control_of_all(methods):
+    found = controls(methods, control="low-rank:rank=2")
+    named = "low-rank" in methods
+    assert found == {
+        "baseline": None,
+        "low-rank:rank=2": "baseline" if named else None,
+        "hashing:buckets=33": "low-rank:rank=2",
+    }
+
+
+@pytest.mark.parametrize("control", ["low-rank", "low_rank", " low-rank ", "low-rank:rank=3"])
+def test_nothing_is_held_against_itself(control):
+    assert controls("low-rank", control=control)["low-rank:rank=3"] == "baseline"
+
+
+def test_a_method_may_name_another_as_its_control(monkeypatch):
+    monkeypatch.setattr(LowRank, "control", "hashing")
+    found = controls("low-rank")
+    assert found == {
+        "baseline": None,
+        "hashing:buckets=33": None,
+        "low-rank:rank=3": "hashing:buckets=33",
+    }
+
+
+@pytest.mark.parametrize(
+    ("control", "message"),
+    [
+        ("narow", "control must be own, narrow, matched-rate, baseline or a method: unknown method 'narow'"),
+        ("low-rank,hashing", "one for all, got 'low-rank,hashing'"),
+        ("low-rank:rnk=2", "control must be .*: method low-rank: unknown setting 'rnk'"),
+        ("", "control must be own"),
+    ],
+)
+@pytest.mark.parametrize("methods", ["baseline", "low-rank"])
+def test_a_wrong_control_is_told(methods, control, message):
+    with pytest.raises(SettingsError, match=message):
+        sides(methods, control=control)
+
+
+def test_a_model_without_a_width_has_no_tables_to_change():
+    assert controls("baseline", model="lr") == {"baseline": None}
+    with pytest.raises(SettingsError, match="none were given"):
+        sides("low-rank", model="lr")
+
+
+@pytest.mark.parametrize("control", ["own", "baseline", "hashing"])
+def test_a_method_that_fits_no_table_is_told_before_any_run(control):
+    with pytest.raises(NoTableError, match="matched no table"):
+        sides("low-rank:rank=9", control=control)
+
+
+def test_a_size_that_is_given_is_kept_and_the_same_side_is_there_once():
+    assert set(controls("low-rank,low-rank:rank=3")) == {
+        "baseline",
+        "narrow:dim=4",
+        "low-rank:rank=3",
+    }
+
+
+def knob_values(side):
+    return [(*(method for method in trial.methods), trial.training.lr) for trial in side.trials]
+
+
+@pytest.mark.parametrize("trials", [1, 3, 7])
+def test_each_side_has_as_many_trials_and_its_own_settings_first(trials):
+    for side in sides("low-rank,hashing", trials=trials, training={"lr": 0.25}):
+        assert len(side.trials) == trials
+        rates = [trial.training.lr for trial in side.trials]
+        assert rates == [0.25 * factor for factor in (1, 2, 0.5, 4, 0.25, 8, 0.125)][:trials]
+        own = dataclasses.replace(side.trials[0], training=side.trials[1 % trials].training)
+        assert side.trials[1 % trials] == own  # nothing else differs
+
+
+def test_too_many_trials_are_told():
+    with pytest.raises(
+        SettingsError, match="baseline has 7 settings to try, and trials=8 asks for"
+    ):
+        sides("low-rank", trials=8)
+
+
+def test_knobs_are_tried_with_the_rate_the_nearest_first(monkeypatch):
+    monkeypatch.setattr(LowRank, "knobs", {"rank": (5, 2, 4)})
+    *_, low_rank = sides("low-rank:rank=2", trials=7, training={"lr": 1.0})
+    assert low_rank.name == "low-rank:rank=2"
+    tried = [(trial.methods[0].rank, trial.training.lr) for trial in low_rank.trials]
+    assert tried[0] == (2, 1.0)
+    assert len(set(tried)) == 7
+    # of values [2, 5, 4] and rates [1, 2, 1/2, ...]: places whose sum is 0, then 1, then 2
+    assert set(tried[1:3]) == {(5, 1.0), (2, 2.0)}
+    assert set(tried[3:6]) == {(4, 1.0), (5, 2.0), (2, 0.5)}
+
+
+def test_all_values_of_two_methods_are_tried_and_each_once(monkeypatch):
+    monkeypatch.setattr(LowRank, "knobs", {"rank": (1, 2)})
+    monkeypatch.setattr(Hashing, "knobs", {"buckets": (30, 40)})
+    values = {"control": "hashing:buckets=40+low-rank:rank=2", "trials": 7}
+    found = {side.name: side for side in sides("hashing:buckets=40+low-rank:rank=2", **values)}
+    tried = knob_values(found["hashing:buckets=40+low-rank:rank=2"])
+    assert tried[0] == (Hashing(buckets=40), LowRank(rank=2), 1e-3)
+    assert len(set(tried)) == 7
+    steps = [
+        (one.buckets != 40) + (other.rank != 2) + LR_FACTORS.index(lr / 1e-3)
+        for one, other, lr in tried
+    ]
+    assert steps == [0, 1, 1, 1, 2, 2, 2]
+
+
+@pytest.mark.parametrize("seed", [0, 5])
+@pytest.mark.parametrize("name", ["fm", "deepfm"])
+def test_all_methods_of_a_seed_start_from_the_same_weights(name, seed):
+    found = {side.name: side.trials[0] for side in sides("low-rank,hashing", model=name)}
+    drawn = {}
+    for side, settings in found.items():
+        training = dataclasses.replace(settings.training, seed=seed)
+        seeded = dataclasses.replace(settings, training=training)
+        drawn[side] = (started(seeded), torch.rand(4))
+    plain = drawn["baseline"][0]
+    for side, settings in found.items():
+        model, noise = drawn[side]
+        assert torch.equal(noise, drawn["baseline"][1])  # dropout draws the same
+        if settings.methods:
+            expected = copy.deepcopy(plain)
+            apply_(expected, settings.methods[0], verbose=False)
+            assert_same_bits(model.state_dict(), expected.state_dict())
+            kept = plain.state_dict()
+            changed = set(table_parameters(model)) | set(table_parameters(plain))
+            same = {key: value for key, value in model.state_dict().items() if key not in changed}
+            assert_same_bits(same, {key: kept[key] for key in same})
+            assert len(same) >= 1
+
+
+def test_another_seed_starts_from_other_weights():
+    [side] = sides("baseline")
+    other = dataclasses.replace(side.trials[0].training, seed=1)
+    one, two = (
+        started(settings).state_dict()
+        for settings in (side.trials[0], dataclasses.replace(side.trials[0], training=other))
+    )
+    assert any(not torch.equal(one[key], two[key]) for key in one)
+
+
+def assert_same_bits(ours, theirs):
+    assert ours.keys() == theirs.keys()
+    for key, value in ours.items():
+        assert torch.equal(value, theirs[key]), key
+
+
+def test_finding_the_sides_draws_nothing_from_the_random_state():
+    torch.manual_seed(3)
+    expected = torch.rand(2)
+    torch.manual_seed(3)
+    sides("low-rank,hashing")
+    assert torch.equal(torch.rand(2), expected)
