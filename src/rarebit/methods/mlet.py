@@ -132,6 +132,13 @@ class MLET(Method):
         """E[W1 W1ᵀ] = k std² I: the first part of (2) is a step of so many times the length."""
         return self.inner_dim * self.std**2
 
+    @property
+    def same_start(self) -> Method | None:
+        """A plain table at the product of the factors that are drawn."""
+        from rarebit.methods.product_start import ProductStart
+
+        return ProductStart(inner_dim=self.inner_dim, std=self.std) if self.init == "fresh" else None
+
     def wrap(self, base: AnyTable) -> "FactorizedTable":
         """Return a product of two factors; with init="keep" it is the table `base`."""
         if self.inner_dim < base.embedding_dim:

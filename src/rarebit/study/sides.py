@@ -2,7 +2,7 @@
 
     baseline        the model as it is
     narrow          plain tables, narrower until they have the bytes of the method
-    matched-rate    plain tables with other learning rates, the best of them on validation
+    matched-rate    plain tables with other learning rates and starts, the best of them on validation
     a method        on the same model, sized by the plan's share where it has a size
 
 Narrower tables are the strongest simple control of a method that makes tables smaller: what do its bytes
@@ -137,13 +137,21 @@ class _Sides:
         return name
 
     def _matched_rate(self, settings: RunSettings) -> str:
-        """Add plain tables with other learning rates, that at which they move as the method's among them."""
+        """Add plain tables with other learning rates, that at which they move as the method's among them.
+
+        They start as the model's own do, or as the method's: whichever is better on validation.
+        """
         measured = [] if self.rate is None else [self.rate(settings)]
-        lr = self.base.training.lr
+        training = self.base.training
+        others = [m for m in settings.methods if not (m.training_only or m.after_training)]
+        starts = [m.same_start for m in settings.methods if m.same_start is not None]
         trials = tuple(
             dataclasses.replace(
-                self.base, training=dataclasses.replace(self.base.training, table_lr=factor * lr)
+                self.base,
+                methods=methods,
+                training=dataclasses.replace(training, table_lr=factor * training.lr),
             )
+            for methods in dict.fromkeys([tuple(others), (*others, *starts)])
             for factor in dict.fromkeys([*measured, *RATE_FACTORS])
         )
         name = ":".join([MATCHED_RATE, *(f"x={factor:g}" for factor in measured)])

@@ -174,6 +174,11 @@ class Method(ABC):
         """How many times as fast SGD moves the rows of a table that starts afresh, on average."""
         return 1.0
 
+    @property
+    def same_start(self) -> "Method | None":
+        """Plain tables that start as this method's do; None where those are the model's own."""
+        return None
+
     @classmethod
     def for_share(cls, shapes: Sequence[tuple[int, int]], share: float) -> Self:
         """Return the method sized to keep at most a share of the weights of these tables.
