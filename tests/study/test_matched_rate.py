@@ -42,9 +42,9 @@ def naive_distances(run, train, steps):
     )
     before = {name: table.weight.detach().clone() for name, table in tables.items()}
     optimizer = torch.optim.Adagrad(model.parameters(), lr=0.05)
-    rows = shuffled_order(len(train), seed=run.training.seed, epoch=0)[: 100 * steps]
+    rows = shuffled_order(len(train), seed=run.training.seed, epoch=1)[: 100 * steps]
     # the rows of the first steps, in the order that an epoch over them alone has
-    own = shuffled_order(len(rows), seed=run.training.seed, epoch=0)
+    own = shuffled_order(len(rows), seed=run.training.seed, epoch=1)
     seen = {name: set() for name in tables}
     for places in own.split(100):
         batch = train[rows[places]]

@@ -67,7 +67,7 @@ def rate_multiplier(settings: RunSettings, train: Dataset, *, steps: int = STEPS
     1.0
     """
     rows = min(steps * settings.training.batch_size, len(train))
-    order = shuffled_order(len(train), seed=settings.training.seed, epoch=0)[:rows]
+    order = shuffled_order(len(train), seed=settings.training.seed, epoch=1)[:rows]
     batch = train[order]
     first = Dataset(train.schema, batch.ids, batch.numeric, batch.label)
     plain = dataclasses.replace(settings, methods=())
