@@ -44,7 +44,7 @@ def compare(data: Dataset, tables: str) -> dict[str, float]:
     speeds: dict[str, list[float]] = {"plain": [], "mlet": []}
     for _ in range(ROUNDS):
         for name, side in speeds.items():
-            side += train(data, tables, MLET() if name == "mlet" else None)
+            side.extend(train(data, tables, MLET() if name == "mlet" else None))
     plain, mlet = (statistics.median(side) for side in speeds.values())
     return {
         "ratio": plain / mlet,

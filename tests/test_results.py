@@ -221,4 +221,6 @@ VERDICTS = stored("verdicts")
 def test_the_share_of_false_verdicts_is_that_of_the_result():
     assert VERDICTS["most_false_helps"] <= 0.05
     words = f"In {VERDICTS['studies']:,} simulated studies without any effect, "
-    assert f"{words}{100 * VERDICTS['most_false_helps']:.1f} % had a false" in " ".join(README.split())
+    assert f"{words}{100 * VERDICTS['most_false_helps']:.1f} % had a false" in " ".join(
+        README.split()
+    )

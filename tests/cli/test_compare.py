@@ -133,7 +133,10 @@ MISTAKES = {
     "pair": (["compare", "--methods", "low-rank+hashing"], "low-rank+hashing is refused: "),
     "size": (["compare", "--methods", "low-rank:rank=900", *SMALL], "matched no table"),
     "data": ([*BASELINE, "--data", "clicks.csv"], "clicks.csv' holds no prepared log"),
-    "control": ([*BASELINE, *SMALL, "--control", "narow"], "control must be own, narrow, matched-rate"),
+    "control": (
+        [*BASELINE, *SMALL, "--control", "narow"],
+        "control must be own, narrow, matched-rate",
+    ),
     "plan": (["compare", "--plan", "no.toml"], "'no.toml' does not exist"),
     "setting": ([*BASELINE, "--set", "training.lrr=3"], "did you mean 'lr'?"),
     "section": ([*BASELINE, "--set", "trainng.lr=3"], "did you mean 'training'?"),

@@ -144,7 +144,10 @@ def test_a_method_may_name_another_as_its_control(monkeypatch):
 @pytest.mark.parametrize(
     ("control", "message"),
     [
-        ("narow", "control must be own, narrow, matched-rate, baseline or a method: unknown method 'narow'"),
+        (
+            "narow",
+            "control must be own, narrow, matched-rate, baseline or a method: unknown method 'narow'",
+        ),
         ("low-rank,hashing", "one for all, got 'low-rank,hashing'"),
         ("low-rank:rnk=2", "control must be .*: method low-rank: unknown setting 'rnk'"),
         ("", "control must be own"),
