@@ -224,3 +224,29 @@ def test_the_share_of_false_verdicts_is_that_of_the_result():
     assert f"{words}{100 * VERDICTS['most_false_helps']:.1f} % had a false" in " ".join(
         README.split()
     )
+
+
+MLET_PAGE = (ROOT / "docs/studies.md").read_text("utf-8")
+
+
+@pytest.mark.parametrize(
+    ("words", "name"),
+    [
+        ("DLRM, one epoch of SGD", "study-mlet-sgd"),
+        ("DeepFM, Adam", "study-mlet-adam"),
+        ("DeepFM, Adam, the setting found, new seeds", "study-mlet-confirm"),
+    ],
+)
+def test_the_page_of_studies_has_the_results_of_mlet(words, name):
+    result = read_result(ROOT / f"benchmarks/results/{name}.json")
+    for cell in result.cells:
+        sides = {row[0]: row[2] for row in side_table(cell).rows}
+        [found] = [
+            row
+            for row in comparison_table(cell, result.minimum_effect).rows
+            if row[0].startswith("mlet")
+        ]
+        assert {len(side.runs) for side in cell.sides} == {5}
+        figures = [sides["baseline"], sides[found[1]], sides[found[0]], f"{found[2]} ({found[3]})"]
+        line = " | ".join([words, cell.data, *figures, found[7]])
+        assert f"| {line} |" in MLET_PAGE
