@@ -248,5 +248,10 @@ def test_the_page_of_studies_has_the_results_of_mlet(words, name):
         ]
         assert {len(side.runs) for side in cell.sides} == {5}
         figures = [sides["baseline"], sides[found[1]], sides[found[0]], f"{found[2]} ({found[3]})"]
-        line = " | ".join([words, cell.data, *figures, found[7]])
+        [mlet] = [side for side in cell.methods if side.name == found[0]]
+        rare, frequent = (
+            f"{cell.mean_difference(mlet, name):+.4f}"
+            for name in ("rarest_pr_auc", "frequent_pr_auc")
+        )
+        line = " | ".join([words, cell.data, *figures, found[7], rare, frequent])
         assert f"| {line} |" in MLET_PAGE
