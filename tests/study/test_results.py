@@ -105,6 +105,13 @@ def test_times_are_over_those_of_the_first_side_seed_by_seed(result):
     assert cell.time_ratio(cell.side("hashing:buckets=9")) is None
 
 
+def test_times_on_other_devices_are_not_compared(result, record):
+    [cell] = result.cells
+    runs = [record(0, microseconds_a_row=6.0), record(1, microseconds_a_row=0.1, device="a GPU")]
+    assert cell.time_ratio(side("mixed", runs)) == 3.0
+    assert cell.time_ratio(side("other", runs[1:])) is None
+
+
 def test_a_study_with_missing_runs_is_not_complete(result):
     assert not result.is_complete
     whole = dataclasses.replace(result.cells[0], missing=())

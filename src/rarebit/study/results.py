@@ -117,9 +117,16 @@ class CellResult:
         return statistics.fmean(values) if values else None
 
     def time_ratio(self, side: SideResult) -> float | None:
-        """Return the time of training a row, over that of the first side; the median over seeds."""
-        ours, theirs = (each.figures("microseconds_a_row") for each in (side, self.sides[0]))
-        ratios = [ours[seed] / theirs[seed] for seed in ours.keys() & theirs.keys()]
+        """Return the time of training a row, over that of the first side; the median over seeds.
+
+        Runs on two kinds of device tell nothing of each other.
+        """
+        theirs = {(run.seed, run.device): run.microseconds_a_row for run in self.sides[0].runs}
+        ratios = [
+            run.microseconds_a_row / theirs[run.seed, run.device]
+            for run in side.runs
+            if (run.seed, run.device) in theirs
+        ]
         return statistics.median(ratios) if ratios else None
 
 
