@@ -127,7 +127,7 @@ def test_several_models_and_a_setting_for_all(call):
 
 BASELINE = ["compare", "--methods", "baseline"]
 MISTAKES = {
-    "nothing": (["compare"], "a study needs methods = "),
+    "nothing": (["compare"], "say what to compare: --methods"),
     "model": ([*BASELINE, "--model", "deepfn"], "unknown model 'deepfn'; did you mean 'deepfm'?"),
     "method": (["compare", "--methods", "lowrank"], "did you mean 'low-rank'?"),
     "pair": (["compare", "--methods", "low-rank+hashing"], "low-rank+hashing is refused: "),

@@ -103,12 +103,13 @@ def compare(  # noqa: PLR0917  # typer calls it by name
 ) -> None:
     """Compare methods with paired seeds, each against its control, and say which of them help.
 
-    All sides have the same split, seeds, order of rows and number of trials. What is finished is kept: the
-    same command goes on where it was stopped.
+    What is finished is kept: the same command goes on where it was stopped.
     """
     if show is not None:
         show_study(read_result(show))
         return
+    if methods is None and plan is None:
+        raise SettingsError("say what to compare: --methods baseline,low-rank or --plan study.toml")
     values = read_toml(plan) if plan is not None else {}
     given = {
         "methods": methods,
