@@ -192,3 +192,16 @@ def test_many_findings_are_cut_short_and_counted():
     assert "8. field" in text
     assert "9. field" not in text
     assert "And 4 more, in diagnosis.json" in text
+
+
+def test_products_that_are_not_merged_show_how_they_learn(call, tmp_path):
+    schema = rb.Schema((rb.Field(name="user", rows=90), rb.Field(name="item", rows=40)))
+    model = FM(schema, dim=4)
+    rb.apply_(model, rb.MLET(inner_dim=8), where=lambda t: t.field == "user", verbose=False)
+    rb.save_model(model, tmp_path)
+    out, _ = call(tmp_path)
+    assert "Tables that MLET trains as products" in out
+    assert "360 of 360" in out
+    found = json.loads(call(tmp_path, "--json").out)["tables"]
+    assert found[0]["reweighting"]["num_informative"] == 4 * 8
+    assert found[1]["reweighting"] is None

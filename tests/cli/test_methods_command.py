@@ -88,7 +88,8 @@ def test_json_has_the_same(call):
         for key in ("title", "paper", "control", "cost", "applies"):
             assert one[key] == getattr(method, key)
         assert one["knobs"] == {name: list(values) for name, values in method.knobs.items()}
-    assert next(one for one in data["methods"] if one["name"] == "low-rank")["settings"] == ["rank"]
+    low_rank = next(one for one in data["methods"] if one["name"] == "low-rank")
+    assert low_rank["settings"] == ["rank", "after_training"]
     pairs = {(one["first"], one["then"]): (one["allowed"], one["words"]) for one in data["pairs"]}
     assert pairs == {key: (pair.allowed, pair.words) for key, pair in method_pairs().items()}
 

@@ -41,11 +41,12 @@ METHODS = {
         ),
     ),
     "low_rank": Line(
-        settings={"rank": 2},
+        settings={"rank": 2, "after_training": False},
         stored=lambda rows, width: (rows + width) * 2,
         bad=(
             ({"rank": 0}, "rank must be at least 1, got rank=0"),
             ({"rank": 2.5}, "rank must be int, got 2.5"),
+            ({"rank": 2, "after_training": 1}, "after_training must be bool, got 1"),
         ),
     ),
     "mlet": Line(
@@ -108,7 +109,7 @@ PROMISES = [
     pytest.param(name, check, id=f"{check_name}-{name}")
     for check_name, check in checks.all_checks().items()
     for name in method_names()
-    if not (method_class(name).after_training and check_name in checks.OF_TRAINING)
+    if not (method_of(name).after_training and check_name in checks.OF_TRAINING)
 ]
 
 

@@ -64,6 +64,31 @@ def test_a_table_that_is_not_finite_is_left_out_of_the_sub_embeddings():
     assert "sub_embeddings.png" in plots.draw_plots(found.tables, found.sub_embeddings)
 
 
+def test_the_lines_of_a_product_are_the_squares_of_its_singular_values():
+    model = nn.ModuleDict({"user": nn.Embedding(90, 4), "item": nn.Embedding(40, 4)})
+    rb.apply_(model, rb.MLET(inner_dim=8), where=lambda t: t.name == "user", verbose=False)
+    found = diagnose(model)
+    assert "reweighting.png" in plots.draw_plots(found.tables)
+    [axes] = plots._draw_reweighting(found.tables[:1]).axes
+    drawn = {line.get_label(): list(line.get_ydata()) for line in axes.get_lines()}
+    product = model["user"]
+    for label, factor in (
+        ("projection", product.projection),
+        ("wide factor", product.inner.weight),
+    ):
+        squares = torch.linalg.svdvals(factor.detach().double()).square()
+        assert drawn[label] == pytest.approx(squares.tolist())
+        assert axes.get_ylim()[1] > squares.max()
+
+
+def test_a_product_of_zeros_can_be_drawn():
+    model = nn.ModuleDict({"user": nn.Embedding(9, 4)})
+    rb.apply_(model, rb.MLET(inner_dim=8), verbose=False)
+    for parameter in model.parameters():
+        nn.init.zeros_(parameter)
+    assert "reweighting.png" in plots.draw_plots(diagnose(model).tables)
+
+
 def panels_of(num_tables):
     names = [f"field{i}" for i in range(num_tables)]
     tables = diagnose(

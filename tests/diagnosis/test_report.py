@@ -9,7 +9,7 @@ from torch import nn
 import rarebit as rb
 from rarebit.diagnosis.diagnose import diagnose
 from rarebit.diagnosis.report import Diagnosis
-from rarebit.diagnosis.text import short_names, table_cells
+from rarebit.diagnosis.text import reweighting_cells, short_names, table_cells
 from rarebit.errors import ModelFileError
 from rarebit.models.ffm import FFM
 
@@ -48,6 +48,28 @@ def test_methods_are_shown_where_there_are_any():
     headers, lines = table_cells(diagnose(model).tables, wide=True)
     assert headers[-1] == "methods"
     assert [line[-1] for line in lines] == ["Hashing(buckets=9)", "-"]
+
+
+def test_a_table_trained_as_a_product_has_a_line_of_its_own():
+    model = nn.ModuleDict({"user": nn.Embedding(2, 3), "item": nn.Embedding(90, 3)})
+    rb.apply_(model, rb.MLET(inner_dim=4), where=lambda t: t.name == "user", verbose=False)
+    with torch.no_grad():
+        # sigma2 is 2 and 1, sigma1 is 3, 1 and 0
+        model["user"].inner.weight.copy_(torch.tensor([[2.0, 0, 0, 0], [0, 1.0, 0, 0]]))
+        model["user"].projection.copy_(torch.diag(torch.tensor([3.0, 1.0, 0.0, 0.0]))[:, :3])
+    found = diagnose(model)
+    headers, lines = reweighting_cells(found.tables)
+    assert headers == ["table", "inner", "fastest", "mean", "learned", "shared"]
+    # 9 + 4 at the most; 10 / 3 + 5 / 2 on average; all of 3 x 2 directions have a sigma2
+    assert lines == [["user", "4", "13", "5.83", "6 of 6", "6"]]
+    text = str(found)
+    assert "Tables that MLET trains as products" in text
+    assert "fastest: how many times as fast as a plain table SGD learns" in text
+
+
+def test_without_products_nothing_is_said_of_them(found):
+    assert reweighting_cells(found.tables)[1] == []
+    assert "MLET" not in str(found)
 
 
 def test_names_are_as_short_as_they_may_be():

@@ -13,6 +13,7 @@ from torch.testing import assert_close
 
 import rarebit as rb
 from rarebit.diagnosis import spectrum
+from rarebit.diagnosis.diagnose import diagnose
 from rarebit.diagnosis.reweighting import (
     Reweighting,
     UpdateSplit,
@@ -324,3 +325,42 @@ def test_figures_are_plain_values_and_words():
         "of 10 directions 10 are learned, 8 of them together with other ids"
     )
     assert "Tensor" not in repr(UpdateSplit(parts=torch.zeros(1, 1), rest=torch.zeros(1)))
+
+
+def test_the_largest_factor_is_the_largest_of_all():
+    for shape in ((2, 5, 4), (4, 3, 8), (3, 9, 2)):
+        found = reweighting(product(*shape))
+        assert found.largest_factor == pytest.approx(float(found.factors.max()))
+        assert found.to_mapping()["largest_factor"] == found.largest_factor
+
+
+def test_a_diagnosis_has_the_factors_of_products_and_of_no_other_table():
+    names = ("plain", "product", "hashed", "quantised", "merged")
+    model = nn.ModuleDict({name: nn.Embedding(20, 3, padding_idx=0) for name in names})
+
+    def apply(method, name):
+        rb.apply_(model, method, where=lambda t: t.name == name, verbose=False)
+
+    apply(rb.Hashing(buckets=7), "hashed")
+    for name in names[1:]:
+        apply(MLET(inner_dim=4), name)
+    apply(rb.Quantize(), "quantised")
+    rb.merge_(model, where=lambda t: t.name == "merged", verbose=False)
+    assert list(factorized_tables(model)) == ["product", "hashed"]
+    found = {table.name: table for table in diagnose(model).tables}
+    assert found["product"].reweighting == reweighting(model["product"])
+    assert found["hashed"].reweighting.rows == 7
+    assert [name for name, table in found.items() if table.reweighting] == ["product", "hashed"]
+    mapping = found["product"].to_mapping()["reweighting"]
+    assert mapping["num_informative"] == 3 * 4
+    assert mapping["largest_factor"] >= mapping["mean_factor"]
+    assert found["plain"].to_mapping()["reweighting"] is None
+
+
+def test_a_diagnosis_of_a_product_that_diverged_says_so_and_has_no_factors():
+    table = product(3, 9, 4)
+    with torch.no_grad():
+        table.projection[0, 0] = math.nan
+    [found] = diagnose(nn.ModuleDict({"item": table})).tables
+    assert found.reweighting is None
+    assert found.not_finite_rows == 9

@@ -106,6 +106,46 @@ def test_after_merging_any_method_may_follow(first, then, reason):
     assert rb.find_tables(model)[0].methods == (str(then),)
 
 
+TRAINED_ONLY = (rb.MLET(inner_dim=8), rb.ProductStart(inner_dim=8))
+
+
+@pytest.mark.parametrize("first", TRAINED_ONLY, ids=str)
+@pytest.mark.parametrize("table", [nn.Embedding, nn.EmbeddingBag])
+def test_after_training_a_product_is_folded_and_cut(first, table):
+    model = compose(nn.ModuleList([table(20, 5)]), first)
+    holder = model[0] if isinstance(model[0], rb.Table) else model[0].table
+    weight = holder.merge().weight.detach().double()
+    rb.apply_(model, rb.LowRank(rank=2, after_training=True), verbose=False)
+    (info,) = rb.find_tables(model)
+    assert info.methods == ("LowRank(rank=2, after_training=True)",)
+    assert info.num_parameters == (20 + 5) * 2
+    left, values, right = torch.linalg.svd(weight, full_matrices=False)
+    closest = left[:, :2] * values[:2] @ right[:2]
+    assert_close(model[0].weight.detach().double(), closest, atol=1e-6, rtol=1e-5)
+
+
+@pytest.mark.parametrize("first", TRAINED_ONLY, ids=str)
+def test_before_training_a_product_is_not_cut(first):
+    model = compose(nn.Sequential(nn.Embedding(20, 5)), first)
+    with pytest.raises(UnsupportedTableError, match="merge first, then cut"):
+        rb.apply_(model, LOW_RANK)
+
+
+def test_after_training_what_stays_is_refused_as_ever():
+    model = compose(nn.Sequential(nn.Embedding(20, 5)), rb.LowRank(rank=4))
+    with pytest.raises(UnsupportedTableError, match="two low ranks are one of the smaller"):
+        rb.apply_(model, rb.LowRank(rank=2, after_training=True))
+
+
+def test_the_buckets_of_a_product_are_folded_and_cut():
+    model = compose(nn.Sequential(nn.Embedding(20, 5)), HASHING, rb.MLET(inner_dim=8))
+    late = rb.LowRank(rank=2, after_training=True)
+    rb.apply_(model, late, verbose=False)
+    (info,) = rb.find_tables(model)
+    assert info.methods == (str(HASHING), str(late))
+    assert info.num_parameters == (7 + 5) * 2
+
+
 @dataclass(frozen=True, kw_only=True)
 class Doubling(rb.Method):
     """A method of a user's own, which says nothing of pairs."""

@@ -193,3 +193,20 @@ def test_a_method_from_elsewhere_goes_by_its_class():
     assert method_name(Hashing) == "Hashing"
     Hashing.__module__ = "elsewhere.low_rank"
     assert method_name(Hashing) == "Hashing"
+
+
+@pytest.mark.parametrize("first", ["mlet", "product-start", "hashing:buckets=9+mlet"])
+def test_what_only_training_needs_may_be_cut_after_it(first):
+    typed = f"{first}+low-rank:rank=4:after_training=true"
+    assert texts(typed) == [typed]
+    [expression] = parse_methods(f"{first}+low-rank:after_training=true")
+    assert expression.methods(SHAPES, 0.5)[-1].after_training
+    for early in ("low-rank", "low-rank:rank=4", "low-rank:after_training=false"):
+        with pytest.raises(SettingsError, match="low-rank is refused: "):
+            parse_methods(f"{first}+{early}")
+
+
+@pytest.mark.parametrize("first", ["low-rank:rank=9", "quantize"])
+def test_what_stays_after_training_is_refused_as_ever(first):
+    with pytest.raises(SettingsError, match=r"\+low-rank is refused: "):
+        parse_methods(f"{first}+low-rank:rank=4:after_training=true")

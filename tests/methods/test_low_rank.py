@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.testing import assert_close
 
 import rarebit as rb
+from rarebit.methods._expression import parse_methods
 
 
 def low_rank(weight: Tensor, rank: int) -> rb.Table:
@@ -156,3 +157,40 @@ def test_a_merged_low_rank_can_be_cut_further():
     tail = sum(0.5 ** (2 * k) for k in range(2, 6))
     assert math.isclose(squared_error(weight, model[0]), tail, rel_tol=1e-9)
     assert rb.find_tables(model)[0].num_parameters == (20 + 6) * 2
+
+
+def test_when_it_is_applied_is_a_setting():
+    early, late = rb.LowRank(rank=2), rb.LowRank(rank=2, after_training=True)
+    assert (early.after_training, late.after_training) == (False, True)
+    assert early != late
+    assert str(early) == "LowRank(rank=2)"
+    assert str(late) == "LowRank(rank=2, after_training=True)"
+
+
+def test_applied_by_hand_it_cuts_at_once_either_way():
+    weight = decaying(20, 6, ratio=0.5)
+    tables = []
+    for late in (False, True):
+        model = nn.Sequential(nn.Embedding.from_pretrained(weight, freeze=False))
+        rb.apply_(model, rb.LowRank(rank=2, after_training=late), verbose=False)
+        tables.append(model[0].weight)
+        assert model[0].right.requires_grad
+    assert torch.equal(*tables)
+
+
+def test_it_is_typed_with_when_it_is_applied():
+    late, unsized = parse_methods(
+        "low-rank:after_training=true:rank=4,low-rank:after_training=true"
+    )
+    assert late.text == "low-rank:rank=4:after_training=true"
+    assert late.methods([(1000, 8)], 1.0) == (rb.LowRank(rank=4, after_training=True),)
+    early = rb.LowRank.for_share([(1000, 8)], 0.5)
+    sized = rb.LowRank(rank=early.rank, after_training=True)
+    assert unsized.methods([(1000, 8)], 0.5) == (sized,)
+
+
+def test_a_product_is_cut_as_it_would_be_merged():
+    product = rb.MLET(inner_dim=64, std=30.0).wrap(nn.Embedding(500, 8))
+    cut, expected = (rb.LowRank(rank=8).wrap(table) for table in (product, product.merge()))
+    assert torch.equal(cut.inner.weight, expected.inner.weight)
+    assert torch.equal(cut.right, expected.right)

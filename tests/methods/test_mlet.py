@@ -279,6 +279,19 @@ def test_mlet_of_buckets():
     assert float(wide.detach().abs().max()) <= math.sqrt(6 / (7 + 5))
 
 
+def test_buckets_are_folded_in_float64_too():
+    model = nn.Sequential(nn.Embedding(900, 8, padding_idx=3))
+    rb.apply_(model, rb.Hashing(buckets=500), verbose=False)
+    rb.apply_(model, MLET(inner_dim=64, std=30.0), verbose=False)
+    product = model[0].inner
+    exact = product.inner.weight.detach().double() @ product.projection.detach().double()
+    expected = exact.float()[torch.arange(900) % 500]
+    expected[3] = 0.0
+    rb.merge_(model, verbose=False)
+    assert torch.equal(model[0].weight.detach(), expected)
+    assert bool(expected[503].any())  # it shares the bucket of the padding row, which is its own
+
+
 def test_training_moves_rows_that_were_not_looked_up():
     table = factorized(nn.Embedding(9, 3), MLET(inner_dim=5))
     before = table.weight.detach().clone()

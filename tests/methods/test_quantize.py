@@ -291,3 +291,10 @@ def test_fields_of_different_bits_and_none_left_that_is_trained():
     rb.merge_(tables, verbose=False)
     assert len(tables.stacks) == 1
     assert torch.equal(tables(ids), before)
+
+
+def test_a_table_without_rows_is_left_alone():
+    model = nn.ModuleDict({"none": nn.Embedding(0, 4), "some": nn.Embedding(9, 4)})
+    changes = rb.apply_(model, Quantize(), verbose=False)
+    assert changes.skipped == (("none", "it has no weights"),)
+    assert [info.name for info in changes.after] == ["some"]

@@ -14,8 +14,8 @@ from rich.text import Text
 from rarebit.cli.show import BarProgress, console, errors, how_to_call
 from rarebit.data.dataset import Dataset, Splits
 from rarebit.diagnosis.diagnose import diagnose, diagnose_file
-from rarebit.diagnosis.report import Diagnosis
-from rarebit.diagnosis.text import explanation, table_cells
+from rarebit.diagnosis.report import TRAINED_AS_PRODUCTS, Diagnosis
+from rarebit.diagnosis.text import explanation, reweighting_cells, table_cells
 from rarebit.errors import DataError, ModelFileError, SettingsError
 from rarebit.training.model_file import load_model
 from rarebit.training.run import load_splits, read_run
@@ -78,6 +78,11 @@ def show_diagnosis(found: Diagnosis, *, title: str, to: Console = console) -> No
     to.print(Text(title, style="bold"), soft_wrap=True)
     if found.wide_tables:
         headers, lines = table_cells(found.wide_tables, wide=to.width >= WIDE)
+        to.print(_figures(headers, lines))
+        to.print(Text(explanation(headers), style="dim"))
+    headers, lines = reweighting_cells(found.tables)
+    if lines:
+        to.print(Text(f"\n{TRAINED_AS_PRODUCTS}", style="bold"))
         to.print(_figures(headers, lines))
         to.print(Text(explanation(headers), style="dim"))
     if found.findings:

@@ -6,6 +6,7 @@ in training comes from the data; without it, what depends on it is left open.
 
 import os
 from collections.abc import Mapping
+from dataclasses import replace
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from torch import Tensor, nn
 from rarebit.data.dataset import Dataset, Splits
 from rarebit.diagnosis.findings import find_waste
 from rarebit.diagnosis.report import Diagnosis, LeftAlone
+from rarebit.diagnosis.reweighting import Reweighting, find_product, reweighting
 from rarebit.diagnosis.rows import rows_of_slice, rows_of_table, scan, without
 from rarebit.diagnosis.sub_embeddings import find_sub_embeddings
 from rarebit.diagnosis.table import TableDiagnosis, describe_table
@@ -134,7 +136,18 @@ def _look_at(
         num_bytes=info.num_bytes,
         methods=info.methods,
     )
-    return description, found.triangle
+    return replace(description, reweighting=_reweighting(table)), found.triangle
+
+
+def _reweighting(table: AnyTable) -> Reweighting | None:
+    """Return how a table trained as a product learns; None of any other, and where it diverged."""
+    product = find_product(table)
+    if product is None:
+        return None
+    try:
+        return reweighting(product)
+    except DataError:  # its rows are not finite either, and that is found
+        return None
 
 
 def _counts(

@@ -1,4 +1,4 @@
-"""Plots of a diagnosis as PNG images: spectra, information abundance, norms, sub-embeddings.
+"""Plots of a diagnosis as PNG images: spectra, abundance, norms, learning of products, sub-embeddings.
 
 Needs matplotlib, which is imported here only, and used without its global state.
 """
@@ -25,7 +25,7 @@ MOST_PANELS = 48
 LONGEST_NAME = 22
 LOWEST_POWER = -6
 """Singular values below 1e-6 of the largest are rounding, in a table of float32."""
-TRAINED, RANDOM, QUIET = "#1f5fa8", "#9a9a9a", "#555555"
+TRAINED, SECOND, RANDOM, QUIET = "#1f5fa8", "#c8661b", "#9a9a9a", "#555555"
 DPI = 130
 
 
@@ -45,6 +45,9 @@ def draw_plots(
     counted = [table for table in tables if table.width > 1 and table.norm_by_count]
     if counted:
         figures["norms.png"] = _draw_norms(counted)
+    products = [table for table in tables if table.reweighting]
+    if products:
+        figures["reweighting.png"] = _draw_reweighting(products)
     for number, matrix in enumerate(matrices):
         name = "sub_embeddings.png" if len(matrices) == 1 else f"sub_embeddings_{number}.png"
         figures[name] = _draw_matrix(matrix, tables)
@@ -133,6 +136,34 @@ def _draw_norms(tables: Sequence[TableDiagnosis]) -> "Figure":
     )
 
 
+def _draw_reweighting(tables: Sequence[TableDiagnosis]) -> "Figure":
+    def panel(axes: "Axes", table: TableDiagnosis) -> None:
+        found = table.reweighting
+        assert found is not None
+        both = {
+            "projection": (found.projection_values, TRAINED),
+            "wide factor": (found.wide_values, SECOND),
+        }
+        for label, (values, color) in both.items():
+            places, squares = range(1, len(values) + 1), [value**2 for value in values]
+            axes.plot(places, squares, color=color, marker=".", markersize=4, label=label)
+        # what a plain table learns each of its directions with
+        axes.axhline(1.0, color=RANDOM, linestyle="--", label="plain table")
+        longest = max(1.0, *found.projection_values, *found.wide_values)
+        axes.set_ylim(0, 1.1 * longest**2)
+
+    return _draw_panels(
+        tables,
+        panel,
+        figure_of=lambda table: (
+            "" if table.reweighting is None else f"mean {table.reweighting.mean_factor:.2g}"
+        ),
+        title="How fast directions learn: the sum of a point of each solid line",
+        x_label="singular value, from the largest",
+        y_label="square of the singular value",
+    )
+
+
 def _draw_panels(
     tables: Sequence[TableDiagnosis],
     panel: "Callable[[Axes, TableDiagnosis], None]",
@@ -178,7 +209,7 @@ def _draw_panels(
         list(drawn),
         loc="upper right",
         bbox_to_anchor=(1 - 0.1 / width, 1 - 0.35 / height),
-        ncols=2,
+        ncols=len(drawn),
         fontsize=8,
         frameon=False,
     )

@@ -10,12 +10,12 @@ from rarebit.diagnosis.findings import Finding
 from rarebit.diagnosis.plots import draw_plots
 from rarebit.diagnosis.sub_embeddings import SubEmbeddings
 from rarebit.diagnosis.table import TableDiagnosis
-from rarebit.diagnosis.text import explanation, table_cells, text_table
+from rarebit.diagnosis.text import explanation, reweighting_cells, table_cells, text_table
 from rarebit.errors import ModelFileError
 from rarebit.settings import to_mapping
 from rarebit.words import size
 
-__all__ = ["Diagnosis", "LeftAlone"]
+__all__ = ["TRAINED_AS_PRODUCTS", "Diagnosis", "LeftAlone"]
 
 FORMAT = 1
 NUMBERS = "diagnosis.json"
@@ -23,6 +23,7 @@ NOTHING_WRONG = (
     "Nothing stands out: no table has collapsed, and no table has rows that are dead, or rare and many, "
     "as far as that is known."
 )
+TRAINED_AS_PRODUCTS = "Tables that MLET trains as products, and how fast their directions learn"
 NO_COUNTS = (
     "Training counts are not known, so rows that were never trained, values seen once, and how norms go "
     "with frequency are left open; give the training data to see them."
@@ -88,6 +89,9 @@ class Diagnosis:
         if self.wide_tables:
             cells = table_cells(self.wide_tables, wide=True)
             parts += [text_table(cells), explanation(cells[0])]
+        products = reweighting_cells(self.tables)
+        if products[1]:
+            parts += ["", TRAINED_AS_PRODUCTS, text_table(products), explanation(products[0]), ""]
         parts += [f"- {finding}" for finding in self.findings]
         return "\n".join([*parts, *self.notes])
 

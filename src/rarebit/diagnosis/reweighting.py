@@ -29,7 +29,14 @@ from rarebit.settings import to_mapping
 from rarebit.tables.find import find_sites
 from rarebit.tables.table import AnyTable, Table
 
-__all__ = ["Reweighting", "UpdateSplit", "factorized_tables", "reweighting", "update_split"]
+__all__ = [
+    "Reweighting",
+    "UpdateSplit",
+    "factorized_tables",
+    "find_product",
+    "reweighting",
+    "update_split",
+]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,6 +85,12 @@ class Reweighting:
         return self.width * _rank(self.wide_values, self.rows)
 
     @property
+    def largest_factor(self) -> float:
+        """How many times faster than a plain table the fastest direction learns."""
+        wide = max(self.wide_values, default=0.0)
+        return max(self.projection_values, default=0.0) ** 2 + wide**2
+
+    @property
     def mean_factor(self) -> float:
         """The mean over all directions: about how many times faster than a plain table it learns."""
         wide = sum(value**2 for value in self.wide_values) / max(self.rows, 1)
@@ -90,6 +103,7 @@ class Reweighting:
             "num_directions": self.num_directions,
             "num_nonzero": self.num_nonzero,
             "num_informative": self.num_informative,
+            "largest_factor": self.largest_factor,
             "mean_factor": self.mean_factor,
         }
 
@@ -206,19 +220,24 @@ def factorized_tables(model: nn.Module) -> dict[str, FactorizedTable]:
     >>> list(factorized_tables(nn.ModuleDict({"item": MLET().wrap(nn.Embedding(9, 4))})))
     ['item']
     """
-    found = {site.info.name: _factorized(site.table) for site in find_sites(model)}
+    found = {site.info.name: find_product(site.table) for site in find_sites(model)}
     return {name: table for name, table in found.items() if table is not None}
 
 
-def _factorized(table: AnyTable) -> FactorizedTable | None:
-    """Return the product inside of a table: hashing, say, is around it."""
-    while isinstance(table, Table) and not isinstance(table, FactorizedTable):
-        table = table.inner
-    return table if isinstance(table, FactorizedTable) else None
+def find_product(table: AnyTable) -> FactorizedTable | None:
+    """Return the product inside of a table, for hashing may be around it; None where there is none.
+
+    >>> find_product(nn.Embedding(9, 4)) is None
+    True
+    """
+    inside: nn.Module | None = table
+    while isinstance(inside, Table) and not isinstance(inside, FactorizedTable):
+        inside = getattr(inside, "inner", None)  # a quantised table keeps its rows itself
+    return inside if isinstance(inside, FactorizedTable) else None
 
 
 def _checked(table: AnyTable) -> FactorizedTable:
-    product = _factorized(table)
+    product = find_product(table)
     if product is None:
         raise DataError(
             f"a table trained as a product is needed, got a {type(table).__name__} without MLET; "

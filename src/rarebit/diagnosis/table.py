@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from rarebit.diagnosis.frequency import NormBin, count_dead, norm_bins, spearman
+from rarebit.diagnosis.reweighting import Reweighting
 from rarebit.diagnosis.rows import Scan
 from rarebit.diagnosis.spectrum import abundance_of, random_abundance, stable_rank_of
 from rarebit.settings import to_mapping
@@ -49,6 +50,8 @@ class TableDiagnosis:
     """Spearman's correlation of a row's norm and its count, of the values that training saw."""
     norm_by_count: tuple[NormBin, ...]
     """Mean norm of the rows by how often they were seen; empty where that is not known."""
+    reweighting: Reweighting | None = None
+    """How fast each direction is learned, of a table that `MLET` trains as a product."""
 
     @property
     def field(self) -> str:
@@ -87,6 +90,7 @@ class TableDiagnosis:
             "abundance_ratio": self.abundance_ratio,
             "seen_once_share": self.seen_once_share,
             "directions": self.directions(),
+            "reweighting": None if self.reweighting is None else self.reweighting.to_mapping(),
         }
 
 

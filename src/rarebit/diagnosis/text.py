@@ -9,6 +9,7 @@ from rarebit.words import size
 __all__ = [
     "Cells",
     "explanation",
+    "reweighting_cells",
     "short_names",
     "spoken_share",
     "table_cells",
@@ -27,6 +28,11 @@ MEANINGS = {
     "never": "rows that training never saw",
     "once": "of the values it saw, those it saw once",
     "norm": "correlation of a row's length with how often its value was seen",
+    "inner": "width of the rows that MLET trains",
+    "fastest": "how many times as fast as a plain table SGD learns the fastest direction",
+    "mean": "the same, the mean of all directions",
+    "learned": "directions that are learned at all",
+    "shared": "those of them that carry what is learned of one id to others",
 }
 
 
@@ -62,6 +68,24 @@ def table_cells(tables: Sequence[TableDiagnosis], *, wide: bool) -> Cells:
         columns["methods"] = [", ".join(table.methods) or NOTHING for table in tables]
     shown = {name: cells for name, cells in columns.items() if set(cells) != {NOTHING}}
     return list(shown), [list(line) for line in zip(*shown.values(), strict=True)]
+
+
+def reweighting_cells(tables: Sequence[TableDiagnosis]) -> Cells:
+    """Return how tables trained as products learn, a line each; no lines where there are none."""
+    products = [table for table in tables if table.reweighting]
+    lines = [
+        [
+            name,
+            str(found.inner_dim),
+            f"{found.largest_factor:.3g}",
+            f"{found.mean_factor:.3g}",
+            f"{found.num_nonzero:,} of {found.num_directions:,}",
+            f"{found.num_informative:,}",
+        ]
+        for name, table in zip(short_names(products), products, strict=True)
+        if (found := table.reweighting)
+    ]
+    return ["table", "inner", "fastest", "mean", "learned", "shared"], lines
 
 
 def text_table(cells: Cells) -> str:

@@ -41,6 +41,11 @@ class Part:
         return method_class(self.name)
 
     @property
+    def is_after_training(self) -> bool:
+        """Whether its settings say that it comes after training, where that is a setting."""
+        return bool(dict(self.settings).get("after_training", False))
+
+    @property
     def text(self) -> str:
         """The part as people type it."""
         return settings_text(self.method, dict(self.settings))
@@ -148,7 +153,7 @@ def _parse_assignment(text: str, part: str) -> tuple[str, Any]:
 
 
 def _refuse_ill_defined_pair(first: Part, then: Part) -> None:
-    pair = declared_pair(first.method, then.method)
+    pair = declared_pair(first.method, then.method, after_training=then.is_after_training)
     if pair is None:
         words = "neither of them says what it means to apply both; use them apart"
     elif pair.allowed:

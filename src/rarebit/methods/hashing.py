@@ -17,6 +17,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Self
 
+import torch
 from torch import Tensor, nn
 
 from rarebit.methods._sizing import plain_weights, too_small
@@ -152,6 +153,16 @@ class HashedTable(Table):
         if isinstance(self.inner, nn.Embedding):
             return self
         return HashedTable(self.method, self.inner.served(), self.num_embeddings, self.padding_idx)
+
+    def merge(self) -> nn.Embedding:
+        """Return a plain table of the buckets as they would be merged themselves."""
+        inner = self.inner if isinstance(self.inner, nn.Embedding) else self.inner.merge()
+        buckets = inner.weight.detach()
+        ids = torch.arange(self.num_embeddings, device=buckets.device)
+        weight = buckets.index_select(0, ids % self.buckets)  # (N, D)
+        if self.padding_idx is not None:
+            weight[self.padding_idx] = 0.0
+        return plain_like(self, weight, padding_idx=self.padding_idx)
 
     def unsuited(self, method: Method) -> str | None:
         """What is applied later works on the buckets, so it must suit them."""

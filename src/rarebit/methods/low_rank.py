@@ -7,7 +7,8 @@
     V_rᵀ     `LowRankTable.right`, r x D: the first r right singular vectors of W
 
 Made for trained tables: no other pair of factors of this size is closer to the table in the sum of
-squares. A table with N rows stores (N + D) r weights instead of N D.
+squares. A table with N rows stores (N + D) r weights instead of N D. A run applies it before training,
+and trains the factors; with `after_training=True` it trains the table and cuts it at the end.
 
 Not for tables whose spectrum is flat: then the part that is cut off is as large as what stays.
 """
@@ -67,10 +68,17 @@ class LowRank(Method):
 
     rank: int
     """Inner width: weights kept for each row."""
+    after_training: bool = False
+    """Whether a run trains the whole table and cuts it at the end; `apply_` cuts at once either way."""
 
     def __post_init__(self) -> None:
         check_types(self)
         require(self.rank >= 1, f"rank must be at least 1, got rank={self.rank}")
+
+    def __repr__(self) -> str:
+        # it stands in the reports of tables, where when it was applied is rarely worth a word
+        when = ", after_training=True" if self.after_training else ""
+        return f"LowRank(rank={self.rank}{when})"
 
     @classmethod
     def for_share(cls, shapes: Sequence[tuple[int, int]], share: float) -> Self:
@@ -92,7 +100,7 @@ class LowRank(Method):
 
     def wrap(self, base: AnyTable) -> "LowRankTable":
         """Return the closest table of this rank."""
-        weight = full_table(base)
+        weight = full_table(base if isinstance(base, nn.Embedding) else base.merge())
         vectors = _right_singular_vectors(weight)[:, : self.rank].to(weight.dtype)  # (D, r)
         right = nn.Parameter(vectors.T.contiguous(), requires_grad=is_trainable(base))
         return LowRankTable(self, plain_like(base, weight @ vectors), right, base.padding_idx)

@@ -137,7 +137,9 @@ class MLET(Method):
         """A plain table at the product of the factors that are drawn."""
         from rarebit.methods.product_start import ProductStart
 
-        return ProductStart(inner_dim=self.inner_dim, std=self.std) if self.init == "fresh" else None
+        return (
+            ProductStart(inner_dim=self.inner_dim, std=self.std) if self.init == "fresh" else None
+        )
 
     def wrap(self, base: AnyTable) -> "FactorizedTable":
         """Return a product of two factors; with init="keep" it is the table `base`."""

@@ -101,13 +101,17 @@ class Quantize(Method):
         "mlet": Pair(allowed=False, words=LAST + "mlet+quantize"),
         "product-start": Pair(allowed=False, words=LAST + "product-start+quantize"),
     }
-    after_training: ClassVar[bool] = True
 
     bits: Bits = 8
     """Bits of an integer, 8 or 4."""
 
     def __post_init__(self) -> None:
         check_types(self)
+
+    @property
+    def after_training(self) -> bool:
+        """Integers are not trained."""
+        return True
 
     @property
     def largest_code(self) -> int:
@@ -132,6 +136,10 @@ class Quantize(Method):
         """Return quantised tables behind one lookup of integers."""
         quantised = [table for table in tables if isinstance(table, QuantizedTable)]
         return QuantizedStack(self, quantised, lengths)
+
+    def unsuited(self, rows: int, width: int) -> str | None:
+        """A table without rows has no largest weight to take a scale from."""
+        return None if rows and width else "it has no weights"
 
     def look_up(self, codes: Tensor, ids: Tensor, width: int, dtype: torch.dtype) -> Tensor:
         """Return the integers of these ids as floats, `(...)` to `(..., D)`."""

@@ -244,7 +244,7 @@ def _reason_to_skip(site: Site, method: Method, where: Where | None, min_width: 
 
 def _refuse_ill_defined_pair(site: Site, method: Method) -> None:
     for earlier in methods_of(site.table):
-        pair = declared_pair(type(earlier), type(method))
+        pair = declared_pair(type(earlier), type(method), after_training=method.after_training)
         if pair is not None and not pair.allowed:
             raise UnsupportedTableError(
                 f"{method} cannot be applied to {site.info.name!r} after {earlier}: {pair.words}"

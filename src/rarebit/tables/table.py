@@ -166,8 +166,11 @@ class Method(ABC):
     """The same for methods applied after this one: a new file says both, and no older one is edited."""
     training_only: ClassVar[bool] = False
     """Whether its tables are folded when training is over: they are served as plain ones."""
-    after_training: ClassVar[bool] = False
-    """Whether it is made for trained tables, and stops their training: a study applies it at the end."""
+
+    @property
+    def after_training(self) -> bool:
+        """Whether a run applies it to its trained tables and not before training; may be a setting."""
+        return False
 
     @property
     def rate_under_sgd(self) -> float:
@@ -225,13 +228,23 @@ def method_name(method: Method | type[Method]) -> str:
     return file.replace("_", "-") if package == "rarebit.methods" else cls.__name__
 
 
-def declared_pair(first: type[Method], then: type[Method]) -> Pair | None:
+FOLDED_FIRST = Pair(allowed=True, words="the first is folded when training is over")
+
+
+def declared_pair(
+    first: type[Method], then: type[Method], *, after_training: bool = False
+) -> Pair | None:
     """Return what applying one method after another means, or None where neither of them says it.
+
+    What only training needs is folded before a method that comes after training is applied, so that
+    pair is one with plain tables, whatever the methods are.
 
     >>> from rarebit import Hashing, LowRank
     >>> declared_pair(Hashing, LowRank).allowed, declared_pair(LowRank, Hashing).allowed
     (True, False)
     """
+    if after_training and first.training_only:
+        return FOLDED_FIRST
     said = then.pairs.get(method_name(first))
     return said or first.pairs_before.get(method_name(then))
 
