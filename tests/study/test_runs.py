@@ -192,3 +192,12 @@ def test_a_file_that_cannot_be_written_is_told(tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(StudyError, match="cannot write"):
         write_json(tmp_path / "file" / "result.json", {})
+
+
+def test_a_setting_that_is_given_its_default_is_the_same_run():
+    plain = {"model": {"name": "fm"}, "data": {"rows": 500}, "training": {"epochs": 3}}
+    said = {**plain, "training": {"epochs": 3, "momentum": 0.0}, "data": {"rows": 500, "seed": 0}}
+    said["methods"] = [{"method": "low_rank", "rank": 2, "after_training": False}]
+    plain["methods"] = [{"method": "low_rank", "rank": 2}]
+    one, other = (run_key(RunSettings.from_mapping(values)) for values in (plain, said))
+    assert one == other

@@ -22,9 +22,12 @@ import numpy as np
 from torch import Tensor
 
 from rarebit.data.folder import PreparedFolder
+from rarebit.data.synthetic import SyntheticLog
 from rarebit.errors import StudyError
-from rarebit.settings import from_mapping, require
+from rarebit.methods import method_text
+from rarebit.settings import from_mapping, require, to_mapping
 from rarebit.training.run import PreparedLog, RunSettings
+from rarebit.training.settings import Training
 
 __all__ = ["RunFolder", "RunRecord", "identify", "run_key", "write_json"]
 
@@ -85,14 +88,31 @@ def run_key(settings: RunSettings) -> str:
     >>> run_key(one) == run_key(one), run_key(one) == run_key(other)
     (True, False)
     """
-    values = settings.to_mapping()
-    if isinstance(settings.data, PreparedLog):
-        assert settings.data.checksum, "identify() the settings first"
-        values["data"] = {"checksum": settings.data.checksum}
-    for name in NOT_IN_THE_KEY:
-        del values["training"][name]
-    text = json.dumps({"format": FORMAT, **values}, sort_keys=True)
+    log = settings.data
+    if isinstance(log, PreparedLog):
+        assert log.checksum, "identify() the settings first"
+        data = {"checksum": log.checksum}
+    else:
+        data = _given(log, SyntheticLog())
+    training = _given(settings.training, Training())
+    values = {
+        "format": FORMAT,
+        "model": {"name": settings.model, **settings.model_settings},
+        "data": data,
+        "training": {name: training[name] for name in training if name not in NOT_IN_THE_KEY},
+        "methods": [method_text(method) for method in settings.methods],
+    }
+    text = json.dumps(values, sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:KEY_DIGITS]
+
+
+def _given(settings: object, defaults: object) -> dict[str, Any]:
+    """Return the settings that are no defaults: a new one with a default leaves old keys as they are.
+
+    A default that is changed needs another `FORMAT`.
+    """
+    usual = to_mapping(defaults)
+    return {name: value for name, value in to_mapping(settings).items() if value != usual[name]}
 
 
 class RunFolder:
