@@ -1,6 +1,7 @@
 """What holds for every test: seeds, threads, slow tests, and a summary of what did not run."""
 
 import random
+import signal
 from collections import Counter
 
 import hypothesis
@@ -34,6 +35,13 @@ def seed():
     np.random.seed(0)  # noqa: NPY002  # libraries that still use the global state
     torch.manual_seed(0)
     return 0
+
+
+@pytest.fixture(autouse=True, scope="session")
+def foreground():
+    """Hear Ctrl-C: the background job of a shell ignores it, and so would all it starts."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(autouse=True)

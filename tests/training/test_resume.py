@@ -107,14 +107,6 @@ def assert_same_run(result, expected):
     assert without_times(history) == without_times(expected[1])
 
 
-@pytest.fixture(autouse=True)
-def _a_job_in_the_foreground():
-    """A shell's background job ignores SIGINT, and so would a test in it."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield
-    signal.signal(signal.SIGINT, before)
-
-
 @pytest.fixture(scope="module")
 def uninterrupted():
     return train()
