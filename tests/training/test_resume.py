@@ -320,3 +320,12 @@ def test_what_is_written_is_what_was_there_when_it_began(tmp_path):
     for number, values in expected["optimizer"]["state"].items():
         written = found["optimizer"]["state"][number]
         assert all(torch.equal(written[name], value) for name, value in values.items())
+
+
+def test_steps_are_told_with_their_number_also_after_a_break(tmp_path):
+    told = []
+    with pytest.raises(TrainingInterrupted):
+        train(tmp_path / "run", StopAt(5), after_step=told.append)
+    assert told == [1, 2, 3, 4, 5]
+    train(tmp_path / "run", resume=True, after_step=told.append)
+    assert told == list(range(1, STEPS + 1))

@@ -21,7 +21,7 @@ from rarebit.training.checks import check_labels, check_schema
 from rarebit.training.ema import EMA
 from rarebit.training.evaluate import Forward, device_of
 from rarebit.training.identity import describe_run
-from rarebit.training.loop import History, NoKeeper, TrainingLoop
+from rarebit.training.loop import AfterStep, History, NoKeeper, TrainingLoop
 from rarebit.training.memory import estimate_memory
 from rarebit.training.not_finite import find_source
 from rarebit.training.optimizers import Kind
@@ -56,6 +56,7 @@ def fit(
     loss: Loss = F.binary_cross_entropy_with_logits,
     forward: Forward | None = None,
     backward: Backward | None = None,
+    after_step: AfterStep | None = None,
     folder: str | os.PathLike[str] | None = None,
     resume: bool = False,
     progress: Progress | bool = True,
@@ -65,7 +66,8 @@ def fit(
 
     Any setting of `Training` can be given by name. With validation data the best epoch's weights
     are kept. `forward=lambda model, batch: ...` calls a model that does not take a batch;
-    `backward=rows.backward` trains with row gradients. With a `folder`, checkpoints are written
+    `backward=rows.backward` trains with row gradients. `after_step` is called between two steps with how
+    many were made since the start; what it keeps beyond the model is its own affair. With a `folder`, checkpoints are written
     there, Ctrl-C and SIGTERM stop after the step with nothing lost, and `resume=True` goes on from the
     newest one, to the same bits as without the break.
 
@@ -118,7 +120,8 @@ def fit(
         )
         try:
             with _averaging(step, settings) as ema:
-                loop = TrainingLoop(_steps(step, train, settings, tell), valid, settings, tell, ema)
+                steps = _steps(step, train, settings, tell)
+                loop = TrainingLoop(steps, valid, settings, tell, ema=ema, after_step=after_step)
                 if folder is None:
                     return loop.run(NoKeeper())
                 return _train_in(CheckpointFolder(folder), loop, resume=resume)

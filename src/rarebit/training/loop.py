@@ -9,10 +9,10 @@ they are the only thing that differs after a break.
 
 import dataclasses
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeAlias
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -29,7 +29,10 @@ from rarebit.training.settings import Training
 from rarebit.training.step import TrainingStep
 from rarebit.training.steps import Steps
 
-__all__ = ["Best", "History", "Keeper", "NoKeeper", "TrainingLoop"]
+__all__ = ["AfterStep", "Best", "History", "Keeper", "NoKeeper", "TrainingLoop"]
+
+AfterStep: TypeAlias = Callable[[int], None]
+"""Called between two steps with how many were made since the start of training."""
 
 TELL_EVERY = 10
 """Steps between two calls of the progress bar."""
@@ -82,15 +85,12 @@ class TrainingLoop:
         valid: Dataset | None,
         settings: Training,
         tell: Progress,
+        *,
         ema: EMA | None = None,
+        after_step: AfterStep | None = None,
     ) -> None:
-        self.steps, self.valid, self.settings, self.tell, self.ema = (
-            steps,
-            valid,
-            settings,
-            tell,
-            ema,
-        )
+        self.steps, self.valid, self.settings, self.tell = steps, valid, settings, tell
+        self.ema, self.after_step = ema, after_step
         self.bounds = batch_bounds(len(steps.train), settings.batch_size)
         self.best = Best(self.step.model, self.step.optimizer, settings)
         self.history = History()
@@ -103,6 +103,11 @@ class TrainingLoop:
     def step(self) -> TrainingStep:
         """The step."""
         return self.steps.step
+
+    @property
+    def num_steps(self) -> int:
+        """Steps made since the start of training, those before a break included."""
+        return (self.epoch - 1) * len(self.bounds) + self.batch
 
     @property
     def is_finished(self) -> bool:
@@ -137,6 +142,8 @@ class TrainingLoop:
                 untold = 0
             if self.batch % LOOK_EVERY == 0:
                 self.step.raise_if_not_finite()
+            if self.after_step is not None:
+                self.after_step(self.num_steps)
             self.seconds = before + time.perf_counter() - begin
             keeper.after_step(self)
         self.step.raise_if_not_finite()
