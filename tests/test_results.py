@@ -92,34 +92,14 @@ def test_the_figures_of_checkpoints_are_those_of_the_results():
 
 
 @pytest.mark.parametrize(
-    "result",
-    [
-        CEILING["machine"],
-        BENCH,
-        ROWS,
-        GPU["machine"],
-        PEERS["machine"],
-        AUC["machine"],
-        LARGE["machine"],
-        KILLS["machine"],
-        CHECKPOINT,
-    ],
-    ids=[
-        "ceiling",
-        "train",
-        "rows",
-        "gpu",
-        "peers",
-        "peers-auc",
-        "large-table",
-        "kills",
-        "bench-checkpoint",
-    ],
+    "path", sorted((ROOT / "benchmarks/results").glob("*.json")), ids=lambda path: path.stem
 )
-def test_a_result_names_its_commit_and_machine(result):
-    assert re.fullmatch(r"[0-9a-f]{40}", result["commit"])
-    assert result["torch"]
-    assert result["device"]
+def test_a_result_names_its_commit_and_machine(path):
+    result = stored(path.stem)
+    facts = result.get("machine", result)
+    assert re.fullmatch(r"[0-9a-f]{40}", facts["commit"])
+    assert facts["torch"]
+    assert facts["device"]
 
 
 PREPARE, DATA = stored("prepare"), stored("bench-data")
