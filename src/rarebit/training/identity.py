@@ -148,8 +148,12 @@ def _describe_model(model: nn.Module) -> dict[str, Any]:
 
 
 def _describe_method(method: Any) -> dict[str, Any]:
-    values = to_mapping(method) if dataclasses.is_dataclass(method) else {}
-    return {"method": type(method).__qualname__, **values}
+    """Return a method without its defaults: a new setting that has one is no other run."""
+    fields = dataclasses.fields(method) if dataclasses.is_dataclass(method) else ()
+    usual = {field.name: field.default for field in fields}
+    values = to_mapping(method) if fields else {}
+    given = {name: value for name, value in values.items() if value != usual[name]}
+    return {"method": type(method).__qualname__, **given}
 
 
 def _shape(tensor: Tensor) -> str:
