@@ -11,7 +11,9 @@ from rarebit.diagnosis.report import Diagnosis
 from rarebit.diagnosis.spectrum import information_abundance
 from rarebit.methods.hashing import Hashing
 from rarebit.methods.low_rank import LowRank
+from rarebit.methods.masked import Masked
 from rarebit.methods.mlet import MLET
+from rarebit.methods.pep import PEP
 from rarebit.methods.product_start import ProductStart
 from rarebit.methods.quantize import Quantize
 from rarebit.study.plan import StudyPlan
@@ -39,6 +41,7 @@ __version__ = "0.1.0"
 __all__ = [
     "EMA",
     "MLET",
+    "PEP",
     "Batch",
     "Column",
     "Dataset",
@@ -49,6 +52,7 @@ __all__ = [
     "History",
     "LogSchema",
     "LowRank",
+    "Masked",
     "MemoryEstimate",
     "Method",
     "Metrics",

@@ -20,7 +20,7 @@ from rarebit.methods import method_name
 from rarebit.tables.table import AnyTable, Pair, declared_pair
 
 WORDS = ("title", "paper", "control", "cost", "applies")
-CONTROLS = ("baseline", "narrow", "matched-rate")
+CONTROLS = ("baseline", "narrow", "matched-rate", "magnitude")
 MAX_TITLE = 72
 """A title stands beside the name in 80 columns."""
 SHAPES = [(N, D), (40, D)]

@@ -49,6 +49,11 @@ METHODS = {
             ({"rank": 2, "after_training": 1}, "after_training must be bool, got 1"),
         ),
     ),
+    "masked": Line(
+        settings={"ticket": None},
+        stored=lambda rows, width: rows * width,
+        bad=(({"ticket": 3}, "ticket must be Ticket or str or none, got 3"),),
+    ),
     "mlet": Line(
         settings={"inner_dim": 8, "std": 0.5, "init": "keep"},
         stored=lambda rows, width: (rows + width) * 8,
@@ -58,6 +63,23 @@ METHODS = {
             ({"std": 0.0}, "std must be more than 0 and finite, got std=0.0"),
             ({"std": float("inf")}, "std must be more than 0 and finite, got std=inf"),
             ({"init": "old"}, "init must be one of 'fresh', 'keep', got 'old'"),
+        ),
+    ),
+    "pep": Line(
+        settings={"granularity": "feature_dimension", "init": -2.0, "schedule": None},
+        stored=lambda rows, width: 2 * rows * width,
+        bad=(
+            (
+                {"granularity": "entry"},
+                "granularity must be one of 'global', 'dimension'.* got 'entry'",
+            ),
+            ({"init": float("inf")}, "init must be finite, got init=inf"),
+            ({"init": "low"}, "init must be float, got 'low'"),
+            ({"schedule": "linear"}, "schedule must be .*, got 'linear'"),
+            (
+                {"schedule": "given", "granularity": "global"},
+                "granularity and init are of learned thresholds, and schedule='given' has none",
+            ),
         ),
     ),
     "product_start": Line(

@@ -273,3 +273,10 @@ def test_finding_the_sides_draws_nothing_from_the_random_state():
     torch.manual_seed(3)
     sides("low-rank,hashing")
     assert torch.equal(torch.rand(2), expected)
+
+
+def test_a_control_that_cannot_be_made_yet_is_told():
+    with pytest.raises(
+        SettingsError, match="pep is held against pruning by magnitude, which a study"
+    ):
+        sides("pep")

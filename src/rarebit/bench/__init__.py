@@ -18,8 +18,8 @@ def bench_names() -> list[str]:
     """Return the names of all benches: the files of this folder.
 
     >>> bench_names()
-    ['checkpoint', 'data', 'ema', 'import', 'mlet', 'models', 'quantize',
-     'row_gradients', 'rows', 'spectrum', 'study', 'train']
+    ['checkpoint', 'data', 'ema', 'import', 'mlet', 'models', 'pep',
+     'quantize', 'row_gradients', 'rows', 'spectrum', 'study', 'train']
     """
     return sorted(_files())
 

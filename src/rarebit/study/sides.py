@@ -36,6 +36,7 @@ Rate: TypeAlias = Callable[[RunSettings], float]
 """How many times as fast a run's methods move rows as plain training does."""
 
 BASELINE, NARROW, MATCHED_RATE = "baseline", "narrow", "matched-rate"
+MAGNITUDE = "magnitude"
 
 RATE_FACTORS = (1.0, 2.0, 4.0, 8.0, 16.0)
 """What the tables' learning rate is multiplied by, beside the measured factor; validation picks."""
@@ -117,6 +118,11 @@ class _Sides:
             return self._narrow(kept)
         if wanted == MATCHED_RATE:
             return self._matched_rate(settings)
+        if wanted == MAGNITUDE:
+            raise SettingsError(
+                f"{name} is held against pruning by magnitude, which a study cannot make yet; name "
+                "another control, such as --control baseline"
+            )
         control, its_settings = self._method_side(_read_control(wanted))
         if control == name:  # nothing is held against itself
             return BASELINE

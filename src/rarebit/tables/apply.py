@@ -26,6 +26,7 @@ from rarebit.tables.optimizer_state import Exchange, exchange_parameters
 from rarebit.tables.table import (
     AnyTable,
     Method,
+    Shared,
     Table,
     declared_pair,
     is_trainable,
@@ -135,7 +136,8 @@ def apply_(
                 f"Leave it out with where=lambda t: t.name != {site.info.name!r}"
             )
         _refuse_ill_defined_pair(site, method)
-    after = _put(model, chosen, [wrap(site.table, method) for site in chosen], optimizer)
+    tables = method.wrap_all({site.info.name: site.table for site in chosen})
+    after = _put(model, chosen, tables, optimizer)
     before = tuple(site.info for site in chosen)
     return _told(TableChanges(str(method), before, after, tuple(skipped)), verbose)
 
@@ -272,6 +274,7 @@ def _put(
         raise OptimizerError(
             f"optimizer= takes a torch optimizer, got a {type(optimizer).__name__}"
         )
+    _share(model, tables)
     by_collection: dict[TableCollection, dict[int, AnyTable]] = defaultdict(dict)
     exchanges = []
     for site, table in zip(sites, tables, strict=True):
@@ -284,9 +287,28 @@ def _put(
         moves = collection.replace(changed)
         exchanges.append(Exchange(old, list(collection.parameters()), moves))
     if optimizer is not None:
+        held = {id(parameter) for parameter in model.parameters()}
+        exchanges = [_without_kept(exchange, held) for exchange in exchanges]
         exchange_parameters(optimizer, exchanges, model)
     now = {info.name: info for info in find_tables(model)}
     return tuple(now[site.info.name] for site in sites)
+
+
+def _share(model: nn.Module, tables: Iterable[AnyTable]) -> None:
+    """Let new tables have together, with each other and with the model's, what methods share."""
+    held: dict[tuple[object, ...], Shared] = {}
+    for part in (part for whole in (model, *tables) for part in whole.modules()):
+        for name, child in part.named_children():
+            if isinstance(child, Shared):
+                key = (child.key, child.value.requires_grad)  # what is frozen is apart
+                setattr(part, name, held.setdefault(key, child))
+
+
+def _without_kept(exchange: Exchange, held: Collection[int]) -> Exchange:
+    """Return an exchange less the old parameters that other tables of the model still have."""
+    new = {id(parameter) for parameter in exchange.new}
+    old = [p for p in exchange.old if id(p) in new or id(p) not in held]
+    return exchange._replace(old=old)
 
 
 def _replace_module(site: ModuleSite, table: AnyTable) -> Exchange:

@@ -12,6 +12,7 @@ from rarebit.tables.bag import Bag, table_of_bag
 from rarebit.tables.collection import TableCollection
 from rarebit.tables.table import (
     AnyTable,
+    Shared,
     Table,
     is_trainable,
     methods_of,
@@ -243,9 +244,10 @@ def _tie_refusal(
     names: list[str], module: nn.Module, owners: dict[nn.Parameter, list[str]]
 ) -> str | None:
     own = tuple(f"{name}." if name else "" for name in names)
+    shared = {id(part.value) for part in module.modules() if isinstance(part, Shared)}
     for parameter in module.parameters():
         for name in owners[parameter]:
-            if not name.startswith(own):
+            if id(parameter) not in shared and not name.startswith(own):
                 return f"its weight is tied to {name!r}, which would keep the old one"
     return None
 

@@ -57,7 +57,7 @@ def exchange_parameters(
     for exchange in exchanges:
         stay = {id(p) for p in exchange.new}
         gone = [p for p in exchange.old if id(p) not in stay]
-        group = _group_of(optimizer, gone)
+        group = _group_of(optimizer, gone or exchange.old)
         if group is None:
             continue
         held = {id(p) for g in optimizer.param_groups for p in g["params"]}

@@ -12,7 +12,7 @@ Shapes: N rows of the table, D its width.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import TYPE_CHECKING, ClassVar, Self, TypeAlias
@@ -29,6 +29,7 @@ __all__ = [
     "AnyTable",
     "Method",
     "Pair",
+    "Shared",
     "Table",
     "declared_pair",
     "full_table",
@@ -128,6 +129,24 @@ class Table(nn.Module, ABC):
 AnyTable: TypeAlias = nn.Embedding | Table
 
 
+class Shared(nn.Module):
+    """A trained value that all tables of a model with the same key have together.
+
+    `apply_` sees to that, also when a model is read from a file. Such a value ties no tables to each
+    other: each of them may be changed by itself.
+    """
+
+    def __init__(self, key: Hashable, value: nn.Parameter) -> None:
+        super().__init__()
+        self.key = key
+        self.value = value
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """Return the value, whatever the ids."""
+        del ids
+        return self.value
+
+
 @dataclass(frozen=True)
 class Pair:
     """Whether a method may be applied after another, and what that means or why not."""
@@ -199,6 +218,10 @@ class Method(ABC):
     @abstractmethod
     def wrap(self, base: AnyTable) -> Table:
         """Return a table of the same shape as `base`, started from its rows."""
+
+    def wrap_all(self, tables: Mapping[str, AnyTable]) -> list[Table]:
+        """Return tables of a model, by their names, with this method; override where names matter."""
+        return [wrap(table, self) for table in tables.values()]
 
     def shape_after(self, rows: int, width: int) -> tuple[int, int]:
         """Return the shape that the next method gets of a table of this shape with this method."""

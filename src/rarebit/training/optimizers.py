@@ -8,6 +8,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from rarebit.errors import OptimizerError, SettingsError
+from rarebit.methods._budget import threshold_parameters
 from rarebit.settings import require, suggest
 from rarebit.tables.find import table_parameters
 from rarebit.tables.sparse import set_row_gradients
@@ -39,15 +40,19 @@ def optimizer(
     table_lr: float | None = None,
     weight_decay: float = 0.0,
     table_weight_decay: float | None = None,
+    threshold_weight_decay: float = 1e-5,
     decoupled: bool = False,
     momentum: float = 0.0,
 ) -> Optimizer:
-    """Return an optimizer over two groups, "network" and "tables". Build it after `apply_`.
+    """Return an optimizer over the groups "network" and "tables". Build it after `apply_`.
 
     tables     "dense": torch's own, every row in every step. "rowwise": only the rows a step looked up,
                so that a step costs what its batch costs; Adam is then lazy, Adagrad keeps one number
                a row, and the model's plain tables are switched to `sparse=True`
     table_*    the tables' own values; the network's where not given
+    threshold_weight_decay
+               of the group "thresholds", which a model with `PEP` has besides; it drives them up,
+               towards zero from below, and with decoupled=True hardly at all
     decoupled  weight decay shrinks weights directly, as AdamW does, in place of adding to gradients;
                by rows it reaches the rows of the step only
 
@@ -58,11 +63,18 @@ def optimizer(
     'RowwiseAdam'
     """
     _check(kind, tables, decoupled=decoupled)
-    for name, value in {"lr": lr, "table_lr": table_lr, "weight_decay": weight_decay}.items():
+    numbers = {
+        "lr": lr,
+        "table_lr": table_lr,
+        "weight_decay": weight_decay,
+        "threshold_weight_decay": threshold_weight_decay,
+    }
+    for name, value in numbers.items():
         require(value is None or value >= 0, f"{name} must be 0 or more, got {name}={value}")
     groups = _groups(model, lr, lr if table_lr is None else table_lr)
     groups[0]["weight_decay"] = weight_decay
     groups[1]["weight_decay"] = weight_decay if table_weight_decay is None else table_weight_decay
+    groups[2]["weight_decay"] = threshold_weight_decay
     groups = [group for group in groups if group["params"]]
     if not groups:
         raise OptimizerError("the model has no trainable parameter, so there is nothing to train")
@@ -91,12 +103,15 @@ def _check(kind: str, tables: str, *, decoupled: bool) -> None:
 
 def _groups(model: nn.Module, lr: float, table_lr: float) -> list[dict[str, Any]]:
     tables = {id(parameter) for parameter in table_parameters(model).values()}
+    levels = {id(parameter) for parameter in threshold_parameters(model)}
     trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
     network = [p for p in trainable if id(p) not in tables]
-    held = [p for p in trainable if id(p) in tables]
+    held = [p for p in trainable if id(p) in tables - levels]
+    thresholds = [p for p in trainable if id(p) in levels]
     return [
         {"name": "network", "params": network, "lr": lr},
         {"name": "tables", "params": held, "lr": table_lr},
+        {"name": "thresholds", "params": thresholds, "lr": table_lr},
     ]
 
 
