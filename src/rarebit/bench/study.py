@@ -1,6 +1,6 @@
 """A small study, beside the same runs in a plain loop.
 
-    loop     eight runs of DeepFM, one after the other in this process, with all threads
+    loop     six runs of DeepFM, one after the other in this process, with all threads
     study    the same runs by `study`: worker processes of one thread each, checkpoints, scores on disk
 
 `ratio` is the loop's time over the study's: what running side by side gains after starting processes and
@@ -24,13 +24,13 @@ from rarebit.training.run import load_splits, start_model
 
 __all__ = ["run"]
 
-SEEDS, ROUNDS = 8, 3
+SEEDS, ROUNDS = 6, 3
 PLAN = StudyPlan.from_mapping(
     {
         "methods": "baseline",
         "model": {"name": "deepfm", "hidden": [128, 128]},
-        "data": {"rows": 100_000},
-        "training": {"epochs": 2, "tables": "rowwise"},
+        "data": {"rows": 300_000},
+        "training": {"epochs": 3, "tables": "rowwise"},
         "seeds": SEEDS,
     }
 )
