@@ -52,6 +52,7 @@ GUARDED_IMPORTS = {("diagnosis/plots.py", "matplotlib"), ("training/row_triton.p
 LAZY_IMPORTS = {
     ("bench/_pandas_program.py", "pandas"),
     ("data/prepare.py", "polars"),
+    ("tables/packed.py", "scipy"),
     ("training/score.py", "polars"),
 }
 

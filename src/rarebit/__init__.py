@@ -22,6 +22,9 @@ from rarebit.study.study import study
 from rarebit.tables.apply import TableChanges, apply_, merge_
 from rarebit.tables.find import TableInfo, find_tables
 from rarebit.tables.optimizer_state import check
+from rarebit.tables.pack import pack_
+from rarebit.tables.packed import Pack
+from rarebit.tables.packed_file import load_packed, save_packed
 from rarebit.tables.row_gradients import RowGradients, sum_losses
 from rarebit.tables.table import Method, Pair, Table
 from rarebit.training.clipping import clip_grad_norm_
@@ -56,6 +59,7 @@ __all__ = [
     "MemoryEstimate",
     "Method",
     "Metrics",
+    "Pack",
     "Pair",
     "PreparedLog",
     "ProductStart",
@@ -88,13 +92,16 @@ __all__ = [
     "generate",
     "information_abundance",
     "load_model",
+    "load_packed",
     "merge_",
     "optimizer",
+    "pack_",
     "predict",
     "prepare",
     "prepare_source",
     "run",
     "save_model",
+    "save_packed",
     "score_log",
     "study",
     "sum_losses",

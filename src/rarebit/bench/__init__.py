@@ -18,7 +18,7 @@ def bench_names() -> list[str]:
     """Return the names of all benches: the files of this folder.
 
     >>> bench_names()
-    ['checkpoint', 'data', 'ema', 'import', 'mlet', 'models', 'pep',
+    ['checkpoint', 'data', 'ema', 'import', 'mlet', 'models', 'packed', 'pep',
      'quantize', 'row_gradients', 'rows', 'spectrum', 'study', 'train']
     """
     return sorted(_files())

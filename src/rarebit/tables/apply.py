@@ -35,7 +35,15 @@ from rarebit.tables.table import (
     wrap,
 )
 
-__all__ = ["TableChanges", "apply_", "end_training_", "merge_", "restore_tables"]
+__all__ = [
+    "TableChanges",
+    "apply_",
+    "end_training_",
+    "merge_",
+    "put_tables",
+    "restore_tables",
+    "told",
+]
 
 Where: TypeAlias = Callable[[TableInfo], bool]
 
@@ -137,9 +145,9 @@ def apply_(
             )
         _refuse_ill_defined_pair(site, method)
     tables = method.wrap_all({site.info.name: site.table for site in chosen})
-    after = _put(model, chosen, tables, optimizer)
+    after = put_tables(model, chosen, tables, optimizer)
     before = tuple(site.info for site in chosen)
-    return _told(TableChanges(str(method), before, after, tuple(skipped)), verbose)
+    return told(TableChanges(str(method), before, after, tuple(skipped)), verbose)
 
 
 def merge_(
@@ -172,9 +180,9 @@ def merge_(
         else:
             chosen.append(site)
             tables.append(site.table.merge())
-    after = _put(model, chosen, tables, optimizer)
+    after = put_tables(model, chosen, tables, optimizer)
     before = tuple(site.info for site in chosen)
-    return _told(TableChanges("merge", before, after, tuple(skipped)), verbose)
+    return told(TableChanges("merge", before, after, tuple(skipped)), verbose)
 
 
 def end_training_(model: nn.Module) -> None:
@@ -194,7 +202,9 @@ def end_training_(model: nn.Module) -> None:
         for site in find_sites(model)
         if any(method.training_only for method in methods_of(site.table))
     ]
-    _put(model, sites, [site.table.served() for site in sites if isinstance(site.table, Table)])
+    put_tables(
+        model, sites, [site.table.served() for site in sites if isinstance(site.table, Table)]
+    )
 
 
 def restore_tables(
@@ -220,7 +230,7 @@ def restore_tables(
         table = site.table if steps == had else reduce(wrap, steps, site.table)
         changed.append(site)
         tables.append(table.requires_grad_(requires_grad=is_trainable(table) and not freeze))
-    _put(model, changed, tables)
+    put_tables(model, changed, tables)
 
 
 def _choose(
@@ -263,7 +273,7 @@ def _nothing_matched(
     return f"{method} matched no table; the model has {', '.join(reasons[:MAX_LINES])}{more}"
 
 
-def _put(
+def put_tables(
     model: nn.Module,
     sites: Sequence[Site],
     tables: Sequence[AnyTable],
@@ -322,7 +332,8 @@ def _replace_module(site: ModuleSite, table: AnyTable) -> Exchange:
     return Exchange(list(old.parameters()), list(new.parameters()), [])
 
 
-def _told(changes: TableChanges, verbose: bool) -> TableChanges:
+def told(changes: TableChanges, verbose: bool) -> TableChanges:
+    """Print what changed, if that is wanted, and return it."""
     if verbose:
         print(changes)  # noqa: T201  # what changed is what the caller wants to see
     return changes

@@ -26,9 +26,11 @@ from rarebit.errors import DataError, ModelFileError
 from rarebit.methods import method_class, method_from_mapping, method_names, method_to_mapping
 from rarebit.models import build_model, model_names
 from rarebit.models._base import RankingModel
+from rarebit.settings import from_mapping, to_mapping
 from rarebit.tables.apply import restore_tables
 from rarebit.tables.find import find_sites, find_tables
-from rarebit.tables.table import methods_of
+from rarebit.tables.packed import Pack, take_packed_
+from rarebit.tables.table import Method, methods_of
 from rarebit.training.allocations import OBJECT_BYTES, AllocationLimit
 from rarebit.training.model_encoder import find_encoder, write_encoder
 
@@ -111,6 +113,7 @@ def load_model(
         restore_tables(model, methods, description.get("frozen", ()))
     except NONSENSE as error:
         raise ModelFileError(f"{str(folder)!r} is a model of another kind: {error}") from None
+    take_packed_(model, tensors)
     _load_weights(folder, model, tensors)
     _attach_encoder(folder, model, description)
     return model.to(device)
@@ -166,6 +169,8 @@ def _plain_settings(model: RankingModel) -> Any:
 
 
 def _method_to_mapping(method: Any) -> dict[str, Any]:
+    if isinstance(method, Pack):
+        return {"method": "pack", **to_mapping(method)}
     values = method_to_mapping(method)
     name = values["method"]
     if name not in method_names() or type(method) is not method_class(name):
@@ -340,11 +345,18 @@ def _list_fields(schema: Schema) -> str:
 def _saved_methods(folder: Path, description: Mapping[str, Any]) -> dict[str, list[Any]]:
     try:
         saved = description["methods"].items()
-        return {name: [method_from_mapping(values) for values in steps] for name, steps in saved}
+        return {name: [_read_method(values) for values in steps] for name, steps in saved}
     except NONSENSE as error:
         raise ModelFileError(
             f"{str(folder)!r} names methods that cannot be read: {error}"
         ) from None
+
+
+def _read_method(values: Mapping[str, Any]) -> Method:
+    if values.get("method") != "pack":
+        return method_from_mapping(values)
+    settings = {key: value for key, value in values.items() if key != "method"}
+    return from_mapping(Pack, settings, where="method pack")
 
 
 def _load_weights(folder: Path, model: nn.Module, tensors: Mapping[str, Tensor]) -> None:

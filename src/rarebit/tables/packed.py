@@ -1,0 +1,348 @@
+"""A table with many zeros as what is left of it, looked up without unpacking.
+
+    e(i)[c] = values[k]    where k is the position of the entry (i, c), and 0 where there is none
+
+A row is the same as that of the dense table, to the last bit. What is stored, and which of two forms
+the columns have, is told in `packed_parts.py`; how rows are found, in `packed_lookup.py`.
+
+The values are one parameter: a packed table is trained in place, by any optimizer, and what was zero
+has neither gradient nor state. With 8 bits the values are integers with one scale a table, and frozen.
+"""
+
+import importlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal, NoReturn
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from rarebit.errors import MissingExtraError, ModelFileError, UnsupportedTableError
+from rarebit.settings import check_types
+from rarebit.tables.packed_check import problem_of
+from rarebit.tables.packed_lookup import find_entries, find_runs, pick
+from rarebit.tables.packed_parts import Parts, pack_rows, rows_before, unpack_bits
+from rarebit.tables.table import AnyTable, Method, Table, full_table, is_trainable
+
+__all__ = ["Pack", "PackedTable", "Shape", "take_packed_"]
+
+IDS = 1 << 15
+"""Ids that are looked up at once: what is computed of them stays in the caches."""
+LARGEST_CODE = 127
+PARTS = Parts._fields
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pack(Method):
+    """Keep only the entries of a table that are not zero, and where they are.
+
+    >>> Pack(bits=8)
+    Pack(bits=8)
+    """
+
+    title: ClassVar[str] = "a table with many zeros as what is left of it"
+    cost: ClassVar[str] = (
+        "a lookup takes up to twice the time of a plain one; a table takes 5 bytes an entry that is not "
+        "zero, 4 a row that is not empty, and a bit a row"
+    )
+    applies: ClassVar[str] = (
+        "tables of which training made most entries zero; not tables that are still to be pruned, for "
+        "an entry that is gone does not come back"
+    )
+
+    bits: Literal[8] | None = None
+    """Bits of a value; None keeps the values as they are, and trained."""
+
+    def __post_init__(self) -> None:
+        check_types(self)
+
+    @property
+    def after_training(self) -> bool:
+        """Before training no entry is zero."""
+        return True
+
+    def wrap(self, base: AnyTable) -> "PackedTable":
+        """Return the rows of `base`, packed; whatever it wraps is folded in."""
+        parts, scale = pack_rows(_folded(base)), None
+        if self.bits is not None:
+            codes, scale = _round(parts.values)
+            parts = parts._replace(values=codes)
+        shape = Shape(base.num_embeddings, base.embedding_dim, base.padding_idx, base.sparse)
+        table = PackedTable(self, parts, shape, scale=scale).train(base.training)
+        return table.requires_grad_(is_trainable(base))
+
+    def unsuited(self, rows: int, width: int) -> str | None:
+        """A table without entries has nothing to pack."""
+        return None if rows and width else "it has no weights"
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What a packed table is, besides its entries."""
+
+    rows: int
+    width: int
+    padding: int | None = None
+    sparse: bool = False
+    """Whether a plain table made of it gets sparse gradients."""
+
+
+class PackedTable(Table):
+    """A table that stores what is not zero.
+
+    >>> dense = nn.Embedding.from_pretrained(torch.tensor([[0.0, 5.0], [0.0, 0.0], [6.0, 7.0]]))
+    >>> packed = Pack().wrap(dense)
+    >>> packed(torch.tensor([2, 0]))
+    tensor([[6., 7.],
+            [0., 5.]])
+    """
+
+    values: Tensor
+    columns: Tensor
+    offsets: Tensor
+    filled: Tensor
+    scale: Tensor
+    """Of a table of integers only."""
+    before: Tensor
+    """The rank directory; it is counted again whenever a table is loaded, and never stored."""
+
+    def __init__(
+        self, method: Pack, parts: Parts, shape: Shape, *, scale: Tensor | None = None
+    ) -> None:
+        super().__init__(
+            method,
+            None,
+            num_embeddings=shape.rows,
+            embedding_dim=shape.width,
+            padding_idx=shape.padding,
+        )
+        self.shape = shape
+        if scale is None:
+            self.values = nn.Parameter(parts.values)
+        else:
+            self.register_buffer("values", parts.values)
+            self.register_buffer("scale", scale)
+        for name in PARTS[1:]:
+            self.register_buffer(name, getattr(parts, name))
+        self._count()
+
+    @property
+    def parts(self) -> Parts:
+        """The tensors that are stored."""
+        return Parts(self.values, self.columns, self.offsets, self.filled)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """Return the rows of these ids; the padding row is empty, so nothing has to be masked."""
+        with torch.autocast(ids.device.type, enabled=False):
+            return self.rows(ids)
+
+    def rows(self, ids: Tensor) -> Tensor:
+        """Return the rows of these ids, `(...)` to `(..., D)`."""
+        flat = self._checked(ids)
+        if torch.is_grad_enabled() and self.values.requires_grad:
+            rows = self._trained_rows(flat)
+        else:
+            rows = self._served_rows(flat)
+        return rows.view(*ids.shape, self.embedding_dim)
+
+    def padded_rows(self, ids: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the values and their columns, `(...)` to `(..., L)` each; L is the longest row's length.
+
+        Shorter rows go on with zeros in column 0. No size depends on the ids.
+
+        >>> dense = nn.Embedding.from_pretrained(torch.tensor([[0.0, 5.0], [0.0, 0.0], [6.0, 7.0]]))
+        >>> Pack().wrap(dense).padded_rows(torch.tensor([0, 2]))
+        (tensor([[5., 0.],
+            [6., 7.]]), tensor([[1, 0],
+            [0, 1]]))
+        """
+        shape = (*ids.shape, self.longest)
+        if not self.longest:
+            return self._floats(self.values.new_zeros(shape)), ids.new_zeros(shape).long()
+        runs = find_runs(self._checked(ids), self.parts, self.before)
+        steps = torch.arange(self.longest, device=ids.device)
+        missing = steps >= runs.length.unsqueeze(-1)  # (U, L)
+        positions = (runs.start.unsqueeze(-1) + steps).clamp_(max=len(self.values) - 1)
+        values = F.embedding(positions, self.values.unsqueeze(1)).squeeze(-1)
+        if self.parts.has_bitmaps:
+            bits = self.columns.index_select(0, runs.row.clamp(max=len(self.columns) - 1))
+            order = unpack_bits(bits).to(torch.uint8).argsort(dim=-1, descending=True, stable=True)
+            columns = order[:, : self.longest]
+        else:
+            columns = self.columns.index_select(0, positions.view(-1)).view_as(positions).long()
+        values = self._floats(values).masked_fill(missing, 0.0)
+        return values.view(shape), columns.masked_fill(missing, 0).view(shape)
+
+    def to_csr(self) -> Any:
+        """Return the table as a SciPy CSR array of shape `(N, D)`.
+
+        >>> dense = nn.Embedding.from_pretrained(torch.tensor([[0.0, 5.0], [0.0, 0.0], [6.0, 7.0]]))
+        >>> Pack().wrap(dense).to_csr().indptr.tolist()
+        [0, 1, 1, 3]
+        """
+        try:
+            sparse = importlib.import_module("scipy.sparse")  # not by its name: it has no types
+        except ImportError:
+            raise MissingExtraError("scipy", "test", "a SciPy array") from None
+        values, columns = self._floats(self.values.detach()).cpu(), self.columns.cpu()
+        if values.itemsize < 4:  # SciPy knows no shorter numbers
+            values = values.float()
+        if self.parts.has_bitmaps:
+            columns = unpack_bits(columns).nonzero()[:, 1]
+        filled = unpack_bits(self.filled.cpu().view(1, -1).view(torch.uint8)).view(-1)
+        counts = filled[: self.num_embeddings].long()
+        counts[counts.bool()] = self.offsets.cpu().long().diff()
+        starts = F.pad(counts.cumsum(0), (1, 0))
+        entries = (values.numpy(), columns.long().numpy(), starts.numpy())
+        shape = (self.num_embeddings, self.embedding_dim)
+        return sparse.csr_array(entries, shape=shape, copy=True)
+
+    @property
+    def sparse(self) -> bool:
+        """Whether a plain table made of this one gets sparse gradients."""
+        return self.shape.sparse
+
+    @property
+    def methods(self) -> tuple[Method, ...]:
+        """Only itself: what was there before is folded, as by `merge_`."""
+        return (self.method,)
+
+    @property
+    def num_weights(self) -> int:
+        """The entries that are not zero, and the scale where there is one."""
+        return len(self.values) + int("scale" in self._buffers)
+
+    def receive(self, method: Method) -> NoReturn:
+        """A packed table is the end: what changes rows needs them all."""
+        raise UnsupportedTableError(
+            f"{method} cannot be applied to a packed table, which keeps only some entries of its rows; "
+            "merge_ the model first"
+        )
+
+    def take(self, tensors: Mapping[str, Tensor]) -> str | None:
+        """Take over other parts, of any number of entries; or say what is wrong with them."""
+        missing = [name for name in self.state_dict() if name not in tensors]
+        if missing:
+            return f"it lacks its {', '.join(missing)}"
+        shape, given = self.shape, Parts(*(tensors[name] for name in PARTS))
+        problem = problem_of(given, rows=shape.rows, width=shape.width, padding=shape.padding)
+        if problem is not None:
+            return problem
+        if given.values.is_floating_point() != self.values.is_floating_point():
+            return f"its values are {given.values.dtype} and not {self.values.dtype}"
+        # All parts at once: a table must never hold some of its own and some of another.
+        for name, tensor in given._asdict().items():
+            own = getattr(self, name)
+            if own.shape != tensor.shape:
+                own.grad = None
+            # values keep their precision, as in any module; columns and offsets are of any size
+            dtype = own.dtype if name == "values" else tensor.dtype
+            own.data = tensor.detach().to(own.device, dtype, copy=True)
+        self._count()
+        return None
+
+    def _load_from_state_dict(
+        self, state_dict: dict[str, Any], prefix: str, *arguments: Any
+    ) -> None:
+        """Read parts of any number of entries, once they are known to fit each other."""
+        error_messages: list[str] = arguments[-1]
+        own = {
+            name.removeprefix(prefix): tensor
+            for name, tensor in state_dict.items()
+            if name.startswith(prefix)
+        }
+        problem = self.take(own) if own else None
+        if problem is not None:
+            error_messages.append(f"the packed table {prefix.rstrip('.')!r} is damaged: {problem}")
+            return
+        super()._load_from_state_dict(state_dict, prefix, *arguments)
+
+    def _count(self) -> None:
+        """Count what is not stored: the rank directory and the longest row."""
+        with torch.no_grad():
+            before = rows_before(self.filled)
+            lengths = self.offsets.diff()
+        self.register_buffer("before", before, persistent=False)
+        self.longest = int(lengths.max()) if len(lengths) else 0
+
+    def _checked(self, ids: Tensor) -> Tensor:
+        """Return the ids as one list, `(U,)`; raise where one has no row."""
+        flat = ids.reshape(-1).long()
+        if torch.compiler.is_compiling() or not len(flat):  # a graph cannot look at its ids
+            return flat
+        low, high = torch.stack(torch.aminmax(flat)).tolist()
+        if low < 0 or high >= self.num_embeddings:
+            raise IndexError(
+                f"ids must be from 0 to {self.num_embeddings - 1} in a table of "
+                f"{self.num_embeddings} rows, got {low if low < 0 else high}"
+            )
+        return flat
+
+    def _trained_rows(self, ids: Tensor) -> Tensor:
+        """Return the rows `(U, D)` with a gradient for the entries that are in them."""
+        with torch.no_grad():
+            entries = find_entries(ids, self.parts, self.before, self.embedding_dim)
+        # as for rows of plain tables: the backward of indexing adds in any order
+        values = F.embedding(entries.position, self.values.unsqueeze(1)).squeeze(1)
+        return values.new_zeros(len(ids) * self.embedding_dim).scatter(0, entries.place, values)
+
+    @torch.no_grad()
+    def _served_rows(self, ids: Tensor) -> Tensor:
+        """Return the rows `(U, D)` without a gradient, some ids at a time."""
+        width, dtype = self.embedding_dim, self._floats(self.values[:0]).dtype
+        rows = torch.zeros(len(ids) * width, dtype=dtype, device=ids.device)
+        for some, target in zip(ids.split(IDS), rows.split(IDS * width), strict=True):
+            entries = find_entries(some, self.parts, self.before, width)
+            values = self._floats(pick(self.values, entries.position))
+            target.scatter_(0, entries.place, values)
+        return rows
+
+    def _floats(self, values: Tensor) -> Tensor:
+        """Return stored values as numbers: integers times their scale."""
+        return values.to(self.scale.dtype) * self.scale if "scale" in self._buffers else values
+
+
+def take_packed_(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
+    """Let the packed tables of a model take their parts out of a file, once those are checked.
+
+    >>> dense = nn.Embedding.from_pretrained(torch.tensor([[0.0, 5.0], [0.0, 0.0], [6.0, 7.0]]))
+    >>> stored = Pack().wrap(dense).state_dict()
+    >>> other = Pack().wrap(nn.Embedding(3, 2))
+    >>> take_packed_(other, stored)
+    >>> len(other.values)
+    3
+    """
+    for name, module in model.named_modules():
+        if isinstance(module, PackedTable):
+            start = f"{name}." if name else ""
+            own = {
+                key.removeprefix(start): t for key, t in tensors.items() if key.startswith(start)
+            }
+            problem = module.take(own)
+            if problem is not None:
+                raise ModelFileError(
+                    f"the packed table {name!r} is damaged: {problem}; save the model again or take "
+                    "an older copy"
+                )
+
+
+def _folded(base: AnyTable) -> Tensor:
+    """Return the rows of a table as merging would leave them, the padding row zero."""
+    weight = full_table(base if isinstance(base, nn.Embedding) else base.merge())
+    if base.padding_idx is None or not bool(weight[base.padding_idx].any()):
+        return weight
+    return weight.index_fill(0, torch.tensor([base.padding_idx], device=weight.device), 0.0)
+
+
+def _round(values: Tensor) -> tuple[Tensor, Tensor]:
+    """Return values as integers from -127 to 127, and their scale."""
+    if not bool(values.isfinite().all()):
+        raise UnsupportedTableError(
+            f"Pack(bits=8) needs values that are finite, and some of {len(values):,} are not; go back "
+            "to weights from before training diverged"
+        )
+    largest = values.abs().max() if len(values) else values.new_zeros(())
+    scale = (largest / LARGEST_CODE).clamp(min=torch.finfo(values.dtype).tiny)
+    codes = (values.double() / scale.double()).round_().clamp_(-LARGEST_CODE, LARGEST_CODE)
+    return codes.to(torch.int8), scale
