@@ -41,7 +41,7 @@ def demo(
 ) -> None:
     """Make tables smaller in two ways on the built-in click log, and see whether that hurts."""
     console.print(
-        "A generated click log, and a DeepFM on it whose tables are made half as large in two ways. Each\n"
+        "A generated click log, and a DeepFM on it whose tables are made half as large in two ways. Each "
         "is held against plain tables of the same size, with the same seeds.\n"
     )
     plan = StudyPlan.from_mapping({**PLAN, "data": {"rows": rows}, "seeds": seeds})
