@@ -198,6 +198,12 @@ def test_the_study_was_made_in_eight_minutes():
 VERDICTS = stored("verdicts")
 
 
+def test_the_page_says_for_what_noise_the_rule_does_not_hold():
+    page = " ".join((ROOT / "docs/studies.md").read_text("utf-8").split())
+    own = [100 * case["false_helps"] for case in VERDICTS["lopsided"] if case["control"] == "own"]
+    assert f"it does not: {min(own):.0f} to {max(own):.0f} % of such studies" in page
+
+
 def test_the_share_of_false_verdicts_is_that_of_the_result():
     assert VERDICTS["most_false_helps"] <= 0.05
     words = f"In {VERDICTS['studies']:,} simulated studies without any effect, "

@@ -6,12 +6,16 @@ from collections import defaultdict
 
 import hypothesis
 import pytest
+import torch
 from hypothesis import strategies as st
 
 import rarebit as rb
 from rarebit.methods.low_rank import LowRank
+from rarebit.study.cells import Cell
+from rarebit.study.plan import StudyPlan
 from rarebit.study.results import pick
-from rarebit.study.runs import RunRecord
+from rarebit.study.runs import RunFolder, RunRecord, run_key
+from rarebit.study.worker import make_run, open_log
 
 TRIALS, TUNING_SEEDS, SEEDS = 3, 2, 3
 FIGURES = {
@@ -150,3 +154,45 @@ def test_a_trial_changes_its_side_and_not_its_name(tuned):
         ("baseline", None),
         ("low-rank:rank=1", "baseline"),
     ]
+
+
+def test_a_trial_that_failed_is_out_and_the_next_best_is_picked(tuned):
+    folder, result = tuned
+    failures = {}
+    cell = Cell(StudyPlan.from_mapping(result.plan), plan_run(result), folder, failures)
+    [baseline] = [side for side in cell.sides if side.name == "baseline"]
+    trials = {
+        trial: [run.record.valid_auc for run in runs]
+        for trial, runs in enumerate(cell._tried(baseline))
+    }
+    by_validation = sorted(trials, key=lambda trial: -statistics.fmean(trials[trial]))
+    for number, best in enumerate(by_validation):
+        assert cell.picked(baseline) == best, number
+        failures[cell._tried(baseline)[best][-1].folder.key] = "the loss was not finite"
+    assert cell.picked(baseline) is None
+
+
+def plan_run(result):
+    return StudyPlan.from_mapping(result.plan).runs[0]
+
+
+def test_what_is_made_of_a_trained_model_is_what_validation_judges(tmp_path):
+    settings = rb.RunSettings(
+        model="fm",
+        model_settings={"dim": 4},
+        data=rb.SyntheticLog(rows=1500),
+        training=rb.Training(epochs=1, lr=0.02),
+        methods=(rb.Quantize(bits=4),),
+    )
+    found = make_run(
+        settings,
+        open_log(settings, torch.device("cpu")),
+        RunFolder(tmp_path, run_key(settings)),
+        device=torch.device("cpu"),
+    )
+    alone = rb.run(settings, progress=False, say=lambda line: None)
+    valid = rb.generate(settings.data).valid
+    assert found.valid_auc == rb.evaluate(alone.model, valid).auc
+    assert found.valid_auc != alone.history.epochs[0].valid.auc
+    assert found.auc == alone.test.auc
+    assert found.table_bytes == alone.table_bytes

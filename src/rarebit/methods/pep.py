@@ -311,9 +311,8 @@ def soft_threshold(rows: Tensor, thresholds: Tensor) -> Tensor:
     tensor([ 0., -1.,  0.])
     """
     if torch.compiler.is_compiling():
-        return _cut(
-            rows, thresholds
-        )  # the same gradients; the compiler keeps no more than it needs
+        # the same gradients; the compiler keeps no more than it needs
+        return _cut(rows, thresholds)
     cut: Tensor = _SoftThreshold.apply(rows, thresholds)  # type: ignore[no-untyped-call]  # torch leaves it untyped
     return cut
 

@@ -26,9 +26,9 @@ from rarebit.methods._expression import Expression, parse_methods
 from rarebit.models._base import RankingModel
 from rarebit.settings import require
 from rarebit.study.plan import OWN, StudyPlan
-from rarebit.tables.find import find_tables
+from rarebit.tables.find import find_tables, table_bytes
 from rarebit.tables.table import Method
-from rarebit.training.run import RunSettings, finish_model, start_model, table_bytes
+from rarebit.training.run import RunSettings, finish_model, start_model
 
 __all__ = ["BASELINE", "Side", "sides_of"]
 

@@ -27,7 +27,8 @@ __all__ = ["study"]
 
 GPU_WORKERS = 1
 """Runs side by side on a GPU. Captured steps of one small run leave it no pauses: four runs side by side
-take four times as long each (DeepFM on ML-1M, H200), and every process has its own start to wait for."""
+take four times as long each (H200, recipes/compression-ml-1m.toml with --workers 4), and every process
+has its own start to wait for."""
 
 
 def study(

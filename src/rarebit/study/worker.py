@@ -32,6 +32,7 @@ from rarebit.data.dataset import Splits
 from rarebit.errors import DataError, RarebitError, TrainingInterrupted
 from rarebit.machine import commit
 from rarebit.study.runs import RunFolder, RunRecord, run_key
+from rarebit.tables.find import table_bytes
 from rarebit.training.evaluate import evaluate, evaluate_scores, predict
 from rarebit.training.fit import fit
 from rarebit.training.loop import History
@@ -43,7 +44,6 @@ from rarebit.training.run import (
     load_splits,
     num_parameters,
     start_model,
-    table_bytes,
 )
 
 __all__ = ["Log", "make_run", "open_log"]
@@ -62,8 +62,6 @@ class Log:
 def open_log(settings: RunSettings, device: torch.device) -> Log:
     """Read the log of a run and bring it to the device: once for all runs on it."""
     splits = load_splits(settings.data)
-    if not len(splits.valid):
-        raise DataError("a study picks on validation rows, and the log has none; prepare it anew")
     counts = splits.train.counts()
     splits = Splits(*(part.to(device) for part in splits))
     return Log(splits, {name: count.to(device) for name, count in counts.items()})

@@ -45,7 +45,6 @@ __all__ = [
     "read_run",
     "run",
     "start_model",
-    "table_bytes",
 ]
 
 RUN_FILE = "run.json"
