@@ -4,7 +4,6 @@ All of it works on looked-up chunks on the tables' device, so that no copy of a 
 """
 
 import math
-from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -14,7 +13,7 @@ from rarebit.errors import NoTableError
 from rarebit.methods.pep import FieldLevels, Level, ThresholdedStack, ThresholdedTable
 from rarebit.settings import require
 from rarebit.tables.find import find_sites
-from rarebit.tables.table import CHUNK, AnyTable, home_of
+from rarebit.tables.magnitude import kth_largest, row_chunks
 from rarebit.tables.ticket import Ticket
 
 __all__ = [
@@ -25,11 +24,6 @@ __all__ = [
     "threshold_parameters",
     "thresholded_tables",
 ]
-
-DIGIT = 16
-"""Bits of a number that are looked at in one pass, when the k-th largest one is sought."""
-INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
-"""Integers of as many bytes as a number has."""
 
 
 def set_threshold_(model: nn.Module, value: float | Tensor) -> None:
@@ -114,7 +108,7 @@ def count_nonzero(model: nn.Module) -> int:
     counts = [
         torch.count_nonzero(rows)
         for table in thresholded_tables(model).values()
-        for rows in _chunks(table)
+        for rows in row_chunks(table)
     ]
     return int(sum(count.item() for count in counts))
 
@@ -126,10 +120,6 @@ def kth_largest_magnitude(model: nn.Module, k: int) -> Tensor:
     it, as happens among millions. So a budget of k entries is met, and never missed, with the one after:
     `kth_largest_magnitude(model, k + 1)`.
 
-    The bits of a number that is not negative, read as an integer, are in the order of the numbers. So a
-    few passes suffice, each counting how many of the numbers that agree in the bits found so far have
-    which next bits: nothing is sorted, and no copy of a table is made.
-
     >>> from rarebit.methods.pep import PEP
     >>> from rarebit.tables.apply import apply_
     >>> model = nn.Sequential(nn.Embedding.from_pretrained(torch.tensor([[3.0, -4.0, 0.5]]), freeze=False))
@@ -137,26 +127,7 @@ def kth_largest_magnitude(model: nn.Module, k: int) -> Tensor:
     >>> kth_largest_magnitude(model, 2)
     tensor(3.)
     """
-    tables = list(thresholded_tables(model).values())
-    total = sum(table.num_embeddings * table.embedding_dim for table in tables)
-    require(1 <= k <= total, f"k must be from 1 to {total:,}, the entries there are, got k={k}")
-    dtype = next(tables[0].parameters()).dtype
-    bits, found = dtype.itemsize * 8, 0
-    for shift in range(bits - DIGIT, -1, -DIGIT):
-        counts = torch.zeros(1 << DIGIT, dtype=torch.int64)
-        for codes in _magnitude_codes(tables, dtype):
-            # of the top digit, nothing is known yet
-            alike = codes if shift == bits - DIGIT else codes[codes >> (shift + DIGIT) == found]
-            digits = (alike >> shift) & ((1 << DIGIT) - 1)
-            counts += torch.bincount(digits, minlength=1 << DIGIT).cpu()
-        at_least = counts.flip(0).cumsum(
-            0
-        )  # numbers with this digit or a larger one, largest first
-        place = int(torch.searchsorted(at_least, k))
-        k -= int(at_least[place - 1]) if place else 0
-        found = found << DIGIT | ((1 << DIGIT) - 1 - place)
-    code = torch.tensor(found, dtype=INTEGERS[dtype.itemsize], device=home_of(tables[0]))
-    return code.view(dtype)
+    return kth_largest([table.inner for table in thresholded_tables(model).values()], k)
 
 
 def take_ticket(model: nn.Module, **facts: Any) -> Ticket:
@@ -170,28 +141,7 @@ def take_ticket(model: nn.Module, **facts: Any) -> Ticket:
     Ticket(1 table, 800 of 800 entries, step=0)
     """
     kept = {
-        name: torch.cat([(rows != 0).cpu() for rows in _chunks(table)])
+        name: torch.cat([(rows != 0).cpu() for rows in row_chunks(table)])
         for name, table in thresholded_tables(model).items()
     }
     return Ticket(kept, facts=facts)
-
-
-@torch.no_grad()
-def _chunks(table: AnyTable) -> Iterator[Tensor]:
-    """Yield the rows that a table hands out, some at a time."""
-    ids = torch.arange(table.num_embeddings, device=home_of(table))
-    for chunk in ids.split(CHUNK):
-        yield table(chunk)
-
-
-def _magnitude_codes(tables: Sequence[ThresholdedTable], dtype: torch.dtype) -> Iterator[Tensor]:
-    """Yield the bits of |V| as integers, in the order of the magnitudes, some at a time."""
-    for table in tables:
-        start = 0
-        for rows in _chunks(table.inner):
-            magnitudes = rows.abs().to(dtype)
-            padding = table.padding_idx
-            if padding is not None and start <= padding < start + len(rows):
-                magnitudes[padding - start] = 0.0
-            start += len(rows)
-            yield magnitudes.view(INTEGERS[dtype.itemsize]).reshape(-1)

@@ -139,7 +139,7 @@ class MaskedTable(Table):
 
     kept: Tensor
 
-    def __init__(self, method: Masked, inner: AnyTable, kept: Tensor) -> None:
+    def __init__(self, method: Method, inner: AnyTable, kept: Tensor) -> None:
         super().__init__(
             method,
             inner,
@@ -166,7 +166,7 @@ class MaskedStack(Stack):
     offsets: Tensor
 
     def __init__(
-        self, method: Masked, tables: Sequence[MaskedTable], lengths: Sequence[int]
+        self, method: Method, tables: Sequence[MaskedTable], lengths: Sequence[int]
     ) -> None:
         super().__init__(lengths)
         self.method = method

@@ -114,8 +114,8 @@ class Table(nn.Module, ABC):
         return method.unsuited(self.num_embeddings, self.embedding_dim)
 
     def served(self) -> "AnyTable":
-        """Return the table as it is served: what only training needs is folded, to the same rows."""
-        return self.merge() if self.method.training_only else self
+        """Return the table as it is served, with the same rows."""
+        return self.method.serve(self)
 
     def merge(self) -> nn.Embedding:
         """Return a plain table with the same rows; whatever this table wraps is folded in."""
@@ -218,6 +218,10 @@ class Method(ABC):
     @abstractmethod
     def wrap(self, base: AnyTable) -> Table:
         """Return a table of the same shape as `base`, started from its rows."""
+
+    def serve(self, table: Table) -> "AnyTable":
+        """Return one of its tables as it is served: what only training needs is folded."""
+        return table.merge() if self.training_only else table
 
     def wrap_all(self, tables: Mapping[str, AnyTable]) -> list[Table]:
         """Return tables of a model, by their names, with this method; override where names matter."""

@@ -1,7 +1,8 @@
 """Which entries of a model's tables survive, and where they start: in memory and as a folder. Never pickle.
 
     ticket.json                   the tables by name, facts, and the checksums of both files
-    tensors-<name>.safetensors    a mask for each table, and its first values where there are any
+    tensors-<name>.safetensors    a mask for each table, and its first values and thresholds where there
+                                  are any
 
 The tensors' file is named by its content and written first; the description then takes the place of the
 old one in one go. So a folder holds the old ticket or the new one, whenever the machine stops.
@@ -28,6 +29,8 @@ __all__ = ["Ticket", "load_ticket", "save_ticket"]
 FORMAT = 1
 DESCRIPTION = "ticket.json"
 TENSORS = re.compile(r"tensors-[0-9a-f]{16}\.safetensors")
+PARTS = ("kept", "start", "levels")
+"""What a ticket may hold of a table; the mask is never missing."""
 OWN_CHECKSUM = "description_sha256"
 MAX_DESCRIPTION_BYTES = 16 << 20
 
@@ -45,12 +48,15 @@ class Ticket:
         kept: Mapping[str, Tensor],
         *,
         start: Mapping[str, Tensor] | None = None,
+        levels: Mapping[str, Tensor] | None = None,
         facts: Mapping[str, Any] | None = None,
     ) -> None:
         self.kept = dict(kept)
         """For each table, which entries survive, `(N, D)` of bools."""
         self.start = dict(start or {})
         """First values of tables `(N, D)`, for some of them, all or none."""
+        self.levels = dict(levels or {})
+        """The learned thresholds that cut the tables, where there were any."""
         self.facts = dict(facts or {})
         """What else is to be known of it, such as the step it was taken at: plain values."""
         if not self.kept:
@@ -59,6 +65,9 @@ class Ticket:
             _check_mask(name, mask)
         for name, values in self.start.items():
             _check_start(name, values, self.kept.get(name))
+        for name in self.levels:
+            if name not in self.kept:
+                raise TableError(f"there are thresholds of {name!r}, but no mask; leave them out")
 
     @property
     def num_kept(self) -> int:
@@ -72,12 +81,14 @@ class Ticket:
 
     def of(self, name: str) -> "Ticket":
         """Return the ticket of one of its tables."""
-        start = {name: self.start[name]} if name in self.start else None
-        return Ticket({name: self.kept[name]}, start=start, facts=self.facts)
+        start, levels = (
+            {name: found[name]} if name in found else None for found in (self.start, self.levels)
+        )
+        return Ticket({name: self.kept[name]}, start=start, levels=levels, facts=self.facts)
 
     def with_start(self, start: Mapping[str, Tensor] | None) -> "Ticket":
         """Return the same ticket with other first values of its tables, or with none."""
-        return Ticket(self.kept, start=start, facts=self.facts)
+        return Ticket(self.kept, start=start, levels=self.levels, facts=self.facts)
 
     def __repr__(self) -> str:
         tables = "1 table" if len(self.kept) == 1 else f"{len(self.kept)} tables"
@@ -98,9 +109,10 @@ def save_ticket(ticket: Ticket, folder: str | os.PathLike[str]) -> Path:
     folder = Path(folder)
     names, tensors = list(ticket.kept), {}
     for index, name in enumerate(names):
-        tensors[f"{index}.kept"] = _to_write(ticket.kept[name])
-        if name in ticket.start:
-            tensors[f"{index}.start"] = _to_write(ticket.start[name])
+        for part in PARTS:
+            found = getattr(ticket, part)
+            if name in found:
+                tensors[f"{index}.{part}"] = _to_write(found[name])
     description = {"format": FORMAT, "ticket": names, "facts": ticket.facts}
     partial = [folder / f"{what}.{os.getpid()}.partial" for what in ("tensors", DESCRIPTION)]
     try:
@@ -141,15 +153,15 @@ def load_ticket(folder: str | os.PathLike[str]) -> Ticket:
             )
         tensors = load_file(path)
         names = dict(enumerate(description["ticket"]))
-        return Ticket(
-            {name: tensors[f"{index}.kept"] for index, name in names.items()},
-            start={
-                name: tensors[f"{index}.start"]
+        kept, start, levels = (
+            {
+                name: tensors[f"{index}.{part}"]
                 for index, name in names.items()
-                if f"{index}.start" in tensors
-            },
-            facts=description["facts"],
+                if part == PARTS[0] or f"{index}.{part}" in tensors
+            }
+            for part in PARTS
         )
+        return Ticket(kept, start=start, levels=levels, facts=description["facts"])
     except FileNotFoundError:
         raise ModelFileError(f"{str(folder)!r} is incomplete: {path.name} is missing") from None
     except (OSError, SafetensorError, LookupError, TableError) as error:
