@@ -9,12 +9,14 @@ from rarebit.data.text_format import TextFormat
 from rarebit.diagnosis.diagnose import diagnose
 from rarebit.diagnosis.report import Diagnosis
 from rarebit.diagnosis.spectrum import information_abundance
+from rarebit.methods._budget import set_threshold_, take_ticket
 from rarebit.methods.hashing import Hashing
 from rarebit.methods.low_rank import LowRank
 from rarebit.methods.masked import Masked
 from rarebit.methods.mlet import MLET
 from rarebit.methods.pep import PEP
 from rarebit.methods.product_start import ProductStart
+from rarebit.methods.pruned import Pruned
 from rarebit.methods.quantize import Quantize
 from rarebit.study.plan import StudyPlan
 from rarebit.study.results import StudyResult
@@ -27,6 +29,7 @@ from rarebit.tables.packed import Pack
 from rarebit.tables.packed_file import load_packed, save_packed
 from rarebit.tables.row_gradients import RowGradients, sum_losses
 from rarebit.tables.table import Method, Pair, Table
+from rarebit.tables.ticket import Ticket, load_ticket, save_ticket
 from rarebit.training.clipping import clip_grad_norm_
 from rarebit.training.ema import EMA
 from rarebit.training.evaluate import Evaluation, evaluate, predict
@@ -35,7 +38,10 @@ from rarebit.training.memory import MemoryEstimate, estimate_memory
 from rarebit.training.metrics import Metrics
 from rarebit.training.model_file import load_model, save_model
 from rarebit.training.optimizers import optimizer
-from rarebit.training.run import PreparedLog, RunResult, RunSettings, run
+from rarebit.training.prune import Pruning, prune, retrain
+from rarebit.training.pruner import LearnedPruner, Pruner
+from rarebit.training.run import RunResult, run
+from rarebit.training.run_settings import PreparedLog, RunSettings
 from rarebit.training.score import Scored, score_log
 from rarebit.training.settings import Training
 
@@ -53,6 +59,7 @@ __all__ = [
     "Field",
     "Hashing",
     "History",
+    "LearnedPruner",
     "LogSchema",
     "LowRank",
     "Masked",
@@ -63,6 +70,9 @@ __all__ = [
     "Pair",
     "PreparedLog",
     "ProductStart",
+    "Pruned",
+    "Pruner",
+    "Pruning",
     "Quantize",
     "RowGradients",
     "RunResult",
@@ -78,6 +88,7 @@ __all__ = [
     "TableChanges",
     "TableInfo",
     "TextFormat",
+    "Ticket",
     "Training",
     "__version__",
     "apply_",
@@ -93,16 +104,22 @@ __all__ = [
     "information_abundance",
     "load_model",
     "load_packed",
+    "load_ticket",
     "merge_",
     "optimizer",
     "pack_",
     "predict",
     "prepare",
     "prepare_source",
+    "prune",
+    "retrain",
     "run",
     "save_model",
     "save_packed",
+    "save_ticket",
     "score_log",
+    "set_threshold_",
     "study",
     "sum_losses",
+    "take_ticket",
 ]

@@ -15,7 +15,7 @@ from rarebit.errors import StudyError
 from rarebit.methods.hashing import Hashing
 from rarebit.methods.low_rank import LowRank
 from rarebit.study.runs import RunFolder, identify, run_key, write_json
-from rarebit.training.run import PreparedLog, RunSettings
+from rarebit.training.run_settings import PreparedLog, RunSettings
 from rarebit.training.settings import Training
 
 BASE = RunSettings(model="fm", model_settings={"dim": 4}, methods=(LowRank(rank=2),))
@@ -28,6 +28,7 @@ OTHER_TRAINING = {
     "table_lr": 0.5,
     "weight_decay": 0.5,
     "table_weight_decay": 0.5,
+    "threshold_weight_decay": 0.5,
     "decoupled": True,
     "momentum": 0.5,
     "clip_norm": 0.5,
@@ -82,7 +83,7 @@ def others():
 
 def test_each_setting_changes_the_key():
     keys = [run_key(BASE), *map(run_key, others())]
-    assert len(set(keys)) == len(keys) == 1 + 20 + 7 + 4 + 2 + 3
+    assert len(set(keys)) == len(keys) == 1 + 21 + 7 + 4 + 2 + 3
 
 
 def test_what_changes_nothing_is_not_in_the_key():

@@ -12,12 +12,13 @@ from rarebit.data.schema import Field, Schema
 from rarebit.errors import NoTableError, SettingsError
 from rarebit.methods.hashing import Hashing
 from rarebit.methods.low_rank import LowRank
+from rarebit.methods.pruned import Pruned
 from rarebit.models import model_names
 from rarebit.study.plan import StudyPlan
 from rarebit.study.sides import LR_FACTORS, sides_of
 from rarebit.tables.apply import apply_
 from rarebit.tables.find import table_bytes, table_parameters
-from rarebit.training.run import start_model
+from rarebit.training.stages import start_model
 
 SCHEMA = Schema(
     (
@@ -146,7 +147,7 @@ def test_a_method_may_name_another_as_its_control(monkeypatch):
     [
         (
             "narow",
-            "control must be own, narrow, matched-rate, baseline or a method: unknown method 'narow'",
+            "control must be own, narrow, matched-rate, magnitude, baseline or a method: unknown method 'narow'",
         ),
         ("low-rank,hashing", "one for all, got 'low-rank,hashing'"),
         ("low-rank:rnk=2", "control must be .*: method low-rank: unknown setting 'rnk'"),
@@ -275,8 +276,24 @@ def test_finding_the_sides_draws_nothing_from_the_random_state():
     assert torch.equal(torch.rand(2), expected)
 
 
-def test_a_control_that_cannot_be_made_yet_is_told():
+def test_thresholds_without_a_budget_have_nothing_to_be_held_against():
     with pytest.raises(
-        SettingsError, match="pep is held against pruning by magnitude, which a study"
+        SettingsError, match=r"pep is held against .* needs a budget: use pep\+pruned:keep=10000"
     ):
         sides("pep")
+
+
+def test_pruning_is_held_against_the_same_budget_by_magnitude():
+    found = {side.name: side for side in sides("pruned:keep=30:epochs=2,pep+pruned:keep=40")}
+    control = {name: side.control for name, side in found.items() if side.is_method}
+    assert control == {
+        "pruned:keep=30:epochs=2": "pruned:keep=30:by=magnitude",
+        "pep+pruned:keep=40": "pruned:keep=40:by=magnitude",
+    }
+    [trial] = found["pruned:keep=30:by=magnitude"].trials
+    assert trial.methods == (Pruned(keep=30, by="magnitude"),)
+
+
+def test_pruning_by_magnitude_is_held_against_the_baseline():
+    found = {side.name: side.control for side in sides("pruned:keep=30:by=magnitude")}
+    assert found == {"baseline": None, "pruned:keep=30:by=magnitude": "baseline"}

@@ -22,7 +22,8 @@ from rarebit.study.plan import StudyPlan
 from rarebit.study.progress import StudySilence
 from rarebit.study.runs import RunFolder
 from rarebit.study.worker import Worker
-from rarebit.training.run import RunSettings, run
+from rarebit.training.run import run
+from rarebit.training.run_settings import RunSettings
 from rarebit.training.settings import Training
 
 MODEL = {"dim": 4, "hidden": [8], "dropout": 0.2}

@@ -14,7 +14,8 @@ from rarebit.errors import TrainingInterrupted
 from rarebit.methods import method_to_mapping
 from rarebit.tables.find import table_bytes
 from rarebit.training.progress import Silence
-from rarebit.training.run import RunSettings, finish_model, num_parameters, start_model
+from rarebit.training.run_settings import RunSettings
+from rarebit.training.stages import finish_model, num_parameters, start_model
 
 SCHEMA = rb.Schema((rb.Field(name="user", rows=30), rb.Field(name="item", rows=20)))
 D, ROWS = 4, 30 + 20

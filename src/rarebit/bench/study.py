@@ -20,7 +20,8 @@ from rarebit.study.plan import StudyPlan
 from rarebit.study.study import study
 from rarebit.training.evaluate import evaluate
 from rarebit.training.fit import fit
-from rarebit.training.run import load_splits, start_model
+from rarebit.training.run_settings import load_splits
+from rarebit.training.stages import start_model
 
 __all__ = ["run"]
 

@@ -18,7 +18,8 @@ from rarebit.diagnosis.report import TRAINED_AS_PRODUCTS, Diagnosis
 from rarebit.diagnosis.text import explanation, reweighting_cells, table_cells
 from rarebit.errors import DataError, ModelFileError, SettingsError
 from rarebit.training.model_file import load_model
-from rarebit.training.run import load_splits, read_run
+from rarebit.training.run import read_run
+from rarebit.training.run_settings import load_splits
 
 __all__ = ["diagnose_command", "show_diagnosis"]
 

@@ -16,7 +16,8 @@ from rarebit.errors import DataError, ModelFileError, SettingsError
 from rarebit.settings import suggest
 from rarebit.training.evaluate import evaluate, predict
 from rarebit.training.model_file import load_model
-from rarebit.training.run import load_splits, read_run
+from rarebit.training.run import read_run
+from rarebit.training.run_settings import load_splits
 from rarebit.training.score import bad_rows_file, score_log
 
 __all__ = ["predict_"]

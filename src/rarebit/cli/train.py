@@ -19,7 +19,8 @@ from rarebit.cli.show import BarProgress, console, errors, how_to_call, show_run
 from rarebit.errors import SettingsError, TrainingInterrupted
 from rarebit.models import model_names
 from rarebit.settings import read_toml
-from rarebit.training.run import PreparedLog, RunResult, RunSettings, read_run, run
+from rarebit.training.run import RunResult, read_run, run
+from rarebit.training.run_settings import PreparedLog, RunSettings
 
 __all__ = ["train"]
 

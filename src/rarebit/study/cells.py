@@ -22,7 +22,7 @@ from rarebit.study.results import Ceiling, CellResult, SideResult, Trial, pick
 from rarebit.study.runs import RunFolder, RunRecord, identify, run_key
 from rarebit.study.sides import Side, sides_of
 from rarebit.training.evaluate import evaluate_scores
-from rarebit.training.run import PreparedLog, RunSettings, load_splits
+from rarebit.training.run_settings import PreparedLog, RunSettings, load_splits
 
 __all__ = ["Cell", "PlannedRun"]
 

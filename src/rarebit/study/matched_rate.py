@@ -20,7 +20,8 @@ from rarebit.study.runs import run_key, write_json
 from rarebit.tables.find import find_sites
 from rarebit.tables.table import full_table
 from rarebit.training.fit import fit
-from rarebit.training.run import RunSettings, start_model
+from rarebit.training.run_settings import RunSettings
+from rarebit.training.stages import start_model
 
 __all__ = ["KnownRates", "rate_multiplier"]
 

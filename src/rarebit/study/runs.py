@@ -26,7 +26,7 @@ from rarebit.data.synthetic import SyntheticLog
 from rarebit.errors import StudyError
 from rarebit.methods import method_text
 from rarebit.settings import from_mapping, require, to_mapping
-from rarebit.training.run import PreparedLog, RunSettings
+from rarebit.training.run_settings import PreparedLog, RunSettings
 from rarebit.training.settings import Training
 
 __all__ = ["RunFolder", "RunRecord", "identify", "run_key", "write_json"]

@@ -3,11 +3,12 @@
     baseline        the model as it is
     narrow          plain tables, narrower until they have the bytes of the method
     matched-rate    plain tables with other learning rates and starts, the best of them on validation
+    magnitude       the budget of a method that prunes, met by cutting the smallest trained entries
     a method        on the same model, sized by the plan's share where it has a size
 
 Narrower tables are the strongest simple control of a method that makes tables smaller: what do its bytes
 buy that fewer columns would not? A matched rate is that of a method which moves rows faster: is it more than
-a larger learning rate?
+a larger learning rate? Cutting at once is that of pruning in training: does it find better entries?
 """
 
 import dataclasses
@@ -23,12 +24,15 @@ from rarebit.data.schema import Schema
 from rarebit.errors import SettingsError
 from rarebit.methods import method_text
 from rarebit.methods._expression import Expression, parse_methods
+from rarebit.methods.pep import PEP
+from rarebit.methods.pruned import Pruned
 from rarebit.models._base import RankingModel
 from rarebit.settings import require
 from rarebit.study.plan import OWN, StudyPlan
 from rarebit.tables.find import find_tables, table_bytes
 from rarebit.tables.table import Method
-from rarebit.training.run import RunSettings, finish_model, start_model
+from rarebit.training.run_settings import RunSettings
+from rarebit.training.stages import finish_model, pruning_of, start_model
 
 __all__ = ["BASELINE", "Side", "sides_of"]
 
@@ -83,7 +87,7 @@ class _Sides:
     def __init__(
         self, plan: StudyPlan, base: RunSettings, schema: Schema, rate: Rate | None
     ) -> None:
-        if plan.settings.control not in (OWN, NARROW, MATCHED_RATE):
+        if plan.settings.control not in (OWN, NARROW, MATCHED_RATE, MAGNITUDE):
             _read_control(plan.settings.control)  # to tell a mistake before anything is built
         self.plan, self.base, self.schema, self.rate = plan, base, schema, rate
         model = self._start(base)
@@ -106,8 +110,8 @@ class _Sides:
     def _method_side(self, expression: Expression) -> tuple[str, RunSettings]:
         shapes = [(table.rows, table.width) for table in self.plain if table.width > 1]
         methods = expression.methods(shapes, self.plan.settings.share)
-        name = "+".join(method_text(method) for method in methods) or BASELINE
-        return name, dataclasses.replace(self.base, methods=methods)
+        settings = dataclasses.replace(self.base, methods=methods)
+        return _name(settings), settings
 
     def _control(self, name: str, settings: RunSettings, kept: int) -> str:
         """Return the name of a side's control, which is added where it is not there yet."""
@@ -119,15 +123,26 @@ class _Sides:
         if wanted == MATCHED_RATE:
             return self._matched_rate(settings)
         if wanted == MAGNITUDE:
-            raise SettingsError(
-                f"{name} is held against pruning by magnitude, which a study cannot make yet; name "
-                "another control, such as --control baseline"
-            )
-        control, its_settings = self._method_side(_read_control(wanted))
+            control, its_settings = self._by_magnitude(name, settings)
+        else:
+            control, its_settings = self._method_side(_read_control(wanted))
         if control == name:  # nothing is held against itself
             return BASELINE
         self._add(control, its_settings)
         return control
+
+    def _by_magnitude(self, name: str, settings: RunSettings) -> tuple[str, RunSettings]:
+        """Return the same budget met by cutting the smallest entries of trained tables at once."""
+        pruned = pruning_of(settings)
+        if pruned is None:
+            raise SettingsError(
+                f"{name} is held against pruning by magnitude, which needs a budget: use "
+                f"{name}+pruned:keep=10000, or name another control, such as --control baseline"
+            )
+        others = tuple(m for m in settings.methods if not isinstance(m, PEP | Pruned))
+        at_once = dataclasses.replace(pruned, by="magnitude", epochs=None)
+        found = dataclasses.replace(settings, methods=(*others, at_once))
+        return _name(found), found
 
     def _narrow(self, kept: int) -> str:
         """Add plain tables of the bytes that a method keeps; the baseline where there is no width."""
@@ -192,8 +207,12 @@ class _Sides:
             return model
 
 
+def _name(settings: RunSettings) -> str:
+    return "+".join(method_text(method) for method in settings.methods) or BASELINE
+
+
 def _read_control(text: str) -> Expression:
-    expected = "control must be own, narrow, matched-rate, baseline or a method"
+    expected = "control must be own, narrow, matched-rate, magnitude, baseline or a method"
     try:
         found = parse_methods(text)
     except SettingsError as error:

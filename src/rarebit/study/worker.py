@@ -34,17 +34,11 @@ from rarebit.machine import commit
 from rarebit.study.runs import RunFolder, RunRecord, run_key
 from rarebit.tables.find import table_bytes
 from rarebit.training.evaluate import evaluate, evaluate_scores, predict
-from rarebit.training.fit import fit
 from rarebit.training.loop import History
 from rarebit.training.model_file import save_model
 from rarebit.training.progress import EpochRecord, Silence
-from rarebit.training.run import (
-    RunSettings,
-    finish_model,
-    load_splits,
-    num_parameters,
-    start_model,
-)
+from rarebit.training.run_settings import RunSettings, load_splits
+from rarebit.training.stages import PRUNING, finish_model, num_parameters, train_model
 
 __all__ = ["Log", "make_run", "open_log"]
 
@@ -78,15 +72,15 @@ def make_run(
 ) -> RunRecord:
     """Train, measure and write one run, or go on with it where it was stopped."""
     train, valid, test = log.splits
-    model = start_model(settings, train.schema, say=_say_nothing).to(device)
-    history = fit(
-        model,
+    model, history = train_model(
+        settings,
         train,
         valid,
-        settings=settings.training,
         folder=folder.checkpoints,
         resume=True,
+        device=device,
         progress=_Epochs(settings.training.epochs, tell) if tell else False,
+        say=_say_nothing,
     )
     best = history.best_epoch
     assert best is not None, "a study trains with validation rows"
@@ -119,7 +113,8 @@ def make_run(
     if keep_model:
         save_model(model, folder.model)
     folder.write(settings, record, scores)
-    shutil.rmtree(folder.checkpoints, ignore_errors=True)
+    for done in (folder.checkpoints, folder.path / PRUNING):
+        shutil.rmtree(done, ignore_errors=True)
     return record
 
 

@@ -40,6 +40,7 @@ OPTIMIZER_SETTINGS = (
     "table_lr",
     "weight_decay",
     "table_weight_decay",
+    "threshold_weight_decay",
     "decoupled",
     "momentum",
 )
@@ -67,9 +68,10 @@ def fit(
     Any setting of `Training` can be given by name. With validation data the best epoch's weights
     are kept. `forward=lambda model, batch: ...` calls a model that does not take a batch;
     `backward=rows.backward` trains with row gradients. `after_step` is called between two steps with how
-    many were made since the start; what it keeps beyond the model is its own affair. With a `folder`, checkpoints are written
-    there, Ctrl-C and SIGTERM stop after the step with nothing lost, and `resume=True` goes on from the
-    newest one, to the same bits as without the break.
+    many were made since the start, and ends training by returning true; what it keeps beyond the model is
+    its own affair. With a `folder`, checkpoints are written there, Ctrl-C and SIGTERM stop after the step
+    with nothing lost, and `resume=True` goes on from the newest one, to the same bits as without the
+    break.
 
     >>> from rarebit.models.fm import FM
     >>> data = Dataset.from_columns({"user": [0, 1, 2, 1]}, label=[0, 1, 0, 1])
@@ -218,6 +220,7 @@ def _optimizer(model: nn.Module, settings: Training) -> Optimizer:
         table_lr=settings.table_lr,
         weight_decay=settings.weight_decay,
         table_weight_decay=settings.table_weight_decay,
+        threshold_weight_decay=settings.threshold_weight_decay,
         decoupled=settings.decoupled,
         momentum=settings.momentum,
     )

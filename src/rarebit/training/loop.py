@@ -31,8 +31,8 @@ from rarebit.training.steps import Steps
 
 __all__ = ["AfterStep", "Best", "History", "Keeper", "NoKeeper", "TrainingLoop"]
 
-AfterStep: TypeAlias = Callable[[int], None]
-"""Called between two steps with how many were made since the start of training."""
+AfterStep: TypeAlias = Callable[[int], bool | None]
+"""Called between two steps with how many were made since the start of training; true ends it."""
 
 TELL_EVERY = 10
 """Steps between two calls of the progress bar."""
@@ -48,6 +48,7 @@ class History:
     best_epoch: int | None = None
     """The epoch whose weights the model has, from 1; None without validation data."""
     stopped_early: bool = False
+    """Whether training ended before its last step."""
 
     @property
     def samples_per_second(self) -> float:
@@ -110,6 +111,11 @@ class TrainingLoop:
         return (self.epoch - 1) * len(self.bounds) + self.batch
 
     @property
+    def last_step(self) -> int:
+        """Steps that training makes at most."""
+        return self.settings.epochs * len(self.bounds)
+
+    @property
     def is_finished(self) -> bool:
         """Whether there is nothing left to train."""
         return self.epoch > self.settings.epochs or self.history.stopped_early
@@ -132,7 +138,7 @@ class TrainingLoop:
         train, settings = self.steps.train, self.settings
         begin, before, untold = time.perf_counter(), self.seconds, 0
         self.steps.start_epoch(train.order(seed=settings.seed, epoch=self.epoch))
-        while self.batch < len(self.bounds):
+        while self.batch < len(self.bounds) and not self.history.stopped_early:
             start, stop = self.bounds[self.batch]
             self.steps(start, stop)
             self.batch += 1
@@ -142,8 +148,8 @@ class TrainingLoop:
                 untold = 0
             if self.batch % LOOK_EVERY == 0:
                 self.step.raise_if_not_finite()
-            if self.after_step is not None:
-                self.after_step(self.num_steps)
+            if self.after_step is not None and self.after_step(self.num_steps):
+                self.history.stopped_early = self.num_steps < self.last_step
             self.seconds = before + time.perf_counter() - begin
             keeper.after_step(self)
         self.step.raise_if_not_finite()
@@ -154,10 +160,10 @@ class TrainingLoop:
         """Validate, note what the epoch gave, and move on to the next."""
         lr = float(self.step.optimizer.param_groups[0]["lr"])
         metrics = self._validate()
-        rows = len(self.steps.train)
+        rows = self.bounds[self.batch - 1][1]
         record = EpochRecord(
             epoch=self.epoch,
-            steps=len(self.bounds),
+            steps=self.batch,
             train_loss=self.step.take_mean_loss(rows),
             lr=lr,
             seconds=self.seconds,
@@ -174,7 +180,8 @@ class TrainingLoop:
         with nullcontext() if self.ema is None else self.ema.applied():
             metrics = evaluate(self.step.model, self.valid, forward=self.step.forward).overall
             value = getattr(metrics, self.settings.monitor)
-            self.history.stopped_early = self.best.has_stalled(self.epoch, value)
+            stalled = self.best.has_stalled(self.epoch, value)
+            self.history.stopped_early = self.history.stopped_early or stalled
         return metrics
 
     def state(self) -> dict[str, Any]:

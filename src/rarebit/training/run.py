@@ -9,125 +9,28 @@ import json
 import os
 import platform
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-from rarebit.data.dataset import Dataset, Splits
 from rarebit.data.folder import PreparedFolder
-from rarebit.data.schema import Schema
-from rarebit.data.synthetic import SyntheticLog, generate
-from rarebit.errors import DataError, ModelFileError, SettingsError
-from rarebit.methods import method_from_mapping, method_to_mapping
-from rarebit.models import build_model, model_settings
-from rarebit.models._base import RankingModel
-from rarebit.settings import check_types, from_mapping, require, suggest, to_mapping
-from rarebit.tables.apply import apply_, end_training_
-from rarebit.tables.find import find_tables, table_bytes, table_parameters
-from rarebit.tables.table import Method
+from rarebit.data.synthetic import SyntheticLog
+from rarebit.errors import ModelFileError
+from rarebit.tables.find import table_bytes
 from rarebit.training.evaluate import Evaluation, evaluate
-from rarebit.training.fit import History, fit
+from rarebit.training.loop import History
 from rarebit.training.model_file import save_model
 from rarebit.training.progress import Progress
-from rarebit.training.settings import Training
+from rarebit.training.prune import CHECKPOINTS
+from rarebit.training.run_settings import PreparedLog, RunSettings, load_splits
+from rarebit.training.stages import finish_model, num_parameters, train_model
 
-__all__ = [
-    "CHECKPOINTS",
-    "PreparedLog",
-    "RunResult",
-    "RunSettings",
-    "finish_model",
-    "load_splits",
-    "num_parameters",
-    "read_run",
-    "run",
-    "start_model",
-]
+__all__ = ["RunResult", "read_run", "run"]
 
 RUN_FILE = "run.json"
-CHECKPOINTS = "checkpoints"
-SECTIONS = ("model", "data", "training", "methods")
-
-
-@dataclass(frozen=True, kw_only=True)
-class PreparedLog:
-    """A log that `rarebit data prepare` left in a folder."""
-
-    folder: str
-    """The folder."""
-    checksum: str = ""
-    """Of the log as a run read it; another log in the folder is refused. Empty: any log will do."""
-
-    def __post_init__(self) -> None:
-        check_types(self, where="data")
-        require(bool(self.folder), "data: a prepared log needs its folder, got folder=''")
-
-
-LOGS: dict[str, type[SyntheticLog | PreparedLog]] = {
-    "synthetic": SyntheticLog,
-    "prepared": PreparedLog,
-}
-
-
-@dataclass(frozen=True, kw_only=True)
-class RunSettings:
-    """Everything a run depends on.
-
-    >>> RunSettings.from_mapping({"model": {"name": "fm", "dim": 8}, "training": {"epochs": 1}}).model
-    'fm'
-    """
-
-    model: str = "deepfm"
-    """The model's name."""
-    model_settings: Mapping[str, Any] = field(default_factory=dict)
-    """What the model is built with, such as `dim`."""
-    data: SyntheticLog | PreparedLog = SyntheticLog()
-    """The click log: generated, or prepared from one's own."""
-    training: Training = Training()
-    """How to train. Its seed also draws the initial weights."""
-    methods: tuple[Method, ...] = ()
-    """Methods applied to the model's tables before training, in order."""
-
-    def __post_init__(self) -> None:
-        model_settings(self.model, self.model_settings)
-
-    @classmethod
-    def from_mapping(cls, values: Mapping[str, Any]) -> "RunSettings":
-        """Read settings as a TOML file holds them: [model], [data], [training], [[methods]]."""
-        for section in values:
-            if section not in SECTIONS:
-                raise SettingsError(f"unknown section {section!r}{suggest(section, SECTIONS)}")
-        for section in ("model", "data", "training"):
-            if not isinstance(values.get(section, {}), Mapping):
-                raise SettingsError(f"[{section}] must be a table, got {values[section]!r}")
-        model, data = dict(values.get("model", {})), dict(values.get("data", {}))
-        source = data.pop("source", "prepared" if "folder" in data else "synthetic")
-        if source not in LOGS:
-            raise SettingsError(f"unknown source of data {source!r}{suggest(str(source), LOGS)}")
-        return cls(
-            model=str(model.pop("name", "deepfm")),
-            model_settings=model,
-            data=from_mapping(LOGS[source], data, where="data"),
-            training=from_mapping(Training, values.get("training", {}), where="training"),
-            methods=tuple(method_from_mapping(method) for method in values.get("methods", ())),
-        )
-
-    @property
-    def source(self) -> str:
-        """Where the data comes from: "synthetic" or "prepared"."""
-        return next(name for name, kind in LOGS.items() if isinstance(self.data, kind))
-
-    def to_mapping(self) -> dict[str, Any]:
-        """Return the settings as a TOML file would hold them."""
-        return {
-            "model": {"name": self.model, **self.model_settings},
-            "data": {"source": self.source, **to_mapping(self.data)},
-            "training": to_mapping(self.training),
-            "methods": [method_to_mapping(method) for method in self.methods],
-        }
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -172,15 +75,15 @@ def run(
         _refuse_used(out)
         _write(out / RUN_FILE, {"settings": _stored(settings)})
     splits = prepared or load_splits(settings.data, progress=data_progress)
-    model = start_model(settings, splits.train.schema, say=say).to(device)
-    history = fit(
-        model,
+    model, history = train_model(
+        settings,
         splits.train,
         splits.valid if len(splits.valid) else None,
-        settings=settings.training,
         folder=None if out is None else out / CHECKPOINTS,
         resume=resume,
+        device=device,
         progress=progress,
+        say=say,
     )
     finish_model(settings, model, say=say)
     result = RunResult(
@@ -195,76 +98,6 @@ def run(
         save_model(model, out)
         _write(out / RUN_FILE, _describe(settings, result))
     return result
-
-
-def start_model(
-    settings: RunSettings, schema: Schema, *, say: Callable[[str], object] = print
-) -> RankingModel:
-    """Return the model of a run as training finds it, with the methods of training applied.
-
-    The seed draws the weights before any method does, so that methods of one seed start from the same
-    tables; and it is set again, so that what training draws does not depend on what they drew.
-
-    >>> from rarebit import Field
-    >>> schema = Schema((Field(name="user", rows=9), Field(name="item", rows=7)))
-    >>> type(start_model(RunSettings(model="fm"), schema)).__name__
-    'FM'
-    """
-    torch.manual_seed(settings.training.seed)
-    model = build_model(settings.model, schema, settings.model_settings)
-    for method in settings.methods:
-        if not method.after_training:
-            say(str(apply_(model, method, verbose=False)))
-    torch.manual_seed(settings.training.seed)
-    return model
-
-
-def finish_model(
-    settings: RunSettings, model: nn.Module, *, say: Callable[[str], object] = print
-) -> bool:
-    """Make a trained model what is served; return whether its scores are others than in training.
-
-    What only training needs is folded; then come the methods that are made for trained tables.
-    """
-    end_training_(model)
-    last = [method for method in settings.methods if method.after_training]
-    for method in last:
-        say(str(apply_(model, method, verbose=False)))
-    return bool(last)
-
-
-def num_parameters(model: nn.Module) -> int:
-    """Return how many weights a model has, those that its tables keep as integers included.
-
-    >>> num_parameters(nn.Sequential(nn.Embedding(10, 4), nn.Linear(4, 1)))
-    45
-    """
-    tables = sum(info.num_parameters for info in find_tables(model))
-    trained = sum(parameter.numel() for parameter in table_parameters(model).values())
-    return sum(parameter.numel() for parameter in model.parameters()) - trained + tables
-
-
-def load_splits(
-    log: SyntheticLog | PreparedLog, *, progress: Callable[[int, int], None] | None = None
-) -> Splits:
-    """Generate a click log, or open a prepared one, whose checksums are compared first.
-
-    >>> len(load_splits(SyntheticLog(rows=100)).test)
-    10
-    """
-    if isinstance(log, SyntheticLog):
-        return generate(log, progress=progress)
-    if log.checksum and PreparedFolder(log.folder).checksum != log.checksum:
-        raise DataError(
-            f"the log in {log.folder!r} was prepared anew since the run, so its rows and ids may be "
-            "others; train a new run on it, or prepare the log again as it was"
-        )
-    splits = Dataset.open(log.folder, verify=True).splits
-    if not len(splits.test):
-        raise DataError(
-            f"{log.folder!r} has no rows to test on; prepare it with a split that leaves some"
-        )
-    return splits
 
 
 def read_run(folder: str | os.PathLike[str]) -> RunSettings:

@@ -36,6 +36,8 @@ class Training:
     """L2 penalty inside the optimizer."""
     table_weight_decay: float | None = None
     """L2 penalty of the tables; the same one if not given."""
+    threshold_weight_decay: float = 1e-5
+    """L2 penalty of learned thresholds (`PEP`), which drives them up."""
     decoupled: bool = False
     """Weight decay shrinks weights directly, as AdamW does, in place of adding to gradients."""
     momentum: float = 0.0
@@ -71,7 +73,8 @@ class Training:
         for name in ("lr", "table_lr", "clip_norm", "checkpoint_minutes"):
             value = getattr(self, name)
             require(value is None or value > 0, f"{name} must be above 0, got {name}={value}")
-        for name in ("weight_decay", "table_weight_decay", "momentum", "seed"):
+        decays = ("weight_decay", "table_weight_decay", "threshold_weight_decay")
+        for name in (*decays, "momentum", "seed"):
             value = getattr(self, name)
             require(value is None or value >= 0, f"{name} must be 0 or more, got {name}={value}")
         require(

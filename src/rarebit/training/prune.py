@@ -1,0 +1,265 @@
+"""The two stages of pruning: find which entries survive, then train what is left again.
+
+    prune      train while entries are cut, and take a ticket at every budget
+    retrain    build the model anew, hold all other entries at zero, and train the rest from where it began
+
+With a folder, all of it survives a killed process:
+
+    checkpoints/        of training
+    start/              the values the tables started from, saved once: a ticket of all entries
+    tickets/BUDGET/     which entries survived, the step, and the thresholds
+    scans.jsonl         a line a look at the tables: the step, and the entries left
+"""
+
+import dataclasses
+import json
+import os
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from rarebit.data.dataset import Dataset
+from rarebit.data.order import batch_bounds
+from rarebit.errors import CheckpointError, NoTableError, TrainingError
+from rarebit.methods._budget import thresholded_tables
+from rarebit.methods.masked import Masked
+from rarebit.methods.pep import PEP
+from rarebit.settings import require, updated
+from rarebit.tables.apply import apply_
+from rarebit.tables.table import full_table
+from rarebit.tables.ticket import Ticket, load_ticket, save_ticket
+from rarebit.training.evaluate import evaluate
+from rarebit.training.fit import History, fit
+from rarebit.training.progress import LineProgress, Progress, Silence
+from rarebit.training.pruner import EVERY, pruner_of
+from rarebit.training.settings import Training
+
+__all__ = ["CHECKPOINTS", "Pruning", "TicketFolder", "Trained", "prune", "read_scans", "retrain"]
+
+CHECKPOINTS, START, TICKETS, SCANS = "checkpoints", "start", "tickets", "scans.jsonl"
+TELL_BELOW = 0.8
+"""How many of the entries told last are left when it is told again."""
+
+
+class Trained(NamedTuple):
+    """A trained model, and how its training went."""
+
+    model: nn.Module
+    history: History
+
+
+@dataclass(frozen=True)
+class Pruning:
+    """What pruning a model gave."""
+
+    tickets: tuple[Ticket, ...]
+    """Which entries survive at each budget, the largest first, and where they started."""
+    history: History
+    scans: tuple[Mapping[str, Any], ...]
+    """What each look at the tables saw: the step, and how many entries were left."""
+
+
+def prune(
+    model: nn.Module,
+    train: Dataset,
+    valid: Dataset | None = None,
+    *,
+    budgets: Sequence[int],
+    settings: Training = Training(tables="rowwise"),
+    folder: str | os.PathLike[str] | None = None,
+    resume: bool = False,
+    every: int = EVERY,
+    progress: Progress | bool = True,
+    **overrides: Any,
+) -> Pruning:
+    """Train a model in place while entries of its tables are cut, and take a ticket at each budget.
+
+    The budgets are numbers of entries left over all tables. Where the model has thresholds (`PEP`), those cut; else one is put on all its tables, which rises so
+    that the smallest budget is met with the last step. Learned thresholds take as long as they take: what
+    they have not met after all epochs is an error, and `resume=True` with more epochs goes on.
+
+    By rows, which is the default, weight decay reaches the rows of a step only: a row that is never seen
+    does not vanish by it. Validation rows only measure the tickets; nothing is picked.
+
+    >>> from rarebit.models.fm import FM
+    >>> data = Dataset.from_columns({"user": [0, 1, 2, 1], "item": [0, 0, 1, 1]}, label=[0, 1, 0, 1])
+    >>> found = prune(FM(data.schema, dim=4), data, budgets=[12, 6], epochs=9, every=1, progress=False)
+    >>> [(ticket.num_kept, ticket.facts["step"]) for ticket in found.tickets]
+    [(12, 5), (6, 9)]
+    """
+    settings = dataclasses.replace(updated(settings, overrides), patience=None)
+    tell = progress if not isinstance(progress, bool) else LineProgress() if progress else Silence()
+    place = None if folder is None else Path(folder)
+    require(not resume or place is not None, "resume=True needs the folder of the pruning")
+    _put_thresholds(model, tell)
+    tickets: MutableMapping[int, Ticket] = {} if place is None else TicketFolder(place / TICKETS)
+    start = _start_values(model, place, resume=resume)
+    steps = settings.epochs * len(batch_bounds(len(train), settings.batch_size))
+    scans = _Scans(place, budgets, tell)
+    pruner = pruner_of(
+        model,
+        budgets,
+        steps=steps,
+        every=every,
+        tickets=tickets,
+        facts=lambda: _measured(model, valid),
+        watch=scans,
+    )
+    history = fit(
+        model,
+        train,
+        settings=settings,
+        after_step=pruner,
+        folder=None if place is None else place / CHECKPOINTS,
+        resume=resume,
+        progress=tell,
+    )
+    missing = [budget for budget in pruner.budgets if budget not in tickets]
+    if missing:
+        raise TrainingError(
+            f"the learned thresholds have not met the budget of {missing[0]:,} entries in "
+            f"{settings.epochs} epochs; go on with more of them, or start higher, as with "
+            "PEP(init=-8.0)"
+        )
+    found = tuple(tickets[budget].with_start(start) for budget in pruner.budgets)
+    return Pruning(found, history, tuple(scans.seen if place is None else read_scans(place)))
+
+
+def retrain(
+    build: Callable[[], nn.Module],
+    ticket: Ticket,
+    train: Dataset,
+    valid: Dataset | None = None,
+    *,
+    start: Literal["ticket", "build"] = "ticket",
+    settings: Training = Training(),
+    folder: str | os.PathLike[str] | None = None,
+    resume: bool = False,
+    progress: Progress | bool = True,
+    **overrides: Any,
+) -> Trained:
+    """Build a model, hold the entries that a ticket cuts at zero, train the others, and return it.
+
+    The surviving entries start where they started before pruning (the winning ticket), or with
+    start="build" where `build` has drawn them; all other weights are those of `build`. Everything else
+    is as in `fit`.
+
+    >>> import torch
+    >>> from rarebit.models.fm import FM
+    >>> data = Dataset.from_columns({"user": [0, 1, 2, 1]}, label=[0, 1, 0, 1])
+    >>> build = lambda: FM(data.schema, dim=4)
+    >>> pruning = prune(build(), data, budgets=[5], epochs=9, every=1, progress=False)
+    >>> model, history = retrain(build, pruning.tickets[0], data, epochs=2, progress=False)
+    >>> int(torch.count_nonzero(model.backbone.tables.tables()[0].weight))
+    5
+    """
+    require(start in ("ticket", "build"), f"start must be 'ticket' or 'build', got start={start!r}")
+    require(
+        start == "build" or bool(ticket.start),
+        "the ticket has no first values to start from; use one that prune returned, or start='build'",
+    )
+    model = build()
+    masked = Masked(ticket if start == "ticket" else ticket.with_start(None))
+    apply_(model, masked, where=lambda info: info.name in ticket.kept, verbose=False)
+    history = fit(
+        model,
+        train,
+        valid,
+        settings=settings,
+        folder=folder,
+        resume=resume,
+        progress=progress,
+        **overrides,
+    )
+    return Trained(model, history)
+
+
+def read_scans(folder: str | os.PathLike[str]) -> list[dict[str, Any]]:
+    """Return what a pruning in a folder saw of its tables, look by look, in the order of the steps."""
+    found: dict[int, dict[str, Any]] = {}
+    path = Path(folder) / SCANS
+    for line in path.read_text("utf-8").splitlines() if path.exists() else ():
+        with suppress(ValueError):  # a line that a killed process left half written
+            scan = json.loads(line)
+            found[scan["step"]] = scan  # a step that was made again has a second line
+    return [found[step] for step in sorted(found)]
+
+
+class TicketFolder(MutableMapping[int, Ticket]):
+    """Tickets by their budgets, a folder each; one is there as a whole or not at all."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def __getitem__(self, budget: int) -> Ticket:
+        if budget not in set(self):
+            raise KeyError(budget)
+        return load_ticket(self.folder / str(budget))
+
+    def __setitem__(self, budget: int, ticket: Ticket) -> None:
+        save_ticket(ticket, self.folder / str(budget))
+
+    def __delitem__(self, budget: int) -> None:
+        raise NotImplementedError("a ticket is kept")
+
+    def __iter__(self) -> Iterator[int]:
+        found = self.folder.glob("*/ticket.json")
+        return iter(sorted(int(path.parent.name) for path in found if path.parent.name.isdigit()))
+
+    def __len__(self) -> int:
+        return len(list(iter(self)))
+
+
+class _Scans:
+    """Writes every look at the tables down, and tells how many entries are left."""
+
+    def __init__(self, folder: Path | None, budgets: Sequence[int], tell: Progress) -> None:
+        self.folder, self.budgets, self.tell = folder, sorted(budgets), tell
+        self.seen: list[dict[str, Any]] = []
+        self.last_told = float("inf")
+
+    def __call__(self, step: int, left: int) -> None:
+        self.seen.append({"step": step, "kept": left})
+        if self.folder is not None:
+            with (self.folder / SCANS).open("a", encoding="utf-8") as file:
+                file.write(json.dumps(self.seen[-1]) + "\n")
+        if left <= TELL_BELOW * self.last_told:
+            self.last_told = left
+            missing = [f"{budget:,}" for budget in self.budgets if budget < left]
+            to_go = f", next budget {missing[-1]}" if missing else ", all budgets met"
+            self.tell.say(f"step {step:,}: {left:,} entries left{to_go}")
+
+
+def _put_thresholds(model: nn.Module, tell: Progress) -> None:
+    """Let one threshold cut all tables of a model that has none."""
+    try:
+        thresholded_tables(model)
+    except NoTableError:
+        tell.say(str(apply_(model, PEP(schedule="given"), verbose=False)))
+
+
+def _start_values(model: nn.Module, place: Path | None, *, resume: bool) -> dict[str, Tensor]:
+    """Return what the tables start from; with a folder it is saved there before anything is trained."""
+    if place is not None and resume and (place / START).exists():
+        return load_ticket(place / START).start
+    tables = thresholded_tables(model)
+    start = {name: full_table(table.inner).cpu().clone() for name, table in tables.items()}
+    if place is not None:
+        if not resume and place.exists() and any(place.iterdir()):
+            raise CheckpointError(
+                f"{str(place)!r} holds a pruning already; go on with it by resume=True, or choose another "
+                "folder"
+            )
+        every = {name: torch.ones_like(values, dtype=torch.bool) for name, values in start.items()}
+        save_ticket(Ticket(every, start=start), place / START)
+    return start
+
+
+def _measured(model: nn.Module, valid: Dataset | None) -> dict[str, Any]:
+    """Return what the model is worth on validation rows at this moment, before it is trained again."""
+    return {} if valid is None else {"valid_auc": evaluate(model, valid).auc}

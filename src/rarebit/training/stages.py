@@ -1,0 +1,268 @@
+"""From the settings of a run to its trained model, in one stage or in two.
+
+    start_model     the model as training finds it, with the methods of training applied
+    train_model     train it; with `Pruned`, first find which entries survive, then train those again
+    finish_model    what is served: folded, and with the methods that come after training
+
+Pruning keeps what it needs to go on beside the checkpoints of training, and both go when a run is done.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from rarebit.data.dataset import Dataset
+from rarebit.data.schema import Schema
+from rarebit.methods._budget import threshold_parameters
+from rarebit.methods.pep import PEP
+from rarebit.methods.pruned import Pruned
+from rarebit.models import build_model
+from rarebit.models._base import RankingModel
+from rarebit.tables.apply import apply_, end_training_
+from rarebit.tables.find import find_sites, find_tables, table_parameters
+from rarebit.tables.magnitude import keep_largest
+from rarebit.tables.table import AnyTable, full_table
+from rarebit.tables.ticket import Ticket
+from rarebit.training.evaluate import evaluate
+from rarebit.training.fit import History, fit
+from rarebit.training.progress import Progress
+from rarebit.training.prune import CHECKPOINTS, Trained, prune, retrain
+from rarebit.training.run_settings import RunSettings
+from rarebit.training.settings import Training
+
+__all__ = [
+    "PRUNING",
+    "finish_model",
+    "num_parameters",
+    "pruning_of",
+    "start_model",
+    "train_model",
+]
+
+PRUNING = "pruning"
+"""The folder of the first stage, beside that of the checkpoints."""
+OTHER_DRAW = 1_000_003
+"""Added to the seed where tables are to start from other values than before."""
+
+Say = Callable[[str], object]
+
+
+def start_model(settings: RunSettings, schema: Schema, *, say: Say = print) -> RankingModel:
+    """Return the model of a run as training finds it, with the methods of training applied.
+
+    The seed draws the weights before any method does, so that methods of one seed start from the same
+    tables; and it is set again, so that what training draws does not depend on what they drew.
+
+    >>> from rarebit import Field
+    >>> schema = Schema((Field(name="user", rows=9), Field(name="item", rows=7)))
+    >>> type(start_model(RunSettings(model="fm"), schema)).__name__
+    'FM'
+    """
+    torch.manual_seed(settings.training.seed)
+    model = build_model(settings.model, schema, settings.model_settings)
+    for method in settings.methods:
+        if not method.after_training:
+            say(str(apply_(model, method, verbose=False)))
+    torch.manual_seed(settings.training.seed)
+    return model
+
+
+def pruning_of(settings: RunSettings) -> Pruned | None:
+    """Return how a run prunes, or None for a run of one stage.
+
+    >>> pruning_of(RunSettings(methods=(Pruned(keep=9),))).keep
+    9
+    """
+    return next((method for method in settings.methods if isinstance(method, Pruned)), None)
+
+
+def train_model(
+    settings: RunSettings,
+    train: Dataset,
+    valid: Dataset | None,
+    *,
+    folder: Path | None = None,
+    resume: bool = False,
+    device: torch.device | str = "cpu",
+    progress: Progress | bool = True,
+    say: Say = print,
+) -> Trained:
+    """Build and train the model of a run; the folder is that of its checkpoints.
+
+    >>> from rarebit.data.synthetic import SyntheticLog, generate
+    >>> settings = RunSettings.from_mapping({"model": {"name": "fm", "dim": 2}, "training": {"epochs": 1}})
+    >>> splits = generate(SyntheticLog(rows=2000))
+    >>> trained = train_model(settings, splits.train, splits.valid, progress=False)
+    >>> trained.history.best_epoch
+    1
+    """
+    pruned = pruning_of(settings)
+    if pruned is not None:
+        stages = _Stages(settings, pruned, train, valid, device, progress, say)
+        return stages.run(folder, resume=resume)
+    model = start_model(settings, train.schema, say=say).to(device)
+    history = fit(
+        model,
+        train,
+        valid,
+        settings=settings.training,
+        folder=folder,
+        resume=resume,
+        progress=progress,
+    )
+    return Trained(model, history)
+
+
+def finish_model(settings: RunSettings, model: nn.Module, *, say: Say = print) -> bool:
+    """Make a trained model what is served; return whether its scores are others than in training.
+
+    What only training needs is folded; then come the methods that are made for trained tables.
+    """
+    end_training_(model)
+    last = [method for method in settings.methods if method.after_training]
+    for method in last:
+        say(str(apply_(model, method, verbose=False)))
+    return bool(last)
+
+
+def num_parameters(model: nn.Module) -> int:
+    """Return how many weights a model has, those that its tables keep as integers included.
+
+    >>> num_parameters(nn.Sequential(nn.Embedding(10, 4), nn.Linear(4, 1)))
+    45
+    """
+    tables = sum(info.num_parameters for info in find_tables(model))
+    trained = sum(parameter.numel() for parameter in table_parameters(model).values())
+    return sum(parameter.numel() for parameter in model.parameters()) - trained + tables
+
+
+@dataclass(frozen=True)
+class _Stages:
+    """The two stages of a run that prunes."""
+
+    settings: RunSettings
+    pruned: Pruned
+    train: Dataset
+    valid: Dataset | None
+    device: torch.device | str
+    progress: Progress | bool
+    say: Say
+
+    def run(self, folder: Path | None, *, resume: bool) -> Trained:
+        """Find which entries survive, then train those again; the folder is that of the second stage."""
+        first = None if folder is None else folder.parent / PRUNING
+        stage = self._by_magnitude if self.pruned.by == "magnitude" else self._by_threshold
+        trained, ticket = stage(first, resume=resume)
+        if self.pruned.start == "trained":
+            self._cut(trained.model, ticket)
+            return self._measured(trained)
+        self.say(f"training the {ticket.num_kept:,} entries that are left again")
+        trained = self._retrain(ticket, folder, resume=resume)
+        self._cut(trained.model, ticket)
+        return trained
+
+    def _by_threshold(self, folder: Path | None, *, resume: bool) -> tuple[Trained, Ticket]:
+        """Train while a threshold cuts entries, until the budget is met."""
+        model, training = self._start(), self._first_training
+        if not threshold_parameters(model):
+            # by rows, weight decay leaves a row alone that is never seen
+            training = replace(training, tables="rowwise")
+        pruning = prune(
+            model,
+            self.train,
+            budgets=[self.pruned.keep],
+            settings=training,
+            folder=folder,
+            resume=resume,
+            progress=self.progress,
+        )
+        return Trained(model, pruning.history), pruning.tickets[0]
+
+    def _by_magnitude(self, folder: Path | None, *, resume: bool) -> tuple[Trained, Ticket]:
+        """Train to the best epoch, and cut all but the largest entries."""
+        model = self._start()
+        start = {name: full_table(table).cpu().clone() for name, table in _wide(model).items()}
+        history = fit(
+            model,
+            self.train,
+            self.valid,
+            settings=self._first_training,
+            folder=None if folder is None else folder / CHECKPOINTS,
+            resume=resume,
+            progress=self.progress,
+        )
+        return Trained(model, history), keep_largest(_wide(model), self.pruned.keep).with_start(
+            start
+        )
+
+    def _retrain(self, ticket: Ticket, folder: Path | None, *, resume: bool) -> Trained:
+        """Train what has survived, from where it started or from other values."""
+        if self.pruned.start == "random":
+            other = replace(
+                self.settings,
+                training=replace(
+                    self.settings.training, seed=self.settings.training.seed + OTHER_DRAW
+                ),
+            )
+            drawn = _wide(start_model(_without_pruning(other), self.train.schema, say=_say_nothing))
+            ticket = ticket.with_start({name: full_table(drawn[name]) for name in ticket.kept})
+        model, history = retrain(
+            self._start_plain,
+            ticket,
+            self.train,
+            self.valid,
+            settings=self.settings.training,
+            folder=folder,
+            resume=resume,
+            progress=self.progress,
+        )
+        return Trained(model, history)
+
+    def _cut(self, model: nn.Module, ticket: Ticket) -> None:
+        """Fold what was trained, and let its tables be what is left of them."""
+        end_training_(model)
+        if not any(method.after_training for method in self.settings.methods):
+            apply_(model, self.pruned, where=lambda info: info.name in ticket.kept, verbose=False)
+
+    @property
+    def _first_training(self) -> Training:
+        training = self.settings.training
+        return replace(training, epochs=self.pruned.epochs or training.epochs)
+
+    def _start(self) -> RankingModel:
+        """Return the model that is pruned: with all methods but the pruning itself."""
+        settings = _without_pruning(self.settings)
+        return start_model(settings, self.train.schema, say=self.say).to(self.device)
+
+    def _start_plain(self) -> RankingModel:
+        """Return the model that is trained again: the same, with what only training needs folded."""
+        methods = tuple(m for m in self.settings.methods if not isinstance(m, Pruned | PEP))
+        settings = replace(self.settings, methods=methods)
+        model = start_model(settings, self.train.schema, say=_say_nothing).to(self.device)
+        end_training_(model)
+        return model
+
+    def _measured(self, trained: Trained) -> Trained:
+        """Return a model as pruning left it, with what it is worth on validation rows."""
+        model, history = trained
+        valid = None if self.valid is None else evaluate(model, self.valid).overall
+        last = len(history.epochs)
+        records = [*history.epochs[:-1], replace(history.epochs[-1], valid=valid)]
+        return Trained(model, History(records, best_epoch=last if valid is not None else None))
+
+
+def _without_pruning(settings: RunSettings) -> RunSettings:
+    methods = tuple(method for method in settings.methods if not isinstance(method, Pruned))
+    return replace(settings, methods=methods)
+
+
+def _wide(model: nn.Module) -> dict[str, AnyTable]:
+    """Return the tables that a method is applied to: those wider than first-order weights."""
+    return {site.info.name: site.table for site in find_sites(model) if site.info.width > 1}
+
+
+def _say_nothing(line: str) -> None:
+    del line
