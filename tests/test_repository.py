@@ -47,7 +47,11 @@ EXTRA_PACKAGES = {
     "data/sources": {"polars"},
 }
 # (file, package): an optional package that a function of a core file may import where it uses it.
-GUARDED_IMPORTS = {("diagnosis/plots.py", "matplotlib"), ("training/row_triton.py", "triton")}
+GUARDED_IMPORTS = {
+    ("diagnosis/plots.py", "matplotlib"),
+    ("diagnosis/pruning_plots.py", "matplotlib"),
+    ("training/row_triton.py", "triton"),
+}
 """Packages that a file does without where they are missing, or imports for a type checker."""
 LAZY_IMPORTS = {
     ("bench/_pandas_program.py", "pandas"),

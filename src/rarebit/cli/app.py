@@ -15,6 +15,7 @@ from rarebit.cli.demo import demo
 from rarebit.cli.diagnose import diagnose_command
 from rarebit.cli.methods import methods
 from rarebit.cli.predict import predict_
+from rarebit.cli.prune import prune
 from rarebit.cli.show import console, errors
 from rarebit.cli.train import train
 from rarebit.errors import RarebitError
@@ -32,6 +33,8 @@ rarebit compare --data data/clicks --model deepfm --methods baseline,low-rank,ha
 rarebit train --data data/clicks --out runs/clicks
 
 rarebit diagnose runs/clicks
+
+rarebit prune --data data/clicks --model deepfm --sparsity 0.9,0.99 --out runs/pruned
 
 rarebit predict --model runs/clicks --input new.csv --out scores.csv
 """
@@ -103,6 +106,7 @@ def _be_quiet(line: str) -> None:
 app.command()(demo)
 app.add_typer(data_app)
 app.command()(train)
+app.command()(prune)
 app.command()(compare)
 app.command(name="diagnose")(diagnose_command)
 app.command()(methods)

@@ -8,7 +8,8 @@ With a folder, all of it survives a killed process:
     checkpoints/        of training
     start/              the values the tables started from, saved once: a ticket of all entries
     tickets/BUDGET/     which entries survived, the step, and the thresholds
-    scans.jsonl         a line a look at the tables: the step, and the entries left
+    scans.jsonl         a line a look at the tables: the step, the entries left, and the share of them
+                        that rows of each frequency have left
 """
 
 import dataclasses
@@ -25,8 +26,9 @@ from torch import Tensor, nn
 
 from rarebit.data.dataset import Dataset
 from rarebit.data.order import batch_bounds
-from rarebit.errors import CheckpointError, NoTableError, TrainingError
+from rarebit.errors import CheckpointError, DataError, NoTableError, TrainingError
 from rarebit.methods._budget import thresholded_tables
+from rarebit.methods._frequency_groups import FrequencyGroups
 from rarebit.methods.masked import Masked
 from rarebit.methods.pep import PEP
 from rarebit.settings import require, updated
@@ -36,10 +38,19 @@ from rarebit.tables.ticket import Ticket, load_ticket, save_ticket
 from rarebit.training.evaluate import evaluate
 from rarebit.training.fit import History, fit
 from rarebit.training.progress import LineProgress, Progress, Silence
-from rarebit.training.pruner import EVERY, pruner_of
+from rarebit.training.pruner import pruner_of, usual_interval
 from rarebit.training.settings import Training
 
-__all__ = ["CHECKPOINTS", "Pruning", "TicketFolder", "Trained", "prune", "read_scans", "retrain"]
+__all__ = [
+    "CHECKPOINTS",
+    "TICKETS",
+    "Pruning",
+    "TicketFolder",
+    "Trained",
+    "prune",
+    "read_scans",
+    "retrain",
+]
 
 CHECKPOINTS, START, TICKETS, SCANS = "checkpoints", "start", "tickets", "scans.jsonl"
 TELL_BELOW = 0.8
@@ -61,7 +72,7 @@ class Pruning:
     """Which entries survive at each budget, the largest first, and where they started."""
     history: History
     scans: tuple[Mapping[str, Any], ...]
-    """What each look at the tables saw: the step, and how many entries were left."""
+    """What each look at the tables saw: the step, the entries left, and their share by frequency."""
 
 
 def prune(
@@ -73,7 +84,7 @@ def prune(
     settings: Training = Training(tables="rowwise"),
     folder: str | os.PathLike[str] | None = None,
     resume: bool = False,
-    every: int = EVERY,
+    every: int | None = None,
     progress: Progress | bool = True,
     **overrides: Any,
 ) -> Pruning:
@@ -96,16 +107,16 @@ def prune(
     tell = progress if not isinstance(progress, bool) else LineProgress() if progress else Silence()
     place = None if folder is None else Path(folder)
     require(not resume or place is not None, "resume=True needs the folder of the pruning")
-    _put_thresholds(model, tell)
+    _put_thresholds(model, Silence() if resume else tell)
     tickets: MutableMapping[int, Ticket] = {} if place is None else TicketFolder(place / TICKETS)
     start = _start_values(model, place, resume=resume)
     steps = settings.epochs * len(batch_bounds(len(train), settings.batch_size))
-    scans = _Scans(place, budgets, tell)
+    scans = _Scans(model, train, budgets, place, tell)
     pruner = pruner_of(
         model,
         budgets,
         steps=steps,
-        every=every,
+        every=usual_interval(steps) if every is None else every,
         tickets=tickets,
         facts=lambda: _measured(model, valid),
         watch=scans,
@@ -218,13 +229,27 @@ class TicketFolder(MutableMapping[int, Ticket]):
 class _Scans:
     """Writes every look at the tables down, and tells how many entries are left."""
 
-    def __init__(self, folder: Path | None, budgets: Sequence[int], tell: Progress) -> None:
-        self.folder, self.budgets, self.tell = folder, sorted(budgets), tell
+    def __init__(
+        self,
+        model: nn.Module,
+        train: Dataset,
+        budgets: Sequence[int],
+        folder: Path | None,
+        tell: Progress,
+    ) -> None:
+        self.model, self.budgets = model, sorted(budgets)
+        self.folder, self.tell = folder, tell
+        self.groups: FrequencyGroups | None = None
+        with suppress(DataError):  # a model whose tables are not named by fields has none
+            self.groups = FrequencyGroups.of(model, train.counts())
         self.seen: list[dict[str, Any]] = []
         self.last_told = float("inf")
 
     def __call__(self, step: int, left: int) -> None:
-        self.seen.append({"step": step, "kept": left})
+        scan: dict[str, Any] = {"step": step, "kept": left}
+        if self.groups is not None:
+            scan["by_frequency"] = self.groups.shares(thresholded_tables(self.model))
+        self.seen.append(scan)
         if self.folder is not None:
             with (self.folder / SCANS).open("a", encoding="utf-8") as file:
                 file.write(json.dumps(self.seen[-1]) + "\n")

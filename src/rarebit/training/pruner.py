@@ -3,9 +3,9 @@
     Pruner           one threshold for all tables, raised on a schedule that meets the budgets
     LearnedPruner    thresholds that are learned: a budget is met once they have left so few entries
 
-Both are called after each step with its number. At every 200th they look at the tables, and there
-they do what the number and the tables say: they remember nothing, so a run that is taken up again goes the
-same way.
+Both are called after each step with its number. At every 200th they look at the tables, more often in a
+short pruning, and there they do what the number and the tables say: they remember nothing, so a run that is
+taken up again goes the same way.
 
 The schedule lets the number of entries fall by the same factor from look to look,
 
@@ -34,10 +34,20 @@ from rarebit.settings import require
 from rarebit.tables.table import full_table
 from rarebit.tables.ticket import Ticket
 
-__all__ = ["EVERY", "LearnedPruner", "Pruner", "PrunerOptions", "TablePruner", "pruner_of"]
+__all__ = [
+    "EVERY",
+    "LearnedPruner",
+    "Pruner",
+    "PrunerOptions",
+    "TablePruner",
+    "pruner_of",
+    "usual_interval",
+]
 
 EVERY = 200
-"""Steps between two looks at the tables."""
+"""Steps between two looks at the tables, at most."""
+LOOKS = 40
+"""Looks at the tables in a pruning that is short."""
 WARM_UP = 0.1
 """The share of the steps before entries are cut: what is small at first says nothing yet."""
 
@@ -96,8 +106,8 @@ class Pruner(TablePruner):
     >>> model = nn.Sequential(nn.Embedding(100, 8))
     >>> changes = apply_(model, PEP(schedule="given"), verbose=False)
     >>> pruner = Pruner(model, [400, 100], steps=1000)
-    >>> [pruner(step) for step in (200, 400, 1000)], count_nonzero(model)
-    ([False, False, True], 100)
+    >>> [pruner(step) for step in range(1, 1001)][-1], count_nonzero(model)
+    (True, 100)
     >>> pruner.tickets[400].facts["step"]
     400
     """
@@ -110,6 +120,7 @@ class Pruner(TablePruner):
         steps: int,
         **options: Unpack[PrunerOptions],
     ) -> None:
+        options.setdefault("every", usual_interval(steps))
         super().__init__(model, budgets, **options)
         require(steps >= 1, f"pruning needs at least one step, got steps={steps}")
         self.steps = steps
@@ -183,6 +194,15 @@ def pruner_of(
     if threshold_parameters(model):
         return LearnedPruner(model, budgets, **options)
     return Pruner(model, budgets, steps=steps, **options)
+
+
+def usual_interval(steps: int) -> int:
+    """Return the steps between two looks at the tables in a pruning of so many steps.
+
+    >>> usual_interval(100_000), usual_interval(80), usual_interval(7)
+    (200, 2, 1)
+    """
+    return max(min(EVERY, steps // LOOKS), 1)
 
 
 def _level_values(levels: nn.Module) -> Tensor:

@@ -26,9 +26,17 @@ from rarebit.training.model_file import save_model
 from rarebit.training.progress import Progress
 from rarebit.training.prune import CHECKPOINTS
 from rarebit.training.run_settings import PreparedLog, RunSettings, load_splits
-from rarebit.training.stages import finish_model, num_parameters, train_model
+from rarebit.training.stages import SharedPruning, finish_model, num_parameters, train_model
 
-__all__ = ["RunResult", "read_run", "run"]
+__all__ = [
+    "RunResult",
+    "make_folder",
+    "read_run",
+    "run",
+    "stored_settings",
+    "with_checksum",
+    "write_values",
+]
 
 RUN_FILE = "run.json"
 
@@ -57,10 +65,12 @@ def run(
     progress: Progress | bool = True,
     data_progress: Callable[[int, int], None] | None = None,
     say: Callable[[str], None] = print,
+    shared: SharedPruning | None = None,
 ) -> RunResult:
     """Generate or open the data, build and train the model, measure it on the test split, and write it.
 
-    With a folder, training writes checkpoints there, and `resume` goes on from the newest.
+    With a folder, training writes checkpoints there, and `resume` goes on from the newest. `shared` is a
+    first stage of pruning that this run has together with others.
 
     >>> small = RunSettings.from_mapping({
     ...     "model": {"name": "fm", "dim": 2}, "data": {"rows": 2000}, "training": {"epochs": 1}})
@@ -68,12 +78,12 @@ def run(
     200
     """
     # a prepared log that cannot be used is told before anything is written
-    settings = _with_checksum(settings)
+    settings = with_checksum(settings)
     prepared = load_splits(settings.data) if isinstance(settings.data, PreparedLog) else None
-    out = None if folder is None else _make_folder(Path(folder))
+    out = None if folder is None else make_folder(Path(folder))
     if out is not None and not resume:
         _refuse_used(out)
-        _write(out / RUN_FILE, {"settings": _stored(settings)})
+        write_values(out / RUN_FILE, {"settings": stored_settings(settings)})
     splits = prepared or load_splits(settings.data, progress=data_progress)
     model, history = train_model(
         settings,
@@ -84,6 +94,7 @@ def run(
         device=device,
         progress=progress,
         say=say,
+        shared=shared,
     )
     finish_model(settings, model, say=say)
     result = RunResult(
@@ -96,7 +107,7 @@ def run(
     )
     if out is not None:
         save_model(model, out)
-        _write(out / RUN_FILE, _describe(settings, result))
+        write_values(out / RUN_FILE, _describe(settings, result))
     return result
 
 
@@ -115,7 +126,7 @@ def read_run(folder: str | os.PathLike[str]) -> RunSettings:
         raise ModelFileError(f"{str(path)!r} is damaged: {error}") from None
 
 
-def _with_checksum(settings: RunSettings) -> RunSettings:
+def with_checksum(settings: RunSettings) -> RunSettings:
     """Return the settings with which log it is that lies in the folder now."""
     log = settings.data
     if isinstance(log, SyntheticLog) or log.checksum:
@@ -124,7 +135,7 @@ def _with_checksum(settings: RunSettings) -> RunSettings:
     return dataclasses.replace(settings, data=found)
 
 
-def _stored(settings: RunSettings) -> dict[str, Any]:
+def stored_settings(settings: RunSettings) -> dict[str, Any]:
     """Return the settings for a file: a folder of data is found from anywhere."""
     values = settings.to_mapping()
     if isinstance(settings.data, PreparedLog):
@@ -136,7 +147,7 @@ def _describe(settings: RunSettings, result: RunResult) -> dict[str, Any]:
     from rarebit import __version__
 
     return {
-        "settings": _stored(settings),
+        "settings": stored_settings(settings),
         "test": dataclasses.asdict(result.test),
         "history": dataclasses.asdict(result.history),
         "num_parameters": result.num_parameters,
@@ -158,7 +169,7 @@ def _refuse_used(folder: Path) -> None:
         )
 
 
-def _make_folder(folder: Path) -> Path:
+def make_folder(folder: Path) -> Path:
     """Make the folder before hours of training, not after: it may not be writable."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -172,7 +183,8 @@ def _make_folder(folder: Path) -> Path:
     return folder
 
 
-def _write(path: Path, values: Mapping[str, Any]) -> None:
+def write_values(path: Path, values: Mapping[str, Any]) -> None:
+    """Write a JSON file that is whole under its name at any moment."""
     partial = path.with_name(f"{path.name}.partial")
     try:
         partial.write_text(json.dumps(values, indent=1) + "\n", encoding="utf-8")

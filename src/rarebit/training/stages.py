@@ -35,6 +35,7 @@ from rarebit.training.settings import Training
 
 __all__ = [
     "PRUNING",
+    "SharedPruning",
     "finish_model",
     "num_parameters",
     "pruning_of",
@@ -48,6 +49,16 @@ OTHER_DRAW = 1_000_003
 """Added to the seed where tables are to start from other values than before."""
 
 Say = Callable[[str], object]
+
+
+@dataclass(frozen=True)
+class SharedPruning:
+    """A first stage of pruning that meets the budgets of several runs."""
+
+    folder: Path
+    """Where it is kept."""
+    budgets: tuple[int, ...]
+    """How many entries the runs keep."""
 
 
 def start_model(settings: RunSettings, schema: Schema, *, say: Say = print) -> RankingModel:
@@ -89,8 +100,11 @@ def train_model(
     device: torch.device | str = "cpu",
     progress: Progress | bool = True,
     say: Say = print,
+    shared: SharedPruning | None = None,
 ) -> Trained:
     """Build and train the model of a run; the folder is that of its checkpoints.
+
+    Runs that differ in their budget alone may share the first stage of pruning: it is made once.
 
     >>> from rarebit.data.synthetic import SyntheticLog, generate
     >>> settings = RunSettings.from_mapping({"model": {"name": "fm", "dim": 2}, "training": {"epochs": 1}})
@@ -101,7 +115,7 @@ def train_model(
     """
     pruned = pruning_of(settings)
     if pruned is not None:
-        stages = _Stages(settings, pruned, train, valid, device, progress, say)
+        stages = _Stages(settings, pruned, train, valid, device, progress, say, shared)
         return stages.run(folder, resume=resume)
     model = start_model(settings, train.schema, say=say).to(device)
     history = fit(
@@ -141,7 +155,7 @@ def num_parameters(model: nn.Module) -> int:
 
 @dataclass(frozen=True)
 class _Stages:
-    """The two stages of a run that prunes."""
+    """The two stages of a run that prunes; `shared` is a first stage that several runs have together."""
 
     settings: RunSettings
     pruned: Pruned
@@ -150,12 +164,15 @@ class _Stages:
     device: torch.device | str
     progress: Progress | bool
     say: Say
+    shared: "SharedPruning | None"
 
     def run(self, folder: Path | None, *, resume: bool) -> Trained:
         """Find which entries survive, then train those again; the folder is that of the second stage."""
         first = None if folder is None else folder.parent / PRUNING
+        if self.shared is not None:
+            first = self.shared.folder
         stage = self._by_magnitude if self.pruned.by == "magnitude" else self._by_threshold
-        trained, ticket = stage(first, resume=resume)
+        trained, ticket = stage(first, resume=resume or self.shared is not None)
         if self.pruned.start == "trained":
             self._cut(trained.model, ticket)
             return self._measured(trained)
@@ -173,13 +190,14 @@ class _Stages:
         pruning = prune(
             model,
             self.train,
-            budgets=[self.pruned.keep],
+            budgets=[self.pruned.keep] if self.shared is None else self.shared.budgets,
             settings=training,
             folder=folder,
             resume=resume,
             progress=self.progress,
         )
-        return Trained(model, pruning.history), pruning.tickets[0]
+        [ticket] = [t for t in pruning.tickets if t.facts["budget"] == self.pruned.keep]
+        return Trained(model, pruning.history), ticket
 
     def _by_magnitude(self, folder: Path | None, *, resume: bool) -> tuple[Trained, Ticket]:
         """Train to the best epoch, and cut all but the largest entries."""
