@@ -7,14 +7,17 @@ tables and MLET take turns, three times each; a speed is the median over all epo
 """
 
 import argparse
+import functools
 import json
 import statistics
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
-from rarebit import MLET, Dataset, SyntheticLog, Training, apply_, fit, generate
+from rarebit import MLET, Dataset, Method, SyntheticLog, Training, apply_, fit, generate
 from rarebit.machine import machine
 from rarebit.models import build_model
 
@@ -45,24 +48,37 @@ def compare(data: Dataset, tables: str) -> dict[str, float]:
     for _ in range(ROUNDS):
         for name, side in speeds.items():
             side.extend(train(data, tables, MLET() if name == "mlet" else None))
-    plain, mlet = (statistics.median(side) for side in speeds.values())
+    return figures(speeds, "mlet")
+
+
+def figures(speeds: dict[str, list[float]], side: str) -> dict[str, float]:
+    """Return how a side compares with the plain one: the time of its steps over that of plain ones."""
+    plain, its = (statistics.median(speeds[name]) for name in ("plain", side))
     return {
-        "ratio": plain / mlet,
+        "ratio": plain / its,
         "plain_samples_per_second": plain,
-        "mlet_samples_per_second": mlet,
-        "lowest_ratio": min(speeds["plain"]) / max(speeds["mlet"]),
-        "highest_ratio": max(speeds["plain"]) / min(speeds["mlet"]),
+        f"{side}_samples_per_second": its,
+        "lowest_ratio": min(speeds["plain"]) / max(speeds[side]),
+        "highest_ratio": max(speeds["plain"]) / min(speeds[side]),
     }
 
 
-def train(data: Dataset, tables: str, method: MLET | None) -> list[float]:
+def train(
+    data: Dataset,
+    tables: str,
+    method: Method | None,
+    *,
+    dim: int = 16,
+    after_step: Callable[[nn.Module, int], None] | None = None,
+) -> list[float]:
     """Train, and return the speed of every epoch but the first, which records the step."""
     torch.manual_seed(0)
-    model = build_model("deepfm", data.schema, {"dim": 16})
+    model = build_model("deepfm", data.schema, {"dim": dim}).to(data.device)
     if method is not None:
         apply_(model, method, verbose=False)
     training = Training(epochs=EPOCHS, batch_size=4096, tables=tables)
-    history = fit(model.to(data.device), data, settings=training, progress=False)
+    after = None if after_step is None else functools.partial(after_step, model)
+    history = fit(model, data, settings=training, after_step=after, progress=False)
     return [epoch.samples_per_second for epoch in history.epochs[1:]]
 
 
