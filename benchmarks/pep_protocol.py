@@ -5,7 +5,8 @@
 That code evaluates on the test rows after every epoch and reports the best value; its AUC is the mean over
 batches of 1024. Here the same trainings are measured both ways: so, and by our own protocol, in which
 validation rows pick the epoch and all test rows make one AUC. The pruned models are those of
-recipes/pep-ml-1m.toml: a threshold on a schedule, fifteen epochs, and what is left trained again.
+recipes/pep-ml-1m.toml: a threshold on a schedule, fifteen epochs, and what is left trained again. Besides, the
+epochs are counted that the learned thresholds of that plan take to meet the budgets.
 """
 
 import argparse
@@ -18,7 +19,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from rarebit import Dataset, Masked, RunSettings, apply_, evaluate, fit, predict, prune
+from rarebit import PEP, Dataset, Masked, RunSettings, apply_, evaluate, fit, predict, prune
 from rarebit.data.order import batch_bounds
 from rarebit.machine import machine
 from rarebit.training.metrics import auc
@@ -27,6 +28,7 @@ from rarebit.training.stages import start_model
 
 BATCH = 1024
 PRUNING_EPOCHS = 15
+LEARNED_EPOCHS, LEARNED_INIT, LEARNED_DECAY = 20, -8.0, 1e-4
 
 
 def main() -> None:
@@ -50,15 +52,23 @@ def main() -> None:
     )
     splits = [part.to(options.device) for part in load_splits(settings.data)]
     rows: dict[str, list[dict[str, float]]] = {}
+    learned: list[dict[str, float]] = []
     for seed in range(options.seeds):
         for name, found in one_seed(settings, splits, seed, options.budgets).items():
             rows.setdefault(name, []).append(found)
             print(name, seed, found, flush=True)
+        learned.append(learned_epochs(settings, splits[0], seed, options.budgets))
+        print("learned thresholds", seed, learned[-1], flush=True)
     facts: dict[str, Any] = dict(machine())
     if torch.cuda.is_available():
         facts["device"] = torch.cuda.get_device_name()
     results = [{"side": name, **summary(found)} for name, found in rows.items()]
-    report = {"results": results, "seeds": options.seeds, "machine": facts}
+    report = {
+        "results": results,
+        "learned_epochs": learned,
+        "seeds": options.seeds,
+        "machine": facts,
+    }
     print(json.dumps(report, indent=1))
     if options.out is not None:
         options.out.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
@@ -93,6 +103,20 @@ def one_seed(
         apply_(model, Masked(ticket), where=lambda info: info.width > 1, verbose=False)
         found[str(budget)] = train_and_measure(model)
     return found
+
+
+def learned_epochs(
+    settings: RunSettings, train: Dataset, seed: int, budgets: list[int]
+) -> dict[str, float]:
+    """Return after how many epochs of pruning learned thresholds meet each budget."""
+    training = dataclasses.replace(
+        settings.training, seed=seed, epochs=LEARNED_EPOCHS, threshold_weight_decay=LEARNED_DECAY
+    )
+    seeded = dataclasses.replace(settings, training=training, methods=(PEP(init=LEARNED_INIT),))
+    model = start_model(seeded, train.schema, say=len).to(train.device)
+    pruning = prune(model, train, budgets=budgets, settings=training, progress=False)
+    steps = len(batch_bounds(len(train), BATCH))
+    return {str(t.facts["budget"]): t.facts["step"] / steps for t in pruning.tickets}
 
 
 class Watch:
