@@ -241,3 +241,45 @@ def test_the_page_of_studies_has_the_results_of_mlet(words, name):
         )
         line = " | ".join([words, cell.data, *figures, found[7], rare, frequent])
         assert f"| {line} |" in MLET_PAGE
+
+
+PEP, PRUNING_PAGE = (
+    read_result(ROOT / "benchmarks/results/study-pep-ml-1m.json"),
+    (ROOT / "docs/pruning.md").read_text("utf-8"),
+)
+PRUNED = {
+    "baseline": "unpruned, 264,256 entries",
+    "pruned:keep=30000:by=magnitude": "30,000, cut at once by magnitude",
+    "pruned:keep=30000:epochs=15": "30,000, a threshold on a schedule",
+    "pep:init=-8.0+pruned:keep=30000:epochs=20": "30,000, learned thresholds",
+    "pruned:keep=10000:by=magnitude": "10,000, cut at once by magnitude",
+    "pruned:keep=10000:epochs=15": "10,000, a threshold on a schedule",
+    "pep:init=-8.0+pruned:keep=10000:epochs=20": "10,000, learned thresholds",
+}
+
+
+def behind_unpruned(name):
+    sides = {side.name: {run.seed: run.auc for run in side.runs} for side in PEP.cells[0].sides}
+    baseline = sides["baseline"]
+    return sum(auc - baseline[seed] for seed, auc in sides[name].items()) / len(baseline)
+
+
+@pytest.mark.parametrize("name", PRUNED)
+def test_the_page_of_pruning_has_the_results_of_the_study(name):
+    [cell] = PEP.cells
+    shown = {row[0]: row for row in side_table(cell).rows}[name]
+    judged = {row[0]: row for row in comparison_table(cell, PEP.minimum_effect).rows}.get(name)
+    behind = "" if name == "baseline" else f"{behind_unpruned(name):+.4f} "
+    against = f"{judged[2]} ({judged[3]}) | {judged[7]} |" if judged else "| |"
+    assert f"| {PRUNED[name]} | {shown[6]} | {shown[2]} | {behind}| {against}" in PRUNING_PAGE
+    assert {len(side.runs) for side in cell.sides} == {5}
+
+
+def test_the_figures_of_pruning_in_the_readme_are_those_of_the_study():
+    at_once, scheduled, learned = (name for name in PRUNED if "10000" in name)
+    size = {row[0]: row[6] for row in side_table(PEP.cells[0]).rows}
+    assert (
+        f"loses {-behind_unpruned(learned):.4f} of its AUC at 10,000 entries in {size[learned]} with learned "
+        f"thresholds, {-behind_unpruned(scheduled):.4f} with a threshold on a schedule, and "
+        f"{-behind_unpruned(at_once):.4f} where the smallest entries are cut at once (five seeds"
+    ) in " ".join(README.split())
