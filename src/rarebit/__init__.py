@@ -8,7 +8,6 @@ from rarebit.data.synthetic import SyntheticLog, generate
 from rarebit.data.text_format import TextFormat
 from rarebit.diagnosis.diagnose import diagnose
 from rarebit.diagnosis.report import Diagnosis
-from rarebit.diagnosis.spectrum import information_abundance
 from rarebit.methods._budget import set_threshold_, take_ticket
 from rarebit.methods.hashing import Hashing
 from rarebit.methods.low_rank import LowRank
@@ -28,6 +27,7 @@ from rarebit.tables.pack import pack_
 from rarebit.tables.packed import Pack
 from rarebit.tables.packed_file import load_packed, save_packed
 from rarebit.tables.row_gradients import RowGradients, sum_losses
+from rarebit.tables.spectrum import information_abundance
 from rarebit.tables.table import Method, Pair, Table
 from rarebit.tables.ticket import Ticket, load_ticket, save_ticket
 from rarebit.training.clipping import clip_grad_norm_

@@ -11,10 +11,10 @@ from torch import nn
 
 import rarebit as rb
 from rarebit.diagnosis.diagnose import diagnose, diagnose_file
-from rarebit.diagnosis.spectrum import information_abundance, random_abundance, stable_rank
 from rarebit.errors import DataError, ModelFileError, NoTableError, SettingsError
 from rarebit.models.deepfm import DeepFM
 from rarebit.models.lr import LR
+from rarebit.tables.spectrum import information_abundance, random_abundance, stable_rank
 from rarebit.tables.table import full_table
 
 FIELDS = (

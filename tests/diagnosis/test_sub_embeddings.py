@@ -8,11 +8,11 @@ from capabilities import needs_cuda
 
 from rarebit import Field, LowRank, Schema, apply_
 from rarebit.diagnosis.diagnose import diagnose
-from rarebit.diagnosis.spectrum import information_abundance
 from rarebit.models.dcn_v2 import DCNv2
 from rarebit.models.deepfm import DeepFM
 from rarebit.models.ffm import FFM
 from rarebit.tables.find import find_sites
+from rarebit.tables.spectrum import information_abundance
 from rarebit.tables.table import full_table
 
 SCHEMA = Schema(

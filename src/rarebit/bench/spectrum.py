@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from rarebit.bench._frame import BenchResult, Say, measure, timing_figures
-from rarebit.diagnosis.spectrum import singular_values
+from rarebit.tables.spectrum import singular_values
 
 __all__ = ["run"]
 

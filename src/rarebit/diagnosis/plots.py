@@ -8,11 +8,11 @@ import math
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-from rarebit.diagnosis.spectrum import random_singular_values
 from rarebit.diagnosis.sub_embeddings import SubEmbeddings
 from rarebit.diagnosis.table import TableDiagnosis
 from rarebit.diagnosis.text import short_names
 from rarebit.errors import MissingExtraError
+from rarebit.tables.spectrum import random_singular_values
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

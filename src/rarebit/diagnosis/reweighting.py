@@ -22,11 +22,11 @@ import torch
 from torch import Tensor, nn
 
 from rarebit.diagnosis.rows import rows_of_table
-from rarebit.diagnosis.spectrum import triangle_of
 from rarebit.errors import DataError
 from rarebit.methods.mlet import FactorizedTable
 from rarebit.settings import to_mapping
 from rarebit.tables.find import find_sites
+from rarebit.tables.spectrum import triangle_of
 from rarebit.tables.table import AnyTable, Table
 
 __all__ = [

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rarebit.diagnosis.spectrum import default_chunk, triangle_of
+from rarebit.tables.spectrum import default_chunk, triangle_of
 from rarebit.tables.table import AnyTable, home_of
 
 __all__ = ["Rows", "Scan", "rows_of_slice", "rows_of_table", "scan"]

@@ -10,8 +10,8 @@ from torch import Tensor
 from rarebit.diagnosis.frequency import NormBin, count_dead, norm_bins, spearman
 from rarebit.diagnosis.reweighting import Reweighting
 from rarebit.diagnosis.rows import Scan
-from rarebit.diagnosis.spectrum import abundance_of, random_abundance, stable_rank_of
 from rarebit.settings import to_mapping
+from rarebit.tables.spectrum import abundance_of, random_abundance, stable_rank_of
 
 __all__ = ["TableDiagnosis", "describe_table"]
 

@@ -8,7 +8,8 @@ from capabilities import needs_cuda
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rarebit.diagnosis.spectrum import (
+from rarebit.errors import DataError, SettingsError
+from rarebit.tables.spectrum import (
     information_abundance,
     random_abundance,
     random_singular_values,
@@ -16,7 +17,6 @@ from rarebit.diagnosis.spectrum import (
     singular_values,
     stable_rank,
 )
-from rarebit.errors import DataError, SettingsError
 
 
 def make_table(kind, rows, width):
