@@ -1,6 +1,7 @@
 """The figures in the README are those of the stored results."""
 
 import json
+import math
 import re
 from pathlib import Path
 
@@ -283,3 +284,31 @@ def test_the_figures_of_pruning_in_the_readme_are_those_of_the_study():
         f"thresholds, {-behind_unpruned(scheduled):.4f} with a threshold on a schedule, and "
         f"{-behind_unpruned(at_once):.4f} where the smallest entries are cut at once (five seeds"
     ) in " ".join(README.split())
+
+
+PROTOCOL, GPU_PEP = stored("pep-protocol"), stored("gpu-pep")
+
+
+@pytest.mark.parametrize("row", PROTOCOL["results"], ids=lambda row: row["side"])
+def test_the_page_of_pruning_has_both_protocols(row):
+    name = row["side"] if row["side"] == "unpruned" else f"{int(row['side']):,}"
+    paper, ours = (
+        f"{row[f'{way}_auc']:.4f} ± {row[f'{way}_spread']:.4f}" for way in ("paper", "ours")
+    )
+    assert f"| {name} | {paper} | {ours} |" in PRUNING_PAGE
+
+
+def test_the_page_of_pruning_says_how_long_learned_thresholds_take():
+    epochs = {
+        name: {math.ceil(seed[name]) for seed in PROTOCOL["learned_epochs"]}
+        for name in ("30000", "10000")
+    }
+    assert epochs == {"30000": {13}, "10000": {15}}
+    assert "30,000 entries in the 13th epoch of pruning and 10,000 in the 15th" in PRUNING_PAGE
+
+
+def test_the_page_of_pruning_has_the_time_of_a_step_on_a_gpu():
+    words = " ".join(PRUNING_PAGE.split())
+    found = GPU_PEP["results"]
+    assert f"given threshold takes {found['scheduled']['ratio']:.2f} times" in words
+    assert f"for each entry {found['learned']['ratio']:.2f} times" in words
