@@ -11,6 +11,7 @@ from rarebit.bench import packed
 from rarebit.bench._frame import measure
 from rarebit.tables.packed import Pack
 from rarebit.tables.packed_file import save_packed
+from rarebit.tables.packed_kernel import packed_kernel
 
 
 def test_a_small_bench(monkeypatch):
@@ -40,6 +41,7 @@ def test_a_small_bench(monkeypatch):
     over = [figures[f"bytes_over_bound_{name}"] for name in names]
     assert figures["bytes_over_bound"] == max(over) > 1.0
     assert figures["bytes_rows"] < figures["bytes_90"]
+    assert figures["path"] == ("plain torch" if packed_kernel() is None else "compiled kernel")
 
 
 def test_page_faults_tell_whether_memory_is_new():

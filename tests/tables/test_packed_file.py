@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 from torch import Tensor, nn
+from torch.testing import assert_close
 
 from rarebit.errors import ModelFileError
 from rarebit.tables import packed_check
@@ -262,7 +263,9 @@ def test_a_thousand_mutations_are_refused_or_harmless(kept, bits, tmp_path):
         entries = find_entries(ids, parts, loaded.before, loaded.embedding_dim)
         assert torch.equal(entries.position, torch.arange(len(parts.values)))
         assert bool((entries.place.diff() > 0).all())
-        assert loaded(ids).shape == (loaded.num_embeddings, loaded.embedding_dim)
+        rows = loaded(ids)
+        assert rows.shape == (loaded.num_embeddings, loaded.embedding_dim)
+        assert_close(rows, loaded._served_rows(ids).view_as(rows), rtol=0, atol=0, equal_nan=True)
         if loaded.padding_idx is not None:
             assert not loaded(torch.tensor([loaded.padding_idx])).any()
     assert 300 < refused < 1000

@@ -17,8 +17,10 @@ from hypothesis import strategies as st
 from torch import nn
 
 from rarebit.errors import DataError
+from rarebit.tables import compiled
+from rarebit.tables.compiled import COMPILERS
 from rarebit.training import row_kernel as module
-from rarebit.training.row_kernel import COMPILERS, load_row_kernel, suits
+from rarebit.training.row_kernel import load_row_kernel, suits
 
 SOURCES = Path(module.__file__).parents[2]
 WANTED = [*shlex.split(os.environ.get("CXX", ""))[:1], *COMPILERS]
@@ -375,8 +377,8 @@ QUICK_FLAGS = ("-std=c++17", "-shared", "-fPIC")
 
 @pytest.fixture
 def quick(monkeypatch):
-    monkeypatch.setattr(module, "FLAGS", QUICK_FLAGS)
-    monkeypatch.setattr(module, "CHOICES", ((),))
+    monkeypatch.setattr(compiled, "FLAGS", QUICK_FLAGS)
+    monkeypatch.setattr(compiled, "CHOICES", ((),))
 
 
 def test_switched_off_there_is_no_kernel(tmp_path):
@@ -428,7 +430,7 @@ def test_a_cache_that_cannot_be_written_is_done_without(tmp_path, quick):
 
 @needs_compiler
 def test_flags_that_a_compiler_does_not_know_are_left_out(tmp_path, monkeypatch, quick):
-    monkeypatch.setattr(module, "CHOICES", (("--no-such-flag",), ()))
+    monkeypatch.setattr(compiled, "CHOICES", (("--no-such-flag",), ()))
     kernel = load_row_kernel(environment(tmp_path))
     assert kernel.merge(torch.tensor([3, 3]), torch.ones(2, 1))[1].tolist() == [[2.0]]
 
@@ -437,9 +439,10 @@ def test_flags_that_a_compiler_does_not_know_are_left_out(tmp_path, monkeypatch,
 def test_two_processes_may_compile_at_once(tmp_path):
     code = (
         "import torch\n"
-        "from rarebit.training import row_kernel as module\n"
-        f"module.FLAGS, module.CHOICES = {QUICK_FLAGS}, ((),)\n"
-        "print(module.row_kernel().merge(torch.tensor([4, 2, 4]), torch.ones(3, 1)))"
+        "from rarebit.tables import compiled\n"
+        "from rarebit.training.row_kernel import row_kernel\n"
+        f"compiled.FLAGS, compiled.CHOICES = {QUICK_FLAGS}, ((),)\n"
+        "print(row_kernel().merge(torch.tensor([4, 2, 4]), torch.ones(3, 1)))"
     )
     paths = {"PYTHONPATH": str(SOURCES), "OMP_NUM_THREADS": "1"}
     processes = [
@@ -458,7 +461,9 @@ def test_two_processes_may_compile_at_once(tmp_path):
 
 
 def test_the_cache_lies_where_the_user_keeps_caches():
-    assert module._cache_folder({"XDG_CACHE_HOME": "/c", "HOME": "/h"}) == Path("/c/rarebit")
-    assert module._cache_folder({"XDG_CACHE_HOME": "c", "HOME": "/h"}) == Path("/h/.cache/rarebit")
-    assert module._cache_folder({"HOME": "/h"}) == Path("/h/.cache/rarebit")
-    assert module._cache_folder({}) is None
+    assert compiled._cache_folder({"XDG_CACHE_HOME": "/c", "HOME": "/h"}) == Path("/c/rarebit")
+    assert compiled._cache_folder({"XDG_CACHE_HOME": "c", "HOME": "/h"}) == Path(
+        "/h/.cache/rarebit"
+    )
+    assert compiled._cache_folder({"HOME": "/h"}) == Path("/h/.cache/rarebit")
+    assert compiled._cache_folder({}) is None

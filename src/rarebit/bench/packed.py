@@ -9,7 +9,7 @@ at random from the whole table and others in the next unit.
 
 Rows are returned in memory that the C library has at hand, or must get from the system in every lookup:
 `dense_faults` tells which. New memory takes longer to map than to fill, on both sides, so the ratio is
-smaller then.
+smaller then. `path` tells whether packed rows came from the compiled kernel or from plain torch.
 
 Bytes are those of the file, over 4 a value, the cheaper of a bit an entry of a row that is not empty and
 a byte a value, 4 a row that is not empty, and a bit a row. Memory is that of a process of its own:
@@ -33,6 +33,7 @@ from rarebit.bench._frame import BenchResult, Say, measure, timing_figures
 from rarebit.bench._load import FOLDER
 from rarebit.tables.packed import Pack
 from rarebit.tables.packed_file import load_packed, save_packed
+from rarebit.tables.packed_kernel import packed_kernel
 
 __all__ = ["bound", "resident_bytes", "run"]
 
@@ -77,6 +78,7 @@ def run(say: Say) -> BenchResult:
     return {
         "ratio": _largest(figures, "ratio", names),
         "ratio_of": "time of a packed lookup / time of F.embedding, the largest of four sparsities",
+        "path": "plain torch" if packed_kernel() is None else "compiled kernel",
         "bytes_over_bound": _largest(figures, "bytes_over_bound", names),
         "dense_bytes": 4 * ROWS * WIDTH,
         **figures,

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from rarebit.errors import ModelFileError, TableError
 
-__all__ = ["Ticket", "load_ticket", "save_ticket"]
+__all__ = ["DESCRIPTION", "Ticket", "load_ticket", "save_ticket"]
 
 FORMAT = 1
 DESCRIPTION = "ticket.json"
@@ -145,6 +145,10 @@ def load_ticket(folder: str | os.PathLike[str]) -> Ticket:
     folder = Path(folder)
     description = _read_description(folder)
     path = folder / description["tensors"]
+    if path.resolve().parent != folder.resolve():
+        raise ModelFileError(
+            f"{str(path)!r} is a link that leads out of its folder; copy the file there"
+        )
     try:
         if _checksum(path) != description["sha256"]:
             raise ModelFileError(

@@ -13,48 +13,29 @@ For each distinct row, w its weight and g the sum of its values in the order of 
     sgd         b = momentum * b + g
                 w -= lr * b                            without momentum: w -= lr * g
 
-Other rows are not touched, and the bits do not depend on the number of threads. The library lies in
-the user's cache folder under a name that changes with source, compiler and processor. Where there is
-no compiler, or anything else goes wrong, there is no kernel, and plain torch does the same.
-`RAREBIT_COMPILE=0` in the environment switches it off.
+Other rows are not touched, and the bits do not depend on the number of threads. How it is compiled is
+told in `tables/compiled.py`; where it cannot be, there is no kernel, and plain torch does the same.
 """
 
 import ctypes
 import functools
-import hashlib
 import math
 import os
-import platform
-import shlex
-import shutil
-import subprocess
-import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from ctypes import c_float, c_int, c_int64, c_void_p
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd.graph import increment_version
 
 from rarebit.errors import DataError
+from rarebit.tables.compiled import is_plain, load_compiled
 
 __all__ = ["RowKernel", "load_row_kernel", "row_kernel", "suits"]
 
 SOURCE = Path(__file__).with_suffix(".cpp")
-# Not -ffast-math: sums keep their order and NaN stays NaN. Square roots need no errno, and without
-# contraction the bits do not depend on whether the processor can multiply and add in one.
-FLAGS = (
-    *("-std=c++17", "-O3", "-fno-math-errno", "-ffp-contract=off", "-fopenmp-simd"),
-    *("-shared", "-fPIC"),
-)
-CHOICES = (("-march=native", "-fopenmp"), ("-fopenmp",), ("-march=native",), ())
-"""Further flags, best first: the first that the compiler takes and that give right results."""
-COMPILERS = ("c++", "g++", "clang++")
-MOST_SECONDS = 120.0
-"""A compiler that takes longer hangs."""
-
 OUT_OF_MEMORY = -2
 
 LOOKUPS = (c_void_p, c_int64, c_void_p, c_int64, c_int)
@@ -86,15 +67,7 @@ def suits(*tensors: Tensor) -> bool:
     >>> suits(torch.zeros(5, 2)), suits(torch.zeros(5, 2).T), suits(torch.zeros(5).double())
     (True, False, False)
     """
-    # A subclass may keep its numbers elsewhere, as distributed tensors do.
-    return all(
-        type(tensor) in {Tensor, nn.Parameter}
-        and tensor.layout == torch.strided
-        and tensor.device.type == "cpu"
-        and tensor.dtype == torch.float32
-        and tensor.is_contiguous()
-        for tensor in tensors
-    )
+    return all(is_plain(tensor, torch.float32) for tensor in tensors)
 
 
 class RowKernel:
@@ -255,87 +228,12 @@ def load_row_kernel(environment: Mapping[str, str]) -> RowKernel | None:
     >>> load_row_kernel({"RAREBIT_COMPILE": "0"}) is None
     True
     """
-    if environment.get("RAREBIT_COMPILE") == "0":
-        return None
-    kernels = (_from_compiler(compiler, environment) for compiler in _compilers(environment))
-    return next((kernel for kernel in kernels if kernel is not None), None)
+    return load_compiled(SOURCE, _tried, environment)
 
 
-def _compilers(environment: Mapping[str, str]) -> Iterator[list[str]]:
-    """Yield the commands of the compilers there are, the user's choice first."""
-    seen = set()
-    for command in (environment.get("CXX", ""), *COMPILERS):
-        try:
-            name, *arguments = shlex.split(command)
-        except ValueError:  # nothing, or a quote left open
-            continue
-        found = shutil.which(name, path=environment.get("PATH", ""))
-        # One program often has several names: what it cannot do under one, it cannot under another.
-        if found is not None and (program := (os.path.realpath(found), *arguments)) not in seen:
-            seen.add(program)
-            yield [found, *arguments]
-
-
-def _from_compiler(compiler: list[str], environment: Mapping[str, str]) -> RowKernel | None:
-    try:
-        source = SOURCE.read_bytes()
-        version = _run([*compiler, "--version"], environment)
-    except (OSError, subprocess.SubprocessError):
-        return None
-    what = (source, FLAGS, CHOICES, compiler, version, _processor())
-    name = f"row_kernel-{hashlib.sha256(repr(what).encode()).hexdigest()[:32]}.so"
-    cache = _cache_folder(environment)
-    if cache is not None and (kernel := _open(cache / name)) is not None:
-        return kernel
-    # Without a folder of ours, or where nothing in it may be run, a private one does for this process.
-    return _build(cache, name, compiler, environment) or _build(None, name, compiler, environment)
-
-
-def _build(
-    folder: Path | None, name: str, compiler: list[str], environment: Mapping[str, str]
-) -> RowKernel | None:
-    """Compile into a folder, or one that is gone afterwards, and load the result."""
-    try:
-        if folder is not None:
-            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        # On some network disks a library in use cannot be removed.
-        with tempfile.TemporaryDirectory(dir=folder, ignore_cleanup_errors=True) as workplace:
-            for number, choice in enumerate(CHOICES):
-                built = Path(workplace) / f"{number}.so"
-                kernel = _compile(built, [*compiler, *FLAGS, *choice], environment)
-                if kernel is not None:
-                    if folder is not None:
-                        # Only what works gets the name, whole: other processes may look for it now.
-                        built.replace(folder / name)
-                    return kernel
-    except OSError:
-        pass
-    return None
-
-
-def _compile(built: Path, command: list[str], environment: Mapping[str, str]) -> RowKernel | None:
-    try:
-        _run([*command, str(SOURCE), "-o", str(built)], environment)
-    except (OSError, subprocess.SubprocessError):
-        return None
-    return _open(built)
-
-
-def _run(command: list[str], environment: Mapping[str, str]) -> bytes:
-    done = subprocess.run(  # noqa: S603  # the user's own compiler, on our source
-        command, env=dict(environment), capture_output=True, check=True, timeout=MOST_SECONDS
-    )
-    return done.stdout
-
-
-def _open(library: Path) -> RowKernel | None:
-    if not library.is_file():
-        return None
-    try:
-        kernel = RowKernel(ctypes.CDLL(str(library)))
-        return kernel if _is_right(kernel) else None
-    except (OSError, AttributeError, DataError, MemoryError):  # not a library, not ours, or wrong
-        return None
+def _tried(library: ctypes.CDLL) -> RowKernel | None:
+    kernel = RowKernel(library)
+    return kernel if _is_right(kernel) else None
 
 
 def _is_right(kernel: RowKernel) -> bool:
@@ -356,23 +254,3 @@ def _is_right(kernel: RowKernel) -> bool:
         and torch.allclose(by_adagrad, expected)
         and by_sgd.tolist() == [[-2.0], [0.0], [-4.0]]
     )
-
-
-def _cache_folder(environment: Mapping[str, str]) -> Path | None:
-    """Return the folder for libraries that outlive the process, or None where the user has none."""
-    caches = environment.get("XDG_CACHE_HOME", "")
-    if Path(caches).is_absolute():
-        return Path(caches) / "rarebit"
-    home = environment.get("HOME", "")
-    return Path(home) / ".cache" / "rarebit" if Path(home).is_absolute() else None
-
-
-def _processor() -> str:
-    """Return what a library made for this very processor depends on."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text("utf-8", "replace").split("\n\n", 1)[0].splitlines()
-    except OSError:
-        lines = []
-    kinds = ("vendor", "cpu family", "model", "stepping", "flags", "features", "cpu part", "isa")
-    told = [line for line in lines if line.lower().startswith(kinds)]
-    return "\n".join([platform.system(), platform.machine(), platform.processor(), *told])
