@@ -9,14 +9,17 @@ from rarebit.data.text_format import TextFormat
 from rarebit.diagnosis.diagnose import diagnose
 from rarebit.diagnosis.report import Diagnosis
 from rarebit.methods._budget import set_threshold_, take_ticket
+from rarebit.methods.aligned_sets import AlignedSets
 from rarebit.methods.hashing import Hashing
 from rarebit.methods.low_rank import LowRank
 from rarebit.methods.masked import Masked
 from rarebit.methods.mlet import MLET
+from rarebit.methods.multi_embedding import MultiEmbedding
 from rarebit.methods.pep import PEP
 from rarebit.methods.product_start import ProductStart
 from rarebit.methods.pruned import Pruned
 from rarebit.methods.quantize import Quantize
+from rarebit.methods.shared_sets import SharedSets
 from rarebit.study.plan import StudyPlan
 from rarebit.study.results import StudyResult
 from rarebit.study.study import study
@@ -51,6 +54,7 @@ __all__ = [
     "EMA",
     "MLET",
     "PEP",
+    "AlignedSets",
     "Batch",
     "Column",
     "Dataset",
@@ -66,6 +70,7 @@ __all__ = [
     "MemoryEstimate",
     "Method",
     "Metrics",
+    "MultiEmbedding",
     "Pack",
     "Pair",
     "PreparedLog",
@@ -79,6 +84,7 @@ __all__ = [
     "RunSettings",
     "Schema",
     "Scored",
+    "SharedSets",
     "Split",
     "Splits",
     "StudyPlan",

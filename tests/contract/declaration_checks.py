@@ -17,10 +17,12 @@ from torch.testing import assert_close
 import rarebit as rb
 from rarebit.errors import SettingsError, UnsupportedTableError
 from rarebit.methods import method_name
+from rarebit.tables.apply import end_training_
+from rarebit.tables.sets import SetsMethod
 from rarebit.tables.table import AnyTable, Pair, declared_pair
 
 WORDS = ("title", "paper", "control", "cost", "applies")
-CONTROLS = ("baseline", "narrow", "matched-rate", "magnitude")
+CONTROLS = ("baseline", "narrow", "wide", "matched-rate", "magnitude")
 MAX_TITLE = 72
 """A title stands beside the name in 80 columns."""
 SHAPES = [(N, D), (40, D)]
@@ -61,6 +63,8 @@ def check_share(method: rb.Method) -> None:
         model = nn.ModuleList([nn.Embedding(*shape) for shape in SHAPES])
         plain = sum(parameter.numel() for parameter in model.parameters())
         rb.apply_(model, sized, verbose=False)
+        if isinstance(sized, rb.Pruned):  # it is small once it is packed
+            end_training_(model)
         kept = sum(parameter.numel() for parameter in model.parameters()) / plain
         assert not _needs_a_size(method) or kept <= share, f"{sized} keeps {kept}, not {share}"
 
@@ -125,7 +129,7 @@ def check_pair(first: rb.Method, then: rb.Method) -> None:
     """A pair that is allowed works, and one that is refused is refused with its words."""
     pair = declared_pair(type(first), type(then))
     assert pair is not None, "the pair is not declared"
-    for model, arguments in _models():
+    for model, arguments in _models(first, then):
         rb.apply_(model, first, verbose=False)
         if pair.allowed:
             _check_allowed(model, arguments, first, then)
@@ -133,12 +137,13 @@ def check_pair(first: rb.Method, then: rb.Method) -> None:
             _check_refused(model, then, pair)
 
 
-def _models() -> list[tuple[nn.Module, tuple[Any, ...]]]:
-    return [
+def _models(*methods: rb.Method) -> list[tuple[nn.Module, tuple[Any, ...]]]:
+    tables = [
         (Holder(nn.Embedding(N, D, padding_idx=3)), (IDS,)),
         (Holder(nn.EmbeddingBag(N, D, padding_idx=3)), (IDS, OFFSETS)),
-        (zoo_model(), (zoo_batch(),)),
     ]
+    sets = any(isinstance(method, SetsMethod) for method in methods)
+    return [*([] if sets else tables), (zoo_model(*methods), (zoo_batch(),))]
 
 
 def _check_allowed(

@@ -15,8 +15,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import rarebit as rb
+from rarebit.models._base import RankingModel
+from rarebit.models.dcn_v2 import DCNv2
 from rarebit.models.deepfm import DeepFM
 from rarebit.tables.collection import TableCollection
+from rarebit.tables.sets import SetsMethod
 
 N, D = 13, 6
 """Rows and width of the table that the checks use: more rows than wide, no common divisor."""
@@ -110,8 +113,11 @@ def stored_table(table: Any) -> nn.Embedding:
     return table
 
 
-def zoo_model() -> DeepFM:
-    model = DeepFM(SCHEMA, dim=D, hidden=(8,))
+def zoo_model(*methods: rb.Method) -> RankingModel:
+    """Return a model of ours that all these methods can be applied to."""
+    sets = any(isinstance(method, SetsMethod) for method in methods)
+    kind: type[RankingModel] = DCNv2 if sets else DeepFM
+    model = kind(SCHEMA, dim=D, hidden=(8,))
     move_(model)
     return model
 

@@ -7,7 +7,7 @@ from typing import Any, Self
 
 import pytest
 from contract import declaration_checks as checks
-from contract.test_methods import method_of
+from contract.test_methods import every_table_method, method_of
 from torch import Tensor, nn
 
 import rarebit as rb
@@ -30,12 +30,12 @@ def test_knobs_are_settings_with_values_that_work(name):
     checks.check_knobs(method_of(name))
 
 
-@every_method
+@every_table_method
 def test_a_sized_method_keeps_at_most_the_share(name):
     checks.check_share(method_of(name))
 
 
-@every_method
+@every_table_method
 def test_the_next_method_gets_the_shape_that_is_said(name):
     checks.check_shape_after(method_of(name))
 

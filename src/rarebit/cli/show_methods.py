@@ -17,7 +17,10 @@ __all__ = ["methods_as_data", "show_methods"]
 
 CONTROLS = {
     "baseline": "plain tables",
+    "magnitude": "the smallest trained entries cut at once, to the same number",
+    "matched-rate": "plain tables with other learning rates and starts",
     "narrow": "plain tables made narrower until they have the same bytes",
+    "wide": "plain tables as wide as all embedding sets together",
 }
 HOW_TO_WRITE = (
     "Methods are joined by +, in the order they are applied, and take settings after a colon: "

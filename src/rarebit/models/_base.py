@@ -11,6 +11,7 @@ the mean of their features, tensor by tensor (multi-embedding: Guo et al., 2024)
 lie side by side in one table: one lookup, whatever M is.
 """
 
+import itertools
 from collections.abc import Iterable, Mapping
 from typing import Any, ClassVar, Self, TypedDict, Unpack
 
@@ -19,9 +20,11 @@ from torch import Tensor, nn
 
 from rarebit.data.dataset import Batch
 from rarebit.data.schema import Schema
-from rarebit.errors import SettingsError
+from rarebit.errors import SettingsError, UnsupportedTableError
 from rarebit.settings import require
 from rarebit.tables.collection import TableCollection, TableInit
+from rarebit.tables.sets import SetsMethod
+from rarebit.tables.table import full_table
 
 __all__ = ["Backbone", "FirstOrder", "RankingModel", "TableOptions", "settings_of"]
 
@@ -91,6 +94,33 @@ class RankingModel(nn.Module):
             )
         return type(self)(self.schema, **{**self.settings, "num_sets": num_sets})
 
+    def take_sets_(self, num_sets: int, made_by: SetsMethod) -> TableCollection:
+        """Become the model with several embedding sets, in place, and return its tables.
+
+        The first set starts at the rows the model has. All else of backbone and head is drawn anew;
+        the wide part stays.
+        """
+        grown, name = self.with_sets(num_sets), type(self).__name__
+        own, new = self.backbone, grown.backbone
+        assert isinstance(own, Backbone)
+        assert isinstance(new, Backbone)
+        require(
+            own.num_sets is None,
+            f"{name} has {own.num_sets} embedding sets already; build it without num_sets first",
+        )
+        require(
+            not own.tables.projections,
+            f"{name} has fields with widths of their own, whose rows all embedding sets would share; "
+            "build it without widths",
+        )
+        new.start_first_set_(own)
+        new.refuse_equal_sets()
+        new.made_by = made_by
+        like = next(own.tables.parameters())
+        grown.to(like.device, like.dtype).train(own.training)
+        self.backbone, self.head = new, grown.head
+        return new.tables
+
 
 class Backbone(nn.Module):
     """Embeddings plus interaction. A numeric field's embedding is its vector times its value."""
@@ -112,10 +142,14 @@ class Backbone(nn.Module):
         num_numeric = len(schema.numeric_fields)
         self.num_sets = num_sets
         self.tables = TableCollection(schema.table_fields, width, **tables)
+        if num_sets is not None and tables.get("init") == "xavier":
+            self._widen_bound_(dim)
         self.register_parameter(
             "numeric", nn.Parameter(0.01 * torch.randn(num_numeric, width)) if num_numeric else None
         )
         self.interaction = interaction
+        self.made_by: SetsMethod | None = None
+        """The method that gave a model its sets; None where it was built with them."""
 
     def embed(self, batch: Batch) -> Tensor:
         """Return the embedding of every field, `(B, F, D)` or `(M, B, F, D)`: tables, then numbers."""
@@ -136,6 +170,36 @@ class Backbone(nn.Module):
         if isinstance(features, tuple):
             return tuple(feature.mean(dim=0) for feature in features)
         return features.mean(dim=0)
+
+    def _widen_bound_(self, dim: int) -> None:
+        """Start each set within Xavier's bound of a table of its own, not of one as wide as all sets."""
+        rows = sum(field.rows for field in self.tables.fields)
+        with torch.no_grad():
+            for table in self.tables.tables():
+                if table.embedding_dim == self.tables.dim:
+                    table.weight.mul_(((rows + self.tables.dim) / (rows + dim)) ** 0.5)
+
+    def start_first_set_(self, other: "Backbone") -> None:
+        """Give the first set the rows of a backbone with one set."""
+        with torch.no_grad():
+            for new, old in zip(self.tables.tables(), other.tables.tables(), strict=True):
+                new.weight[:, : old.embedding_dim] = full_table(old)
+            if self.numeric is not None and other.numeric is not None:
+                self.numeric[:, : other.numeric.shape[1]] = other.numeric
+
+    def refuse_equal_sets(self) -> None:
+        """Raise when two sets start with the same rows: nothing tells them apart."""
+        for field, table in zip(self.tables.fields, self.tables.tables(), strict=True):
+            rows = full_table(table)
+            if table.padding_idx is not None:
+                rows = torch.cat([rows[: table.padding_idx], rows[table.padding_idx + 1 :]])
+            sets = enumerate(rows.chunk(self.num_sets or 1, dim=1), start=1)
+            for (i, first), (j, second) in itertools.combinations(sets, 2):
+                if first.numel() and torch.equal(first, second):
+                    raise UnsupportedTableError(
+                        f"embedding sets {i} and {j} of {field.name!r} start with equal rows, and sets "
+                        "that are equal never differ; let rows start at random, as with std=0.01"
+                    )
 
 
 class FirstOrder(nn.Module):

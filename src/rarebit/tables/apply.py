@@ -23,6 +23,7 @@ from rarebit.tables.find import (
     refuse_wrapped_model,
 )
 from rarebit.tables.optimizer_state import Exchange, exchange_parameters
+from rarebit.tables.sets import SetsMethod, keep_sets, only_sets
 from rarebit.tables.table import (
     AnyTable,
     Method,
@@ -41,6 +42,7 @@ __all__ = [
     "end_training_",
     "merge_",
     "put_tables",
+    "refuse_ill_defined_pair",
     "restore_tables",
     "told",
 ]
@@ -133,6 +135,10 @@ def apply_(
       0  1,000 x 8, 8,000 -> 800
     """
     refuse_wrapped_model(model)
+    if isinstance(method, SetsMethod):
+        from rarebit.tables.apply_sets import give_sets_
+
+        return told(give_sets_(model, method, where, optimizer), verbose)
     sites = find_sites(model)
     chosen, skipped = _choose(sites, method, where, min_width)
     if not chosen:
@@ -143,7 +149,7 @@ def apply_(
                 f"{method} cannot be applied to {site.info.name!r}: {site.info.refusal}. "
                 f"Leave it out with where=lambda t: t.name != {site.info.name!r}"
             )
-        _refuse_ill_defined_pair(site, method)
+        refuse_ill_defined_pair(site, method)
     tables = method.wrap_all({site.info.name: site.table for site in chosen})
     after = put_tables(model, chosen, tables, optimizer)
     before = tuple(site.info for site in chosen)
@@ -173,13 +179,15 @@ def merge_(
     for site in find_sites(model):
         if not isinstance(site.table, Table):
             skipped.append((site.info.name, "already plain"))
+        elif only_sets(site.table):
+            skipped.append((site.info.name, "its sets stay side by side"))
         elif where is not None and not where(site.info):
             skipped.append((site.info.name, "not chosen"))
         elif site.info.refusal:
             raise UnsupportedTableError(f"cannot merge {site.info.name!r}: {site.info.refusal}")
         else:
             chosen.append(site)
-            tables.append(site.table.merge())
+            tables.append(keep_sets(site.table, site.table.merge()))
     after = put_tables(model, chosen, tables, optimizer)
     before = tuple(site.info for site in chosen)
     return told(TableChanges("merge", before, after, tuple(skipped)), verbose)
@@ -202,9 +210,8 @@ def end_training_(model: nn.Module) -> None:
         for site in find_sites(model)
         if any(method.training_only for method in methods_of(site.table))
     ]
-    put_tables(
-        model, sites, [site.table.served() for site in sites if isinstance(site.table, Table)]
-    )
+    tables = [site.table for site in sites if isinstance(site.table, Table)]
+    put_tables(model, sites, [keep_sets(table, table.served()) for table in tables])
 
 
 def restore_tables(
@@ -227,7 +234,9 @@ def restore_tables(
             continue
         if site.info.refusal:
             raise UnsupportedTableError(f"cannot change {name!r}: {site.info.refusal}")
-        table = site.table if steps == had else reduce(wrap, steps, site.table)
+        # a fresh model may have its sets already, and the rest is to come
+        missing = steps[len(had) :] if steps[: len(had)] == had else steps
+        table = reduce(wrap, missing, site.table)
         changed.append(site)
         tables.append(table.requires_grad_(requires_grad=is_trainable(table) and not freeze))
     put_tables(model, changed, tables)
@@ -254,7 +263,8 @@ def _reason_to_skip(site: Site, method: Method, where: Where | None, min_width: 
     return unsuited(site.table, method)
 
 
-def _refuse_ill_defined_pair(site: Site, method: Method) -> None:
+def refuse_ill_defined_pair(site: Site, method: Method) -> None:
+    """Raise when a table has a method that this one must not follow."""
     for earlier in methods_of(site.table):
         pair = declared_pair(type(earlier), type(method), after_training=method.after_training)
         if pair is not None and not pair.allowed:

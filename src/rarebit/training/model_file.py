@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from rarebit.data.schema import Schema
 from rarebit.errors import DataError, ModelFileError
 from rarebit.methods import method_class, method_from_mapping, method_names, method_to_mapping
+from rarebit.methods._multi_file import describe_sets, only_sets_in, restore_sets_
 from rarebit.models import build_model, model_names
 from rarebit.models._base import RankingModel
 from rarebit.settings import from_mapping, to_mapping
@@ -67,7 +68,8 @@ def save_model(model: nn.Module, folder: str | os.PathLike[str]) -> Path:
         folder.mkdir(parents=True, exist_ok=True)
         save_file(tensors, weights)
         description["sha256"] = _checksum(weights)
-        description["encoder"] = write_encoder(_schema_of(model), folder)
+        schema = model.schema if isinstance(model, RankingModel) else None
+        description["encoder"] = write_encoder(schema, folder)
         description[OWN_CHECKSUM] = _own_checksum(description)
         text.write_text(json.dumps(description, indent=1) + "\n", encoding="utf-8")
         weights.replace(folder / WEIGHTS)
@@ -110,6 +112,8 @@ def load_model(
         _check_fields(folder, into, description)
     methods = _saved_methods(folder, description)
     try:
+        with AllocationLimit(None):
+            restore_sets_(model, description.get("sets"))
         restore_tables(model, methods, description.get("frozen", ()))
     except NONSENSE as error:
         raise ModelFileError(f"{str(folder)!r} is a model of another kind: {error}") from None
@@ -129,6 +133,7 @@ def _describe(model: nn.Module) -> dict[str, Any]:
         "model": _name_of(model) if isinstance(model, RankingModel) else None,
         "settings": _plain_settings(model) if isinstance(model, RankingModel) else None,
         "schema": model.schema.to_mapping() if isinstance(model, RankingModel) else None,
+        "sets": describe_sets(model),
         "methods": {
             site.info.name: [_method_to_mapping(method) for method in methods_of(site.table)]
             for site in find_sites(model)
@@ -136,10 +141,6 @@ def _describe(model: nn.Module) -> dict[str, Any]:
         },
         "frozen": [info.name for info in find_tables(model) if not info.trainable],
     }
-
-
-def _schema_of(model: nn.Module) -> Schema | None:
-    return model.schema if isinstance(model, RankingModel) else None
 
 
 def _attach_encoder(folder: Path, model: nn.Module, description: Mapping[str, Any]) -> None:
@@ -309,7 +310,7 @@ def _bytes_worth(
 
     None where methods make the weights smaller than the tables are built at first.
     """
-    if description["methods"]:
+    if not only_sets_in(description["methods"]):
         return None
     # a tied weight is in the file once, however many names a description gives it
     distinct = {id(tensor): tensor.numel() for tensor in tensors.values()}

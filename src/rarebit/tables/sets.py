@@ -1,0 +1,252 @@
+"""Several embedding sets of a field as one table: the rows of a value lie side by side.
+
+    rows(ids) = [ e^1(ids), ..., e^M(ids) ]        e^m: the embedding of set m, K wide
+
+    SetsTable            plain sets, M K columns of one table: one lookup, whatever M is
+    └── nn.Embedding
+    SplitSetsTable       a table a set, for methods that mix the columns of a row
+    └── M tables
+
+Each set is a table of its own (Guo et al., 2024), so factors and scales belong to one set. Methods that
+look at each entry by itself take all sets at once.
+
+Shapes: M sets, K the width of one, N rows of a table.
+"""
+
+from abc import abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from rarebit.errors import UnsupportedTableError
+from rarebit.settings import check_types, require
+from rarebit.tables.collection import TableCollection
+from rarebit.tables.stack import PlainStack, Stack, stack_tables
+from rarebit.tables.table import (
+    AnyTable,
+    Method,
+    Table,
+    full_table,
+    method_name,
+    methods_of,
+    num_weights,
+    plain_like,
+    unsuited,
+    wrap,
+)
+
+__all__ = [
+    "SetsMethod",
+    "SetsStack",
+    "SetsTable",
+    "SplitSetsStack",
+    "SplitSetsTable",
+    "keep_sets",
+    "only_sets",
+    "sets_of",
+]
+
+ENTRY_BY_ENTRY = frozenset({"Pack", "masked", "pep", "pruned"})
+"""Methods that treat each entry by itself, so that it does not matter which set it belongs to."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SetsMethod(Method):
+    """A technique that gives a model several embedding sets: it changes the backbone as a whole."""
+
+    num_sets: int = 4
+    """Embedding sets."""
+
+    def __post_init__(self) -> None:
+        check_types(self)
+        require(self.num_sets >= 1, f"num_sets must be at least 1, got num_sets={self.num_sets}")
+
+    @abstractmethod
+    def change_(self, model: nn.Module) -> TableCollection | None:
+        """Give a model its sets, in place; return the tables in which they lie side by side, if any."""
+
+    def wrap(self, base: AnyTable) -> "SetsTable":
+        """Return the same table, which knows that its columns are sets."""
+        if not isinstance(base, nn.Embedding) or base.embedding_dim % self.num_sets:
+            raise UnsupportedTableError(
+                f"{self} takes a plain table with {self.num_sets} sets side by side, got {base}"
+            )
+        inner = plain_like(base, base.weight.detach(), padding_idx=base.padding_idx)
+        return SetsTable(self, inner)
+
+    def stack(self, tables: Sequence[Table], lengths: Sequence[int]) -> Stack:
+        """Return plain sets of all fields behind one lookup, others behind one a set."""
+        plain = [table for table in tables if isinstance(table, SetsTable)]
+        split = [table for table in tables if isinstance(table, SplitSetsTable)]
+        if plain:
+            return SetsStack(self, plain, lengths)
+        return SplitSetsStack(self, split, lengths)
+
+
+class SetsTable(Table):
+    """A plain table whose columns are those of several sets, one set after the other."""
+
+    def __init__(self, method: SetsMethod, inner: nn.Embedding) -> None:
+        super().__init__(
+            method,
+            inner,
+            num_embeddings=inner.num_embeddings,
+            embedding_dim=inner.embedding_dim,
+            padding_idx=inner.padding_idx,
+        )
+        self.num_sets = method.num_sets
+
+    def rows(self, ids: Tensor) -> Tensor:
+        """Return the rows of all sets side by side."""
+        rows: Tensor = self.inner(ids)
+        return rows
+
+    def receive(self, method: Method) -> Table:
+        """Return the table with a method on each set, or on all entries at once where that is the same."""
+        if method_name(method) in ENTRY_BY_ENTRY:
+            return method.wrap(self)
+        assert isinstance(self.method, SetsMethod)
+        parts = full_table(self).chunk(self.num_sets, dim=1)
+        plain = [plain_like(self, part.clone(), padding_idx=self.padding_idx) for part in parts]
+        return SplitSetsTable(self.method, [wrap(part, method) for part in plain])
+
+    def unsuited(self, method: Method) -> str | None:
+        """What is applied to each set must suit a table as wide as one set."""
+        if method_name(method) in ENTRY_BY_ENTRY:
+            return super().unsuited(method)
+        return method.unsuited(self.num_embeddings, self.embedding_dim // self.num_sets)
+
+
+class SplitSetsTable(Table):
+    """Sets that are tables of their own, with methods of their own, looked up side by side."""
+
+    def __init__(self, method: SetsMethod, parts: Sequence[AnyTable]) -> None:
+        super().__init__(
+            method,
+            None,
+            num_embeddings=parts[0].num_embeddings,
+            embedding_dim=sum(part.embedding_dim for part in parts),
+            padding_idx=parts[0].padding_idx,
+        )
+        self.parts = nn.ModuleList(parts)
+
+    def rows(self, ids: Tensor) -> Tensor:
+        """Return the rows of all sets side by side."""
+        return torch.cat([part(ids) for part in self.parts], dim=-1)
+
+    @property
+    def tables(self) -> list[AnyTable]:
+        """The table of each set."""
+        return [part for part in self.parts if isinstance(part, nn.Embedding | Table)]
+
+    @property
+    def sparse(self) -> bool:
+        """Whether the stored weights get sparse gradients."""
+        return self.tables[0].sparse
+
+    @property
+    def methods(self) -> tuple[Method, ...]:
+        """The sets come first: what is applied later works on each of them."""
+        return (self.method, *methods_of(self.tables[0]))
+
+    @property
+    def num_weights(self) -> int:
+        """Numbers that are stored for all sets."""
+        return sum(num_weights(table) for table in self.tables)
+
+    def receive(self, method: Method) -> Table:
+        """Return the table with a further method on each set, or on all entries at once."""
+        if method_name(method) in ENTRY_BY_ENTRY:
+            return method.wrap(self)
+        assert isinstance(self.method, SetsMethod)
+        return SplitSetsTable(self.method, [wrap(table, method) for table in self.tables])
+
+    def unsuited(self, method: Method) -> str | None:
+        """What is applied later works on each set, so it must suit one."""
+        if method_name(method) in ENTRY_BY_ENTRY:
+            return super().unsuited(method)
+        return unsuited(self.tables[0], method)
+
+    def served(self) -> AnyTable:
+        """Return the sets as they are served: plain ones lie in one table again."""
+        assert isinstance(self.method, SetsMethod)
+        served = [table.served() if isinstance(table, Table) else table for table in self.tables]
+        if all(isinstance(table, nn.Embedding) for table in served):
+            return self.method.wrap(self._joined(served))
+        return SplitSetsTable(self.method, served)
+
+    def merge(self) -> nn.Embedding:
+        """Return one plain table of all sets, each folded as it would be by itself."""
+        merged = [table.merge() if isinstance(table, Table) else table for table in self.tables]
+        return self._joined(merged)
+
+    def _joined(self, tables: Sequence[AnyTable]) -> nn.Embedding:
+        weight = torch.cat([full_table(table) for table in tables], dim=1)
+        return plain_like(self, weight, padding_idx=self.padding_idx)
+
+
+class SetsStack(PlainStack):
+    """Plain sets of several fields as one `nn.Embedding`: a plain stack that knows of its sets."""
+
+    def __init__(
+        self, method: SetsMethod, tables: Sequence[SetsTable], lengths: Sequence[int]
+    ) -> None:
+        plain = [table.inner for table in tables if isinstance(table.inner, nn.Embedding)]
+        super().__init__(plain, lengths)
+        self.method = method
+
+    def split(self) -> list[AnyTable]:
+        """Return the tables one by one; weights are shared with the stack, not copied."""
+        return [self.method.wrap(table) for table in super().split()]
+
+
+class SplitSetsStack(Stack):
+    """Sets that are tables of their own, of several fields: a stack a set."""
+
+    def __init__(
+        self, method: SetsMethod, tables: Sequence[SplitSetsTable], lengths: Sequence[int]
+    ) -> None:
+        super().__init__(lengths)
+        self.method = method
+        by_set = zip(*(table.tables for table in tables), strict=True)
+        self.sets = nn.ModuleList(stack_tables(list(parts), lengths) for parts in by_set)
+
+    def rows(self, ids: Tensor) -> Tensor:
+        """Return the rows of all sets side by side, for the ids of each field."""
+        return torch.cat([stack(ids) for stack in self.sets], dim=-1)
+
+    def split(self) -> list[AnyTable]:
+        """Return the tables one by one."""
+        by_set = [stack.split() for stack in self.sets if isinstance(stack, Stack)]
+        return [SplitSetsTable(self.method, parts) for parts in zip(*by_set, strict=True)]
+
+
+def sets_of(model: nn.Module) -> SetsMethod | None:
+    """Return the method that gave a model its embedding sets, None where none did.
+
+    >>> sets_of(nn.Sequential(nn.Embedding(9, 4))) is None
+    True
+    """
+    made_by = getattr(getattr(model, "backbone", None), "made_by", None)
+    return made_by if isinstance(made_by, SetsMethod) else None
+
+
+def only_sets(table: AnyTable) -> bool:
+    """Return whether a table has several sets, and no method besides.
+
+    >>> only_sets(nn.Embedding(9, 4))
+    False
+    """
+    return isinstance(table, SetsTable)
+
+
+def keep_sets(old: AnyTable, new: AnyTable) -> AnyTable:
+    """Return the plain table made of another one, which still knows of its sets where that one did.
+
+    >>> keep_sets(nn.Embedding(9, 4), nn.Embedding(9, 4))
+    Embedding(9, 4)
+    """
+    found = [method for method in methods_of(old) if isinstance(method, SetsMethod)]
+    return found[0].wrap(new) if found and isinstance(new, nn.Embedding) else new
