@@ -19,7 +19,7 @@ from rarebit.study.delong import PairedAUC, delong
 from rarebit.study.matched_rate import KnownRates
 from rarebit.study.plan import StudyPlan
 from rarebit.study.results import Ceiling, CellResult, SideResult, Trial, pick
-from rarebit.study.runs import RunFolder, RunRecord, identify, run_key
+from rarebit.study.runs import RunFolder, RunRecord, identify, run_key, together
 from rarebit.study.sides import Side, sides_of
 from rarebit.training.evaluate import evaluate_scores
 from rarebit.training.run_settings import PreparedLog, RunSettings, load_splits
@@ -28,6 +28,8 @@ __all__ = ["Cell", "PlannedRun"]
 
 RATES = "rates.json"
 """The file of measured rates in the folder of a study."""
+MEMBER_SEEDS = 1_000_000
+"""How far apart the seeds of an ensemble's models are; the first has the seed of the ensemble."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +62,7 @@ class Cell:
             raise DataError(
                 f"a study picks on validation rows, and {self.log_name} has none; prepare it anew"
             )
-        self.labels = splits.test.label
+        self.test, self.counts = splits.test, splits.train.counts()
         self.ceiling = _ceiling(splits)
         rates = KnownRates(folder / RATES, splits.train)
         self.sides = sides_of(plan, self.base, splits.train.schema, rates)
@@ -91,7 +93,7 @@ class Cell:
         for side in self.sides:
             trial = self.picked(side)
             if trial is not None:
-                yield self._run(side, trial, seed)
+                yield from self._members(side, trial, seed)
 
     def picked(self, side: Side) -> int | None:
         """Return the trial that is best on validation rows; None while one of them is missing.
@@ -138,6 +140,24 @@ class Cell:
             name += f", trial {trial + 1}"
         return PlannedRun(name, settings, RunFolder(self.folder, run_key(settings)))
 
+    def _members(self, side: Side, trial: int, seed: int) -> list[PlannedRun]:
+        """Return the runs of a side with a seed: one, or those of an ensemble, each with its own seed."""
+        return [
+            self._run(side, trial, seed + number * MEMBER_SEEDS) for number in range(side.members)
+        ]
+
+    def _record(self, side: Side, trial: int, seed: int) -> RunRecord | None:
+        """Return what a side gave with a seed; an ensemble is measured by the mean of its scores."""
+        members = self._members(side, trial, seed)
+        records = [run.record for run in members]
+        found = [record for record in records if record is not None]
+        if len(found) < len(members):
+            return None
+        if len(found) == 1:
+            return found[0]
+        mean = torch.from_numpy(np.mean([run.folder.scores() for run in members], axis=0))
+        return together(found, seed, evaluate_scores(mean, self.test, counts=self.counts))
+
     def _tried(self, side: Side) -> list[list[PlannedRun]]:
         return [
             [self._run(side, trial, seed) for seed in self._tuning_seeds]
@@ -146,8 +166,7 @@ class Cell:
 
     def _side_result(self, side: Side) -> SideResult:
         trial = self.picked(side)
-        runs = [] if trial is None else [self._run(side, trial, seed) for seed in self.seeds]
-        found = [run.record for run in runs]
+        found = [] if trial is None else [self._record(side, trial, seed) for seed in self.seeds]
         settings = side.trials[trial or 0].to_mapping()
         del settings["data"], settings["training"]["seed"]  # the same for all sides; one a run
         return SideResult(
@@ -177,22 +196,23 @@ class Cell:
     def _other_rows(self, sides: Sequence[SideResult]) -> dict[str, PairedAUC]:
         """Return how the scores of each method, averaged over seeds, differ from its control's."""
         by_name = {side.name: side for side in sides}
+        planned = {side.name: side for side in self.sides}
         found = {}
         for side in sides:
             control = by_name.get(side.control or "")
             seeds = set() if control is None else _seeds(side) & _seeds(control)
             if control is not None and seeds:
-                ours, theirs = (self._mean_scores(each, seeds) for each in (side, control))
-                found[side.name] = delong(ours, theirs, self.labels)
+                both = (planned[each.name] for each in (side, control))
+                ours, theirs = (self._mean_scores(each, seeds) for each in both)
+                found[side.name] = delong(ours, theirs, self.test.label)
         return found
 
-    def _mean_scores(self, side: SideResult, seeds: set[int]) -> Tensor:
-        total = torch.zeros(len(self.labels), dtype=torch.float64)
-        for run in side.runs:
-            if run.seed in seeds:
-                scores = RunFolder(self.folder, run.key).scores()
-                total += torch.from_numpy(scores.astype(np.float64))
-        return total / len(seeds)
+    def _mean_scores(self, side: Side, seeds: set[int]) -> Tensor:
+        total = torch.zeros(len(self.test), dtype=torch.float64)
+        for seed in sorted(seeds):
+            for run in self._members(side, self.picked(side) or 0, seed):
+                total += torch.from_numpy(run.folder.scores().astype(np.float64))
+        return total / (len(seeds) * side.members)
 
     def _missing(self) -> Iterator[str]:
         for side in self.sides:
@@ -202,8 +222,8 @@ class Cell:
                 yield from self._unfinished(runs)
                 yield f"{side.name}: its settings are not picked yet"
             else:
-                runs = [self._run(side, trial, seed) for seed in self.seeds]
-                yield from self._unfinished(runs)
+                for seed in self.seeds:
+                    yield from self._unfinished(self._members(side, trial, seed))
 
     def _unfinished(self, runs: Sequence[PlannedRun]) -> Iterator[str]:
         for run in runs:

@@ -13,7 +13,8 @@ import dataclasses
 import hashlib
 import json
 import math
-from collections.abc import Mapping
+import statistics
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,7 @@ from rarebit.data.synthetic import SyntheticLog
 from rarebit.errors import StudyError
 from rarebit.methods import method_text
 from rarebit.settings import from_mapping, require, to_mapping
+from rarebit.training.evaluate import Evaluation
 from rarebit.training.run_settings import PreparedLog, RunSettings
 from rarebit.training.settings import Training
 
@@ -64,11 +66,36 @@ class RunRecord:
     rarest_pr_auc: float | None = None
     frequent_pr_auc: float | None = None
     """On the fifth of the test rows whose values were seen most in training."""
+    abundance: float | None = None
+    """Information abundance of the tables, or of each of their embedding sets: the mean over all."""
 
     def __post_init__(self) -> None:
         for name in ("auc", "logloss", "valid_auc", "microseconds_a_row"):
             if not math.isfinite(getattr(self, name)):
                 raise StudyError(f"{name} of run {self.key} is {getattr(self, name)}")
+
+
+def together(members: Sequence[RunRecord], seed: int, measured: Evaluation) -> RunRecord:
+    """Return the record of an ensemble: what its mean score is worth, and what its models cost."""
+    assert measured.auc is not None, "its models have an AUC"
+    keys = "+".join(record.key for record in members)
+    abundances = [record.abundance for record in members if record.abundance is not None]
+    return dataclasses.replace(
+        members[0],
+        key=hashlib.sha256(keys.encode()).hexdigest()[:KEY_DIGITS],
+        seed=seed,
+        auc=measured.auc,
+        logloss=measured.logloss,
+        rarest_auc=measured.rarest.auc if measured.rarest else None,
+        pr_auc=measured.pr_auc,
+        rarest_pr_auc=measured.rarest.pr_auc if measured.rarest else None,
+        frequent_pr_auc=measured.frequent.pr_auc if measured.frequent else None,
+        valid_auc=statistics.fmean(record.valid_auc for record in members),
+        parameters=sum(record.parameters for record in members),
+        table_bytes=sum(record.table_bytes for record in members),
+        microseconds_a_row=sum(record.microseconds_a_row for record in members),
+        abundance=statistics.fmean(abundances) if abundances else None,
+    )
 
 
 def identify(settings: RunSettings) -> RunSettings:

@@ -4,11 +4,14 @@
     narrow          plain tables, narrower until they have the bytes of the method
     matched-rate    plain tables with other learning rates and starts, the best of them on validation
     magnitude       the budget of a method that prunes, met by cutting the smallest trained entries
+    wide            plain tables, as wide as all embedding sets of the method together
+    ensemble        as many models as the method has embedding sets, each trained by itself, mean score
     a method        on the same model, sized by the plan's share where it has a size
 
 Narrower tables are the strongest simple control of a method that makes tables smaller: what do its bytes
 buy that fewer columns would not? A matched rate is that of a method which moves rows faster: is it more than
-a larger learning rate? Cutting at once is that of pruning in training: does it find better entries?
+a larger learning rate? Cutting at once is that of pruning in training: does it find better entries? Wide tables and
+ensembles are those of several embedding sets, which have the weights of the first and average like the second.
 """
 
 import dataclasses
@@ -30,6 +33,7 @@ from rarebit.models._base import RankingModel
 from rarebit.settings import require
 from rarebit.study.plan import OWN, StudyPlan
 from rarebit.tables.find import find_tables, table_bytes
+from rarebit.tables.sets import SetsMethod
 from rarebit.tables.table import Method
 from rarebit.training.run_settings import RunSettings
 from rarebit.training.stages import finish_model, pruning_of, start_model
@@ -40,7 +44,9 @@ Rate: TypeAlias = Callable[[RunSettings], float]
 """How many times as fast a run's methods move rows as plain training does."""
 
 BASELINE, NARROW, MATCHED_RATE = "baseline", "narrow", "matched-rate"
-MAGNITUDE = "magnitude"
+MAGNITUDE, WIDE, ENSEMBLE = "magnitude", "wide", "ensemble"
+CONTROLS = (NARROW, MATCHED_RATE, MAGNITUDE, WIDE, ENSEMBLE)
+"""Controls that are made to fit what is held against them."""
 
 RATE_FACTORS = (1.0, 2.0, 4.0, 8.0, 16.0)
 """What the tables' learning rate is multiplied by, beside the measured factor; validation picks."""
@@ -58,6 +64,8 @@ class Side:
     """The side it is held against; None for one that others are held against."""
     trials: tuple[RunSettings, ...]
     """What is tried, the side's own settings first. Their seed is set when they are run."""
+    members: int = 1
+    """Runs with seeds of their own whose scores are averaged: more than one is an ensemble."""
 
     @property
     def is_method(self) -> bool:
@@ -87,7 +95,7 @@ class _Sides:
     def __init__(
         self, plan: StudyPlan, base: RunSettings, schema: Schema, rate: Rate | None
     ) -> None:
-        if plan.settings.control not in (OWN, NARROW, MATCHED_RATE, MAGNITUDE):
+        if plan.settings.control not in (OWN, *CONTROLS):
             _read_control(plan.settings.control)  # to tell a mistake before anything is built
         self.plan, self.base, self.schema, self.rate = plan, base, schema, rate
         model = self._start(base)
@@ -122,10 +130,16 @@ class _Sides:
             return self._narrow(kept)
         if wanted == MATCHED_RATE:
             return self._matched_rate(settings)
+        if wanted == ENSEMBLE:
+            return self._ensemble(name, settings)
         if wanted == MAGNITUDE:
             control, its_settings = self._by_magnitude(name, settings)
+        elif wanted == WIDE:
+            control, its_settings = self._wide(name, settings)
         else:
             control, its_settings = self._method_side(_read_control(wanted))
+            its_settings = _as_many_sets(its_settings, settings)
+            control = _name(its_settings)
         if control == name:  # nothing is held against itself
             return BASELINE
         self._add(control, its_settings)
@@ -179,6 +193,29 @@ class _Sides:
         self.found.setdefault(name, Side(name, None, trials))
         return name
 
+    def _wide(self, name: str, settings: RunSettings) -> tuple[str, RunSettings]:
+        """Return plain tables with a column for each of all embedding sets together."""
+        num_sets = _num_sets(name, settings, WIDE)
+        if not isinstance(self.width, int):
+            raise SettingsError(
+                f"{name} is held against wider tables, and {self.base.model} has no width dim; name "
+                "another control, such as --control baseline"
+            )
+        values = {**self.base.model_settings, "dim": num_sets * self.width}
+        others = tuple(m for m in settings.methods if not isinstance(m, SetsMethod))
+        found = dataclasses.replace(self.base, model_settings=values, methods=others)
+        parts = [f"{WIDE}:dim={values['dim']}", *(method_text(method) for method in others)]
+        return "+".join(parts), found
+
+    def _ensemble(self, name: str, settings: RunSettings) -> str:
+        """Add as many models as there are embedding sets, each with its own seed."""
+        num_sets = _num_sets(name, settings, ENSEMBLE)
+        others = tuple(m for m in settings.methods if not isinstance(m, SetsMethod))
+        found = dataclasses.replace(self.base, methods=others)
+        full = "+".join([f"{ENSEMBLE}:x={num_sets}", *(method_text(method) for method in others)])
+        self.found.setdefault(full, Side(full, None, (found,), members=num_sets))
+        return full
+
     def _narrowed(self, width: int) -> RunSettings:
         values = {**self.base.model_settings, "dim": width}
         return dataclasses.replace(self.base, model_settings=values)
@@ -207,12 +244,35 @@ class _Sides:
             return model
 
 
+def _num_sets(name: str, settings: RunSettings, control: str) -> int:
+    found = [method.num_sets for method in settings.methods if isinstance(method, SetsMethod)]
+    require(
+        bool(found),
+        f"{name} has no embedding sets, which {control} is a control for; use multi-embedding",
+    )
+    return found[0]
+
+
+def _as_many_sets(control: RunSettings, held_against_it: RunSettings) -> RunSettings:
+    """Return a control with as many embedding sets as what is held against it, where both have some."""
+    sets = [m.num_sets for m in held_against_it.methods if isinstance(m, SetsMethod)]
+    methods = tuple(
+        dataclasses.replace(method, num_sets=sets[0])
+        if sets and isinstance(method, SetsMethod)
+        else method
+        for method in control.methods
+    )
+    return dataclasses.replace(control, methods=methods)
+
+
 def _name(settings: RunSettings) -> str:
     return "+".join(method_text(method) for method in settings.methods) or BASELINE
 
 
 def _read_control(text: str) -> Expression:
-    expected = "control must be own, narrow, matched-rate, magnitude, baseline or a method"
+    expected = (
+        "control must be own, narrow, matched-rate, magnitude, wide, ensemble, baseline or a method"
+    )
     try:
         found = parse_methods(text)
     except SettingsError as error:

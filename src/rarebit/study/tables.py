@@ -25,9 +25,9 @@ class TextTable(NamedTuple):
 
 def side_table(cell: CellResult) -> TextTable:
     """Return what each side gives: mean and spread over its seeds."""
-    header = ("side", "n", "AUC", "rarest fifth", "logloss", "weights", "tables", "time")
+    header = ["side", "n", "AUC", "rarest fifth", "logloss", "weights", "tables", "time"]
     rows = [
-        (
+        [
             side.name,
             str(len(side.runs)),
             _mean(side, "auc"),
@@ -36,13 +36,17 @@ def side_table(cell: CellResult) -> TextTable:
             f"{side.runs[0].parameters:,}" if side.runs else NOTHING,
             size(side.runs[0].table_bytes) if side.runs else NOTHING,
             _ratio(cell.time_ratio(side)),
-        )
+        ]
         for side in cell.sides
     ]
+    if any(side.figures("abundance") for side in cell.sides):  # older results have none
+        header.append("IA")
+        for row, side in zip(rows, cell.sides, strict=True):
+            row.append(_mean(side, "abundance", digits=2))
     if cell.ceiling is not None:
-        best = (_number(cell.ceiling.auc), _number(cell.ceiling.rarest_auc))
-        rows.append(("best possible", "", *best, "", "", "", ""))
-    return TextTable(f"{cell.model} on {cell.data}", header, rows)
+        best = ["best possible", "", _number(cell.ceiling.auc), _number(cell.ceiling.rarest_auc)]
+        rows.append([*best, *[""] * (len(header) - len(best))])
+    return TextTable(f"{cell.model} on {cell.data}", tuple(header), [tuple(row) for row in rows])
 
 
 def comparison_table(cell: CellResult, minimum_effect: float) -> TextTable:
@@ -103,12 +107,12 @@ def _number(value: float | None) -> str:
     return NOTHING if value is None else f"{value:.4f}"
 
 
-def _mean(side: SideResult, figure: str) -> str:
+def _mean(side: SideResult, figure: str, *, digits: int = 4) -> str:
     values = list(side.figures(figure).values())
     if not values:
         return NOTHING
-    spread = f" ± {statistics.stdev(values):.4f}" if len(values) > 1 else ""
-    return f"{statistics.fmean(values):.4f}{spread}"
+    spread = f" ± {statistics.stdev(values):.{digits}f}" if len(values) > 1 else ""
+    return f"{statistics.fmean(values):.{digits}f}{spread}"
 
 
 def _ratio(ratio: float | None) -> str:

@@ -31,6 +31,7 @@ from torch import Tensor
 from rarebit.data.dataset import Splits
 from rarebit.errors import DataError, RarebitError, TrainingInterrupted
 from rarebit.machine import commit
+from rarebit.study.abundance import mean_abundance
 from rarebit.study.runs import RunFolder, RunRecord, run_key
 from rarebit.tables.find import table_bytes
 from rarebit.training.evaluate import evaluate, evaluate_scores, predict
@@ -109,6 +110,7 @@ def make_run(
         pr_auc=measured.pr_auc,
         rarest_pr_auc=measured.rarest.pr_auc if measured.rarest else None,
         frequent_pr_auc=measured.frequent.pr_auc if measured.frequent else None,
+        abundance=mean_abundance(model),
     )
     if keep_model:
         save_model(model, folder.model)
