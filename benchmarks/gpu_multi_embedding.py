@@ -29,6 +29,9 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="where to write the result as JSON")
     options = parser.parse_args()
     data = generate(SyntheticLog(preset="criteo", rows=options.rows)).train.to(options.device)
+    facts: dict[str, Any] = dict(machine())
+    if torch.cuda.is_available():
+        facts["device"] = torch.cuda.get_device_name()
     results = {}
     for name, compiled in (("recorded", False), ("recorded and compiled", True)):
         speeds: dict[str, list[float]] = {"plain": [], "multi": []}
@@ -36,14 +39,10 @@ def main() -> None:
             for side, num_sets in (("plain", 1), ("multi", NUM_SETS)):
                 speeds[side] += train(data, num_sets, compiled=compiled)
         results[name] = figures(speeds, "multi")
-        print(name, results[name], flush=True)
-    facts: dict[str, Any] = dict(machine())
-    if torch.cuda.is_available():
-        facts["device"] = torch.cuda.get_device_name()
-    report = {"results": results, "rows": len(data), "machine": facts}
-    print(json.dumps(report, indent=1))
-    if options.out is not None:
-        options.out.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+        report = {"results": results, "rows": len(data), "machine": facts}
+        print(json.dumps(report, indent=1), flush=True)
+        if options.out is not None:
+            options.out.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
 
 
 def train(data: Dataset, num_sets: int, *, compiled: bool) -> list[float]:
