@@ -1,0 +1,153 @@
+"""Controls of embedding sets: wide tables, ensembles, as many sets; and the abundance beside the AUC."""
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import rarebit as rb
+from rarebit.data.synthetic import SyntheticLog, generate
+from rarebit.errors import SettingsError
+from rarebit.study.abundance import mean_abundance
+from rarebit.study.cells import MEMBER_SEEDS
+from rarebit.study.plan import StudyPlan
+from rarebit.study.runs import RunFolder, run_key
+from rarebit.study.sides import sides_of
+from rarebit.study.tables import side_table
+from rarebit.training.metrics import auc
+
+SCHEMA = rb.Schema((rb.Field(name="user", rows=90), rb.Field(name="item", rows=50)))
+MODEL = {"name": "dcn_v2", "dim": 4, "hidden": [8, 8]}
+
+
+def sides(methods, **values):
+    plan = StudyPlan.from_mapping({"methods": methods, "model": MODEL, **values})
+    return {side.name: side for side in sides_of(plan, plan.runs[0], SCHEMA)}
+
+
+def test_sets_are_held_against_one_as_wide_as_all():
+    found = sides("multi-embedding:num_sets=3")
+    assert found["multi-embedding:num_sets=3"].control == "wide:dim=12"
+    [wide] = found["wide:dim=12"].trials
+    assert (wide.model_settings["dim"], wide.methods) == (12, ())
+
+
+def test_what_else_is_applied_is_applied_to_the_wide_tables_too():
+    found = sides("multi-embedding:num_sets=3+low-rank:rank=2", control="wide")
+    [wide] = found["wide:dim=12+low-rank:rank=2"].trials
+    assert wide.methods == (rb.LowRank(rank=2),)
+
+
+def test_a_control_with_sets_has_as_many_as_the_method():
+    found = sides("aligned-sets:num_sets=3")
+    assert found["aligned-sets:num_sets=3"].control == "multi-embedding:num_sets=3"
+    found = sides("multi-embedding:num_sets=2", control="shared-sets")
+    assert found["multi-embedding:num_sets=2"].control == "shared-sets:num_sets=2"
+
+
+def test_an_ensemble_has_as_many_models_as_there_are_sets():
+    found = sides("multi-embedding:num_sets=3", control="ensemble")
+    assert found["multi-embedding:num_sets=3"].control == "ensemble:x=3"
+    assert found["ensemble:x=3"].members == 3
+    assert found["ensemble:x=3"].trials == found["baseline"].trials
+    assert found["multi-embedding:num_sets=3"].members == 1
+
+
+@pytest.mark.parametrize("control", ["wide", "ensemble"])
+def test_a_method_without_sets_has_no_such_control(control):
+    with pytest.raises(
+        SettingsError, match=f"low-rank:rank=2 has no embedding sets, which {control}"
+    ):
+        sides("low-rank:rank=2", control=control)
+
+
+def test_a_model_without_a_width_has_no_wider_tables():
+    plan = StudyPlan.from_mapping({"methods": "multi-embedding", "model": "lr"})
+    with pytest.raises((SettingsError, rb.errors.RarebitError)):
+        sides_of(plan, plan.runs[0], SCHEMA)
+
+
+@pytest.fixture(scope="module")
+def ensemble(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("ensemble") / "study"
+    result = rb.study(
+        folder,
+        methods="multi-embedding:num_sets=2",
+        control="ensemble",
+        model=MODEL,
+        data={"rows": 1500},
+        training={"epochs": 1, "batch_size": 256},
+        seeds=2,
+        workers=1,
+        device="cpu",
+        progress=False,
+    )
+    return folder, result.cells[0]
+
+
+def test_an_ensemble_is_the_mean_of_runs_with_seeds_of_their_own(ensemble):
+    folder, cell = ensemble
+    labels = generate(SyntheticLog(rows=1500)).test.label
+    base = {run.seed: run for run in cell.side("baseline").runs}
+    plan = StudyPlan.from_mapping(
+        {
+            "methods": "baseline",
+            "model": MODEL,
+            "data": {"rows": 1500},
+            "training": {"epochs": 1, "batch_size": 256},
+        }
+    )
+    for found in cell.side("ensemble:x=2").runs:
+        settings = plan.runs[0].to_mapping()
+        settings["training"]["seed"] = found.seed + MEMBER_SEEDS
+        second = RunFolder(folder, run_key(rb.RunSettings.from_mapping(settings)))
+        members = [RunFolder(folder, base[found.seed].key), second]
+        mean = sum(member.scores().astype(np.float64) for member in members) / 2
+        assert found.auc == pytest.approx(auc(torch.from_numpy(mean), labels), abs=1e-6)
+        assert not np.array_equal(*(member.scores() for member in members))
+        records = [member.read() for member in members]
+        assert found.parameters == sum(record.parameters for record in records)
+        assert found.table_bytes == sum(record.table_bytes for record in records)
+        assert found.valid_auc == pytest.approx(np.mean([record.valid_auc for record in records]))
+    assert not cell.missing
+
+
+def test_the_scores_that_are_averaged_are_those_of_all_models(ensemble):
+    _, cell = ensemble
+    [rows] = cell.rows.values()
+    assert rows.low < rows.high
+
+
+def test_the_table_of_sides_has_the_abundance(ensemble):
+    _, cell = ensemble
+    table = side_table(cell)
+    assert table.header[-1] == "IA"
+    shown = {row[0]: row[-1] for row in table.rows}
+    for side in cell.sides:
+        values = [run.abundance for run in side.runs]
+        assert shown[side.name].startswith(f"{np.mean(values):.2f} ± ")
+    assert shown["best possible"] == ""
+
+
+def test_the_abundance_is_the_mean_over_tables_and_sets():
+    model = nn.Sequential(
+        nn.Embedding.from_pretrained(torch.eye(5)),
+        nn.Embedding.from_pretrained(torch.ones(7, 3)),
+        nn.Embedding.from_pretrained(torch.ones(7, 1)),
+    )
+    assert mean_abundance(model) == pytest.approx((5 + 1) / 2)
+    assert mean_abundance(nn.Linear(2, 1)) is None
+
+
+def test_each_embedding_set_has_an_abundance_of_its_own():
+    from rarebit.models.dcn_v2 import DCNv2
+
+    model = DCNv2(SCHEMA, dim=4, hidden=[8, 8])
+    rb.apply_(model, rb.MultiEmbedding(num_sets=3), verbose=False)
+    each = [
+        rb.information_abundance(one)
+        for table in model.backbone.tables.tables()
+        for one in table.weight.detach().split(4, dim=1)
+    ]
+    assert len(each) == 6
+    assert mean_abundance(model) == pytest.approx(np.mean(each))
