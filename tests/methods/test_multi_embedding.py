@@ -10,6 +10,7 @@ from torch.testing import assert_close
 
 import rarebit as rb
 from rarebit.errors import OptimizerError, SettingsError, UnsupportedTableError
+from rarebit.methods._multi_sets import ModelWithSets
 from rarebit.methods.multi_embedding import MultiEmbedding
 from rarebit.models import build_model, model_class, model_names
 from rarebit.tables.sets import sets_of
@@ -284,3 +285,10 @@ def test_one_seed_gives_the_first_set_the_rows_of_the_baseline():
         model.backbone.tables.tables(), baseline.backbone.tables.tables(), strict=True
     ):
         assert_close(table.weight.chunk(2, dim=1)[0], own.weight, rtol=0, atol=0)
+
+
+def test_a_model_is_known_by_its_methods_alone():
+    # newer Pythons look at a class and not at the parts of a module, which are no attributes of it
+    asked = {name for name in vars(ModelWithSets) if not name.startswith("_")}
+    assert asked == {"with_sets", "take_sets_"}
+    assert not ModelWithSets.__annotations__

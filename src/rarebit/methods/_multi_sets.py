@@ -24,10 +24,10 @@ TWICE = "a model has one kind of sets; use one of the two, with as many sets as 
 
 @runtime_checkable
 class ModelWithSets(Protocol):
-    """A model that knows its own form with several embedding sets."""
+    """A model that knows its own form with several embedding sets.
 
-    backbone: nn.Module
-    head: nn.Module
+    Methods only: parts of a module are no attributes of its class, and Python 3.12 would not find them.
+    """
 
     def with_sets(self, num_sets: int) -> Self:
         """Return a new model with the same settings and several embedding sets."""

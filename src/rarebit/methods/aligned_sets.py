@@ -67,9 +67,9 @@ class AlignedSets(SetsOfModel):
             )
         tables = model.take_sets_(self.num_sets, self)
         name, num_fields = found
-        interaction: Any = model.backbone.interaction
-        aligned = AlignedInteraction(interaction, name, num_fields, self.weight)
-        model.backbone.interaction = aligned.train(model.backbone.training)
+        backbone: Any = model.backbone
+        aligned = AlignedInteraction(backbone.interaction, name, num_fields, self.weight)
+        backbone.interaction = aligned.train(backbone.training)
         return tables
 
 

@@ -56,7 +56,8 @@ class SharedSets(SetsOfModel):
         tables = model.take_sets_(self.num_sets, self)
         like = next(tables.parameters())
         shared = SharedInteraction(one.interaction).to(like.device, like.dtype)
-        model.backbone.interaction = shared.train(model.backbone.training)
+        backbone: Any = model.backbone
+        backbone.interaction = shared.train(backbone.training)
         return tables
 
 
