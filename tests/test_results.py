@@ -312,3 +312,29 @@ def test_the_page_of_pruning_has_the_time_of_a_step_on_a_gpu():
     found = GPU_PEP["results"]
     assert f"given threshold takes {found['scheduled']['ratio']:.2f} times" in words
     assert f"for each entry {found['learned']['ratio']:.2f} times" in words
+
+
+SETS = {
+    "baseline": "one set of width 10",
+    "wide:dim=40": "one set of width 40",
+    "shared-sets": "four sets, one interaction",
+    "aligned-sets": "four sets, interactions held alike",
+    "ensemble:x=4": "an ensemble of four models",
+    "multi-embedding": "**four sets, an interaction each**",
+}
+
+
+@pytest.mark.parametrize("name", SETS)
+def test_the_page_of_studies_has_the_results_of_multi_embedding(name):
+    end = "-ensemble" if name == "ensemble:x=4" else ""
+    result = read_result(ROOT / f"benchmarks/results/study-multi-embedding{end}.json")
+    for number, cell in enumerate(result.cells):
+        shown = {row[0]: row for row in side_table(cell).rows}[name]
+        against = "| |"
+        if name != "multi-embedding":
+            other = comparison_table(result.against(name).cells[number], result.minimum_effect)
+            judged = {row[0]: row for row in other.rows}["multi-embedding"]
+            against = f" {judged[2]} ({judged[3]}) | {judged[7]} |"
+        line = " | ".join([cell.data, SETS[name], shown[5], shown[2], shown[8]])
+        assert f"| {line} |{against}" in MLET_PAGE.replace("| | |", "|| |")
+        assert {len(side.runs) for side in cell.sides} == {5}

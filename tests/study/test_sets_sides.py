@@ -7,7 +7,7 @@ from torch import nn
 
 import rarebit as rb
 from rarebit.data.synthetic import SyntheticLog, generate
-from rarebit.errors import SettingsError
+from rarebit.errors import SettingsError, StudyError
 from rarebit.study.abundance import mean_abundance
 from rarebit.study.cells import MEMBER_SEEDS
 from rarebit.study.plan import StudyPlan
@@ -151,3 +151,18 @@ def test_each_embedding_set_has_an_abundance_of_its_own():
     ]
     assert len(each) == 6
     assert mean_abundance(model) == pytest.approx(np.mean(each))
+
+
+def test_stored_runs_are_held_against_any_side_of_theirs(ensemble):
+    _, cell = ensemble
+    other = cell.against("baseline")
+    ours, theirs = (
+        cell.side(name).figures("auc") for name in ("multi-embedding:num_sets=2", "baseline")
+    )
+    expected = [ours[seed] - theirs[seed] for seed in sorted(ours)]
+    assert other.differences(other.side("multi-embedding:num_sets=2"), "auc") == expected
+    assert [side.name for side in other.methods] == ["multi-embedding:num_sets=2"]
+    itself = cell.against("multi-embedding:num_sets=2")
+    assert itself.methods == []
+    with pytest.raises(StudyError, match="there is no side 'basline' on dcn_v2 and .*baseline"):
+        cell.against("basline")

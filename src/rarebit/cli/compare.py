@@ -96,7 +96,9 @@ def compare(  # noqa: PLR0917  # typer calls it by name
     show: Annotated[
         Path | None,
         typer.Option(
-            help="Run nothing: show the result in this folder or JSON file.", readable=False
+            help="Run nothing: show the result in this folder or JSON file; with --control, held against "
+            "that side of it.",
+            readable=False,
         ),
     ] = None,
     device: DeviceOption = "auto",
@@ -106,7 +108,8 @@ def compare(  # noqa: PLR0917  # typer calls it by name
     What is finished is kept: the same command goes on where it was stopped.
     """
     if show is not None:
-        show_study(read_result(show))
+        found = read_result(show)
+        show_study(found if control is None else found.against(control))
         return
     if methods is None and plan is None:
         raise SettingsError("say what to compare: --methods baseline,low-rank or --plan study.toml")

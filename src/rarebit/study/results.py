@@ -9,12 +9,12 @@ import math
 import os
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from rarebit.errors import StudyError
-from rarebit.settings import from_mapping
+from rarebit.settings import from_mapping, suggest
 from rarebit.study.delong import PairedAUC
 from rarebit.study.runs import RunRecord
 from rarebit.study.verdict import Comparison, judge
@@ -100,6 +100,21 @@ class CellResult:
         """The sides that are held against another."""
         return [side for side in self.sides if side.control is not None]
 
+    def against(self, control: str) -> "CellResult":
+        """Return the same runs with all methods held against one side."""
+        names = [side.name for side in self.sides]
+        if control not in names:
+            raise StudyError(
+                f"there is no side {control!r} on {self.model} and {self.data}{suggest(control, names)}"
+            )
+        sides = tuple(
+            replace(side, control=None if side.name == control else control)
+            if side.control is not None or side.name == control
+            else side
+            for side in self.sides
+        )
+        return replace(self, sides=sides, rows={})
+
     def differences(self, side: SideResult, figure: str) -> list[float]:
         """Return the paired differences of a method to its control, seed by seed."""
         assert side.control is not None
@@ -147,6 +162,13 @@ class StudyResult:
     def is_complete(self) -> bool:
         """Whether every run of the plan is there."""
         return not any(cell.missing for cell in self.cells)
+
+    def against(self, control: str) -> "StudyResult":
+        """Return the same runs with all methods held against one side of the study, by its name.
+
+        What scores averaged over seeds say is left out: they are not stored.
+        """
+        return replace(self, cells=tuple(cell.against(control) for cell in self.cells))
 
     def __str__(self) -> str:
         from rarebit.study.tables import plain_text
