@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from torch.testing import assert_close
 
 import rarebit as rb
-from rarebit.diagnosis import spectrum
 from rarebit.diagnosis.diagnose import diagnose
 from rarebit.diagnosis.reweighting import (
     Reweighting,
@@ -24,6 +23,7 @@ from rarebit.diagnosis.reweighting import (
 from rarebit.errors import DataError
 from rarebit.methods.mlet import MLET, FactorizedTable
 from rarebit.models.fm import FM
+from rarebit.tables import spectrum
 
 pytestmark = pytest.mark.filterwarnings("ignore:MLET with inner_dim:UserWarning")
 

@@ -9,8 +9,8 @@ from safetensors.torch import save_file
 from torch import nn
 
 from rarebit import Hashing, LowRank
-from rarebit.diagnosis import spectrum
 from rarebit.diagnosis.rows import rows_of_slice, rows_of_table, scan
+from rarebit.tables import spectrum
 from rarebit.tables.table import full_table, wrap
 
 

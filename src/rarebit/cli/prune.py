@@ -3,6 +3,8 @@
 import itertools
 import re
 import shlex
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -23,6 +25,7 @@ from rarebit.diagnosis.pruned_run import explain_pruning
 from rarebit.errors import MissingExtraError, SettingsError, TrainingInterrupted
 from rarebit.methods import method_to_mapping
 from rarebit.methods._expression import parse_methods
+from rarebit.methods.pep import PEP
 from rarebit.models import model_names
 from rarebit.settings import from_mapping, read_toml, require
 from rarebit.training.prune_run import PruneResult, PruneSettings, prune_run, read_prune
@@ -104,29 +107,25 @@ def prune(  # noqa: PLR0917  # typer calls it by name
         "start": start,
         "epochs": prune_epochs,
     }
-    how_far = {name: value for name, value in how_far.items() if value is not None}
+    training = {"epochs": epochs, "batch_size": batch_size, "lr": lr, "seed": seed}
     if resume is not None:
-        given = {"--config": config, "--out": out, "--data": data, "--model": model} | how_far
-        _refuse_beside_resume([name for name, value in given.items() if value is not None])
-        settings, pruning = read_prune(resume)
+        given: dict[str, object] = {"--config": config, "--out": out, "--data": data}
+        given |= {"--model": model, "--budgets": budgets, "--sparsity": sparsity, "--bytes": bytes_}
+        given |= {"--methods": methods, "--start": start, "--set": set_ or None}
+        given |= {f"--{name.replace('_', '-')}": value for name, value in training.items()}
+        settings, pruning = _to_go_on_with(resume, given, prune_epochs)
     else:
-        values: dict[str, Any] = read_toml(config) if config is not None else {}
-        override(values, "model", "name", model)
-        if data is not None:
-            values["data"] = {"source": data} if data == "synthetic" else {"folder": data}
-        for name, value in {
-            "epochs": epochs,
-            "batch_size": batch_size,
-            "lr": lr,
-            "seed": seed,
-        }.items():
-            override(values, "training", name, value)
-        for assignment in set_ or []:
-            override(values, *parse_assignment(assignment))
-        if methods is not None:
-            values["methods"] = _methods(methods)
-        settings = RunSettings.from_mapping(values)
-        pruning = from_mapping(PruneSettings, how_far)
+        settings = _settings(
+            config,
+            model=model,
+            data=data,
+            training=training,
+            assignments=set_ or [],
+            methods=methods,
+        )
+        pruning = from_mapping(
+            PruneSettings, {name: value for name, value in how_far.items() if value is not None}
+        )
     folder = resume or out or _new_folder(settings.model)
     result = _prune(settings, pruning, folder, device, resume=resume is not None)
     _show(result, f"{settings.model}, pruned")
@@ -234,11 +233,47 @@ def _methods(text: str) -> list[dict[str, Any]]:
     return [method_to_mapping(part.build()) for part in found[0].parts]
 
 
-def _refuse_beside_resume(names: list[str]) -> None:
+def _settings(
+    config: Path | None,
+    *,
+    model: str | None,
+    data: str | None,
+    training: Mapping[str, object],
+    assignments: Sequence[str],
+    methods: str | None,
+) -> RunSettings:
+    """Return the run that is pruned: a file's settings, over which options win."""
+    values: dict[str, Any] = read_toml(config) if config is not None else {}
+    override(values, "model", "name", model)
+    if data is not None:
+        values["data"] = {"source": data} if data == "synthetic" else {"folder": data}
+    for name, value in training.items():
+        override(values, "training", name, value)
+    for assignment in assignments:
+        override(values, *parse_assignment(assignment))
+    if methods is not None:
+        values["methods"] = _methods(methods)
+    return RunSettings.from_mapping(values)
+
+
+def _to_go_on_with(
+    folder: Path, given: Mapping[str, object], prune_epochs: int | None
+) -> tuple[RunSettings, PruneSettings]:
+    """Return what a pruning was asked for; learned thresholds may be given more epochs than they had."""
+    beside = [name for name, value in given.items() if value is not None]
     require(
-        not names,
-        f"{', '.join(names)} has no place beside --resume: the pruning in the folder has its own",
+        not beside,
+        f"{', '.join(beside)} has no place beside --resume: the pruning in the folder has its own",
     )
+    settings, pruning = read_prune(folder)
+    if prune_epochs is None:
+        return settings, pruning
+    require(
+        any(isinstance(method, PEP) for method in settings.methods),
+        "--prune-epochs has no place beside --resume: a schedule is to end where it was going to; only "
+        "learned thresholds may be given more epochs",
+    )
+    return settings, replace(pruning, epochs=prune_epochs)
 
 
 def _new_folder(model: str) -> Path:

@@ -27,6 +27,8 @@ COLLAPSED_BELOW = 0.5
 RARE_FROM = 1 / 3
 DEAD_FROM = 0.05
 WORTH_TELLING = 0.01
+ZEROS_ARE_WANTED = ("Masked(", "PEP(", "Pack(", "Pruned(")
+"""Methods that make rows zero on purpose."""
 NARROWER = 0.8
 """A smaller table is worth trying where it has at most this share of the width, or of the rows."""
 
@@ -145,6 +147,8 @@ def _against_rare_rows(rows: int, never: int, once: int) -> list[str]:
 
 
 def _dead(table: TableDiagnosis) -> Finding | None:
+    if any(method.startswith(ZEROS_ARE_WANTED) for method in table.methods):
+        return None
     if not table.rows or table.dead_rows < DEAD_FROM * table.rows:
         return None
     wasted = round(table.num_bytes * table.dead_rows / table.rows)

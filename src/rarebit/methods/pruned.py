@@ -29,8 +29,8 @@ PrunedStart = Literal["ticket", "random", "trained"]
 
 FOLDED = "the product is cut entry by entry; what survives is folded and trained as a plain table"
 LAST = "a pruned table keeps single entries, which nothing else may change; prune last"
-BYTES_AN_ENTRY, BYTES_A_ROW = 5, 4.125
-"""Of a packed table: a value and its column; an offset and a bit."""
+BYTES_AN_ENTRY, BYTES_A_ROW, BYTES_A_TABLE = 5, 4.125, 12
+"""Of a packed table: a value and its column; an offset and a bit; one more offset, and the bits of a last word."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,12 +104,12 @@ class Pruned(Method):
         """Return the budget whose packed tables have at most this share of the bytes, if no row is empty.
 
         >>> Pruned.for_share([(1000, 64)], share=0.1).keep
-        4295
+        4292
         """
         check_share(share)
-        rows = sum(rows for rows, _ in shapes)
         whole = 4 * sum(rows * width for rows, width in shapes)
-        return cls(keep=max(int((share * whole - BYTES_A_ROW * rows) / BYTES_AN_ENTRY), 1))
+        empty = BYTES_A_ROW * sum(rows for rows, _ in shapes) + BYTES_A_TABLE * len(shapes)
+        return cls(keep=max(int((share * whole - empty) / BYTES_AN_ENTRY), 1))
 
     def wrap(self, base: AnyTable) -> Table:
         """Return the table with all but its largest entries held at zero."""

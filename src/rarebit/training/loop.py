@@ -118,7 +118,9 @@ class TrainingLoop:
     @property
     def is_finished(self) -> bool:
         """Whether there is nothing left to train."""
-        return self.epoch > self.settings.epochs or self.history.stopped_early
+        # an epoch that was ended on the way is still to be closed
+        ended = self.history.stopped_early and self.batch == 0
+        return self.epoch > self.settings.epochs or ended
 
     def run(self, keeper: Keeper) -> History:
         """Train to the end; leave the best weights in the model."""

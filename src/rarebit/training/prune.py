@@ -34,7 +34,7 @@ from rarebit.methods.pep import PEP
 from rarebit.settings import require, updated
 from rarebit.tables.apply import apply_
 from rarebit.tables.table import full_table
-from rarebit.tables.ticket import Ticket, load_ticket, save_ticket
+from rarebit.tables.ticket import DESCRIPTION, Ticket, load_ticket, save_ticket
 from rarebit.training.evaluate import evaluate
 from rarebit.training.fit import History, fit
 from rarebit.training.progress import LineProgress, Progress, Silence
@@ -252,7 +252,8 @@ class _Scans:
         self.seen.append(scan)
         if self.folder is not None:
             with (self.folder / SCANS).open("a", encoding="utf-8") as file:
-                file.write(json.dumps(self.seen[-1]) + "\n")
+                # the newline first: a killed process may have left half a line
+                file.write("\n" + json.dumps(self.seen[-1]))
         if left <= TELL_BELOW * self.last_told:
             self.last_told = left
             missing = [f"{budget:,}" for budget in self.budgets if budget < left]
@@ -270,7 +271,8 @@ def _put_thresholds(model: nn.Module, tell: Progress) -> None:
 
 def _start_values(model: nn.Module, place: Path | None, *, resume: bool) -> dict[str, Tensor]:
     """Return what the tables start from; with a folder it is saved there before anything is trained."""
-    if place is not None and resume and (place / START).exists():
+    # a process may have been killed while it wrote them
+    if place is not None and resume and (place / START / DESCRIPTION).exists():
         return load_ticket(place / START).start
     tables = thresholded_tables(model)
     start = {name: full_table(table.inner).cpu().clone() for name, table in tables.items()}

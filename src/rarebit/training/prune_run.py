@@ -17,7 +17,13 @@ import torch
 
 from rarebit.data.schema import Schema
 from rarebit.errors import ModelFileError
-from rarebit.methods.pruned import BYTES_A_ROW, BYTES_AN_ENTRY, Pruned, PrunedStart
+from rarebit.methods.pruned import (
+    BYTES_A_ROW,
+    BYTES_A_TABLE,
+    BYTES_AN_ENTRY,
+    Pruned,
+    PrunedStart,
+)
 from rarebit.settings import check_types, from_mapping, require, to_mapping
 from rarebit.tables.find import TableInfo, find_tables
 from rarebit.training.progress import Progress
@@ -67,20 +73,26 @@ class PruneSettings:
         )
         for share in self.sparsity:
             require(0 < share < 1, f"sparsity must lie in (0, 1), got sparsity={share}")
+        require(
+            self.epochs is None or self.epochs >= 1,
+            f"epochs must be at least 1, got epochs={self.epochs}",
+        )
 
     def entries(self, shapes: Sequence[tuple[int, int]]) -> tuple[int, ...]:
         """Return the budgets for tables of these rows and widths, the largest first."""
         rows, total = sum(n for n, _ in shapes), sum(n * width for n, width in shapes)
+        empty = BYTES_A_ROW * rows + BYTES_A_TABLE * len(shapes)
         found = [
             *self.budgets,
             *(round(total * (1 - share)) for share in self.sparsity),
-            *(int((size - BYTES_A_ROW * rows) / BYTES_AN_ENTRY) for size in self.num_bytes),
+            *(int((size - empty) / BYTES_AN_ENTRY) for size in self.num_bytes),
         ]
         require(
-            min(found) >= 1,
-            f"tables of {rows:,} rows take {BYTES_A_ROW * rows:,.0f} bytes before the first entry is "
-            "kept; allow more bytes",
+            not self.num_bytes or min(found) >= 1,
+            f"tables of {rows:,} rows take {empty:,.0f} bytes before the first entry is kept; allow more "
+            "bytes",
         )
+        require(min(found) >= 1, f"a budget must be at least 1 entry, got {min(found)}")
         require(
             max(found) < total,
             f"a budget must be below the {total:,} entries that the tables have, got {max(found):,}",

@@ -133,14 +133,16 @@ class Pruner(TablePruner):
 
     def __call__(self, step: int) -> bool:
         """Cut to what the schedule says, and to each budget that was passed since the last look."""
+        if step > self.steps:
+            return True
         if step % self.every and step != self.steps:
-            return step > self.steps
+            return False
         left = self.entries_after(step)
         before = self.entries_after((step - 1) // self.every * self.every)
-        for budget in self.budgets:
-            if left <= budget < before:
-                self._keep(budget, step=step, threshold=float(self._cut(budget)))
-        if left not in self.budgets:
+        met = [budget for budget in self.budgets if left <= budget < before]
+        for budget in met:
+            self._keep(budget, step=step, threshold=float(self._cut(budget)))
+        if left not in met:
             self._cut(left)
         self._told(step, left)
         return step >= self.steps
@@ -180,7 +182,10 @@ class LearnedPruner(TablePruner):
 
     def _levels(self) -> dict[str, Tensor]:
         tables = thresholded_tables(self.model)
-        return {name: _level_values(table.levels).cpu() for name, table in tables.items()}
+        # a copy: training goes on
+        return {
+            name: _level_values(table.levels).to("cpu", copy=True) for name, table in tables.items()
+        }
 
 
 def pruner_of(

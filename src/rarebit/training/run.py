@@ -26,7 +26,13 @@ from rarebit.training.model_file import save_model
 from rarebit.training.progress import Progress
 from rarebit.training.prune import CHECKPOINTS
 from rarebit.training.run_settings import PreparedLog, RunSettings, load_splits
-from rarebit.training.stages import SharedPruning, finish_model, num_parameters, train_model
+from rarebit.training.stages import (
+    PRUNING,
+    SharedPruning,
+    finish_model,
+    num_parameters,
+    train_model,
+)
 
 __all__ = [
     "RunResult",
@@ -162,7 +168,7 @@ def _describe(settings: RunSettings, result: RunResult) -> dict[str, Any]:
 
 def _refuse_used(folder: Path) -> None:
     """Raise when a folder holds the checkpoints of another run, before anything of it is changed."""
-    if (folder / CHECKPOINTS).exists():
+    if (folder / CHECKPOINTS).exists() or (folder / PRUNING).exists():
         raise ModelFileError(
             f"{str(folder)!r} holds a run already; go on with it by resume "
             f"(rarebit train --resume {folder}), or choose another folder"

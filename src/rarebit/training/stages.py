@@ -4,7 +4,7 @@
     train_model     train it; with `Pruned`, first find which entries survive, then train those again
     finish_model    what is served: folded, and with the methods that come after training
 
-Pruning keeps what it needs to go on beside the checkpoints of training, and both go when a run is done.
+Pruning keeps what it needs to go on in a folder beside that of the checkpoints.
 """
 
 from collections.abc import Callable
@@ -17,6 +17,7 @@ from torch import nn
 from rarebit.data.dataset import Dataset
 from rarebit.data.schema import Schema
 from rarebit.methods._budget import threshold_parameters
+from rarebit.methods.masked import Masked
 from rarebit.methods.pep import PEP
 from rarebit.methods.pruned import Pruned
 from rarebit.models import build_model
@@ -27,7 +28,7 @@ from rarebit.tables.magnitude import keep_largest
 from rarebit.tables.table import AnyTable, full_table
 from rarebit.tables.ticket import Ticket
 from rarebit.training.evaluate import evaluate
-from rarebit.training.fit import History, fit
+from rarebit.training.fit import fit
 from rarebit.training.progress import Progress
 from rarebit.training.prune import CHECKPOINTS, Trained, prune, retrain
 from rarebit.training.run_settings import RunSettings
@@ -225,7 +226,9 @@ class _Stages:
                     self.settings.training, seed=self.settings.training.seed + OTHER_DRAW
                 ),
             )
-            drawn = _wide(start_model(_without_pruning(other), self.train.schema, say=_say_nothing))
+            drawn = _wide(
+                start_model(_without_thresholds(other), self.train.schema, say=_say_nothing)
+            )
             ticket = ticket.with_start({name: full_table(drawn[name]) for name in ticket.kept})
         model, history = retrain(
             self._start_plain,
@@ -242,8 +245,12 @@ class _Stages:
     def _cut(self, model: nn.Module, ticket: Ticket) -> None:
         """Fold what was trained, and let its tables be what is left of them."""
         end_training_(model)
-        if not any(method.after_training for method in self.settings.methods):
-            apply_(model, self.pruned, where=lambda info: info.name in ticket.kept, verbose=False)
+        last = any(method.after_training for method in self.settings.methods)
+        # what comes after training rounds a plain table; anything else is packed
+        left = Masked(ticket.with_start(None)) if last else self.pruned
+        apply_(model, left, where=lambda info: info.name in ticket.kept, verbose=False)
+        if last:
+            end_training_(model)
 
     @property
     def _first_training(self) -> Training:
@@ -257,8 +264,7 @@ class _Stages:
 
     def _start_plain(self) -> RankingModel:
         """Return the model that is trained again: the same, with what only training needs folded."""
-        methods = tuple(m for m in self.settings.methods if not isinstance(m, Pruned | PEP))
-        settings = replace(self.settings, methods=methods)
+        settings = _without_thresholds(self.settings)
         model = start_model(settings, self.train.schema, say=_say_nothing).to(self.device)
         end_training_(model)
         return model
@@ -269,11 +275,17 @@ class _Stages:
         valid = None if self.valid is None else evaluate(model, self.valid).overall
         last = len(history.epochs)
         records = [*history.epochs[:-1], replace(history.epochs[-1], valid=valid)]
-        return Trained(model, History(records, best_epoch=last if valid is not None else None))
+        best = last if valid is not None else None
+        return Trained(model, replace(history, epochs=records, best_epoch=best))
 
 
 def _without_pruning(settings: RunSettings) -> RunSettings:
     methods = tuple(method for method in settings.methods if not isinstance(method, Pruned))
+    return replace(settings, methods=methods)
+
+
+def _without_thresholds(settings: RunSettings) -> RunSettings:
+    methods = tuple(m for m in settings.methods if not isinstance(m, Pruned | PEP))
     return replace(settings, methods=methods)
 
 

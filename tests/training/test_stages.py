@@ -1,0 +1,301 @@
+"""Runs that prune: how many entries are left, what is served, and what a stop costs."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+import rarebit as rb
+from rarebit.errors import TrainingInterrupted
+from rarebit.tables.packed import PackedTable
+from rarebit.tables.table import full_table
+from rarebit.training.progress import Silence
+from rarebit.training.prune import TicketFolder
+from rarebit.training.run_settings import RunSettings, load_splits
+from rarebit.training.stages import OTHER_DRAW, SharedPruning, pruning_of, start_model, train_model
+
+ROWS, KEEP = 1200, 3000
+LOG = rb.SyntheticLog(rows=ROWS)
+SPLITS = load_splits(LOG)
+MLET = rb.MLET(inner_dim=6)
+# thresholds that a few steps of their own decay carry far
+LEARNED = rb.PEP(granularity="global", init=-4.3)
+TRAINING = rb.Training(
+    epochs=2,
+    batch_size=128,
+    lr=0.02,
+    threshold_weight_decay=1.0,
+    table_weight_decay=0.05,
+    tables="rowwise",
+)
+
+
+def silence(line: str) -> None:
+    del line
+
+
+def settings_of(*methods: rb.Method, **training) -> RunSettings:
+    return RunSettings(
+        model="fm",
+        model_settings={"dim": 4},
+        data=LOG,
+        training=replace(TRAINING, **training),
+        methods=methods,
+    )
+
+
+def run(settings: RunSettings, folder=None, **options):
+    return rb.run(settings, folder=folder, **({"progress": False, "say": silence} | options))
+
+
+def wide(model: nn.Module) -> dict[str, Tensor]:
+    """Return the rows of all tables but first-order ones, by field."""
+    tables = model.backbone.tables
+    names = [field.name for field in SPLITS.train.schema.fields if field.kind != "numeric"]
+    found = dict(zip(names, tables.tables(), strict=True))
+    return {name: full_table(table).detach() for name, table in found.items()}
+
+
+def left(model: nn.Module) -> int:
+    return sum(int((rows != 0).sum()) for rows in wide(model).values())
+
+
+def is_packed(model: nn.Module) -> bool:
+    return any(isinstance(table, PackedTable) for table in model.backbone.tables.tables())
+
+
+WAYS = [
+    (before, by, start)
+    for before in ((), (MLET,), (LEARNED,))
+    for by in ("threshold", "magnitude")
+    for start in ("ticket", "random", "trained")
+    # thresholds that are learned do not wait for the end of training
+    if not (before == (LEARNED,) and by == "magnitude")
+]
+
+
+@pytest.mark.parametrize(("before", "by", "start"), WAYS, ids=str)
+def test_what_is_left_is_packed_measured_and_saved(tmp_path, before, by, start):
+    epochs = 9 if before == (LEARNED,) else 2
+    method = rb.Pruned(keep=KEEP, by=by, start=start, epochs=epochs)
+    result = run(settings_of(*before, method), tmp_path)
+    if before == (LEARNED,):
+        assert 0 < left(result.model) <= KEEP
+    else:
+        assert left(result.model) == KEEP
+    assert is_packed(result.model)
+    wide_bytes = sum(info.num_bytes for info in rb.find_tables(result.model) if info.width > 1)
+    assert wide_bytes < 4 * sum(rows.numel() for rows in wide(result.model).values()) / 3
+    # validation and test are of what is served
+    valid = result.history.epochs[result.history.best_epoch - 1].valid
+    assert rb.evaluate(result.model, SPLITS.valid).overall == valid
+    loaded = rb.load_model(tmp_path)
+    assert (rb.predict(loaded, SPLITS.test) == rb.predict(result.model, SPLITS.test)).all()
+    assert rb.evaluate(loaded, SPLITS.test).overall == result.test.overall
+    stored = json.loads((tmp_path / "run.json").read_text("utf-8"))
+    assert stored["table_bytes"] == result.table_bytes
+    assert stored["test"]["overall"]["auc"] == result.test.overall.auc
+
+
+def test_another_process_scores_as_the_run_did(tmp_path):
+    result = run(settings_of(rb.Pruned(keep=KEEP)), tmp_path)
+    program = (
+        "import sys, numpy, rarebit as rb\n"
+        f"test = rb.generate(rb.SyntheticLog(rows={ROWS})).test\n"
+        "numpy.save(sys.argv[2], rb.predict(rb.load_model(sys.argv[1]), test))\n"
+    )
+    subprocess.run(
+        [sys.executable, "-c", program, str(tmp_path), str(tmp_path / "scores.npy")],
+        env=os.environ | {"PYTHONPATH": str(Path(rb.__file__).parents[1])},
+        check=True,
+    )
+    found = np.load(tmp_path / "scores.npy")
+    assert (found == np.asarray(rb.predict(result.model, SPLITS.test))).all()
+
+
+def first_model(*methods: rb.Method) -> nn.Module:
+    return start_model(settings_of(*methods), SPLITS.train.schema, say=silence)
+
+
+STILL = {"lr": 1e-300, "table_lr": 1e-300, "optimizer": "sgd", "table_weight_decay": 0.0}
+"""Training that changes nothing: what a run starts from is what it ends with."""
+
+
+@pytest.mark.parametrize("by", ["threshold", "magnitude"])
+def test_without_learning_the_largest_first_values_are_left(by):
+    plain = wide(first_model())
+    result = run(settings_of(rb.Pruned(keep=KEEP, by=by), **STILL))
+    every = torch.cat([rows.abs().flatten() for rows in plain.values()])
+    border = every.sort(descending=True).values[KEEP]
+    for name, rows in wide(result.model).items():
+        assert torch.equal(rows, torch.where(plain[name].abs() > border, plain[name], 0.0))
+
+
+def test_a_random_start_is_another_draw_on_the_same_entries():
+    ticket = wide(run(settings_of(rb.Pruned(keep=KEEP), **STILL)).model)
+    other = wide(first_model_of_seed(OTHER_DRAW))
+    again = run(settings_of(rb.Pruned(keep=KEEP, start="random"), **STILL))
+    for name, rows in wide(again.model).items():
+        assert torch.equal(rows, torch.where(ticket[name] != 0, other[name], 0.0))
+        assert not bool((rows[rows != 0] == ticket[name][rows != 0]).any())
+    # all other weights are those of the seed itself
+    plain = first_model()
+    rest = [name for name, _ in plain.named_parameters() if "backbone.tables" not in name]
+    found = again.model.state_dict()
+    assert rest
+    assert all(torch.equal(found[name], plain.state_dict()[name]) for name in rest)
+
+
+def first_model_of_seed(seed: int) -> nn.Module:
+    return start_model(settings_of(seed=seed), SPLITS.train.schema, say=silence)
+
+
+def test_a_random_start_is_not_cut_by_thresholds_that_were_learned():
+    high = rb.PEP(granularity="global", init=-3.7)  # larger than nearly all first values
+    settings = settings_of(high, rb.Pruned(keep=KEEP, start="random"), **STILL)
+    result = run(settings)
+    other = wide(first_model_of_seed(OTHER_DRAW))
+    for name, rows in wide(result.model).items():
+        assert torch.equal(rows[rows != 0], other[name][rows != 0])
+    cut = wide(first_model(high))
+    kept = sum(int((rows != 0).sum()) for rows in cut.values())
+    assert left(result.model) == kept <= KEEP
+
+
+def test_the_second_stage_starts_where_the_first_did_with_mlet_folded():
+    product = wide(first_model(MLET))
+    result = run(settings_of(MLET, rb.Pruned(keep=KEEP), **STILL))
+    for name, rows in wide(result.model).items():
+        torch.testing.assert_close(rows[rows != 0], product[name][rows != 0], rtol=1e-5, atol=1e-9)
+
+
+def test_pruning_has_its_own_number_of_epochs():
+    retrained = run(settings_of(rb.Pruned(keep=KEEP, epochs=1)))
+    assert len(retrained.history.epochs) == 2
+    for by in ("threshold", "magnitude"):
+        as_it_is = run(settings_of(rb.Pruned(keep=KEEP, epochs=3, by=by, start="trained")))
+        assert len(as_it_is.history.epochs) == 3
+        assert as_it_is.history.best_epoch == 3
+    assert len(run(settings_of(rb.Pruned(keep=KEEP, start="trained"))).history.epochs) == 2
+
+
+def test_learned_thresholds_that_end_early_say_so():
+    method = rb.Pruned(keep=KEEP, start="trained", epochs=9)
+    result = run(settings_of(LEARNED, method))
+    assert len(result.history.epochs) < 9
+    assert result.history.stopped_early
+
+
+@pytest.mark.parametrize("by", ["threshold", "magnitude"])
+@pytest.mark.parametrize("start", ["ticket", "trained"])
+def test_rounded_to_integers_what_was_cut_stays_cut(by, start):
+    method = rb.Pruned(keep=KEEP, by=by, start=start)
+    result = run(settings_of(method, rb.Quantize()))
+    assert 0 < left(result.model) <= KEEP
+    assert not is_packed(result.model)
+    methods = {info.methods for info in rb.find_tables(result.model) if info.width > 1}
+    assert methods == {("Quantize(bits=8)",)}
+
+
+def test_weight_decay_of_a_dense_run_does_not_cut_rows_never_seen():
+    decay = {"table_weight_decay": 1.0, "lr": 1e-3, "tables": "dense", "batch_size": 64}
+    result = run(settings_of(rb.Pruned(keep=KEEP, start="trained"), **decay))
+    never = SPLITS.train.counts()["user"] == 0
+    kept = wide(result.model)["user"] != 0
+    assert kept[never].float().mean() > kept[~never].float().mean()
+
+
+class StopAt(Silence):
+    """Sends a signal to this process in an epoch of the first or the second stage."""
+
+    def __init__(self, begun: int) -> None:
+        self.left = begun
+
+    def start_epoch(self, epoch: int, epochs: int, rows: int) -> None:
+        del epoch, epochs, rows
+        self.left -= 1
+        if self.left == 0:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+
+def assert_same_run(found, expected) -> None:
+    one, other = found.model.state_dict(), expected.model.state_dict()
+    assert one.keys() == other.keys()
+    assert all(torch.equal(one[name], value) for name, value in other.items())
+    assert found.test == expected.test
+    assert [record.valid for record in found.history.epochs] == [
+        record.valid for record in expected.history.epochs
+    ]
+    assert found.history.best_epoch == expected.history.best_epoch
+
+
+@pytest.mark.parametrize("by", ["threshold", "magnitude"])
+@pytest.mark.parametrize(
+    ("start", "begun"),
+    [("ticket", 1), ("ticket", 2), ("ticket", 3), ("random", 4), ("trained", 2)],
+    ids=str,
+)
+def test_a_run_stopped_in_either_stage_goes_on_to_the_same_bits(tmp_path, by, start, begun):
+    settings = settings_of(rb.Pruned(keep=KEEP, by=by, start=start), ema_decay=0.9)
+    whole = run(settings, tmp_path / "whole")
+    with pytest.raises(TrainingInterrupted):
+        run(settings, tmp_path / "stopped", progress=StopAt(begun))
+    assert not (tmp_path / "stopped" / "weights.safetensors").exists()
+    assert (tmp_path / "stopped" / "checkpoints").exists() is (begun > 2)
+    assert_same_run(run(settings, tmp_path / "stopped", resume=True), whole)
+
+
+@pytest.mark.parametrize("begun", [2, 4])
+def test_a_learned_run_stopped_in_either_stage_goes_on_to_the_same_bits(tmp_path, begun):
+    settings = settings_of(LEARNED, rb.Pruned(keep=KEEP, epochs=9))
+    whole = run(settings, tmp_path / "whole")
+    with pytest.raises(TrainingInterrupted):
+        run(settings, tmp_path / "stopped", progress=StopAt(begun))
+    assert (tmp_path / "stopped" / "checkpoints").exists() is (begun > 3)
+    assert_same_run(run(settings, tmp_path / "stopped", resume=True), whole)
+
+
+def test_runs_share_a_first_stage_and_end_as_each_would_with_it(tmp_path):
+    shared = SharedPruning(tmp_path / "pruning", (KEEP, 500))
+    models = {}
+    for keep in shared.budgets:
+        models[keep], _ = train_model(
+            settings_of(rb.Pruned(keep=keep)),
+            SPLITS.train,
+            SPLITS.valid,
+            folder=tmp_path / str(keep) / "checkpoints",
+            progress=False,
+            say=silence,
+            shared=shared,
+        )
+        written = {p: p.stat().st_mtime_ns for p in shared.folder.rglob("*") if p.is_file()}
+        if keep == KEEP:
+            first = written
+    assert {p for p in written if "tickets" in p.parts} == {
+        p for p in first if "tickets" in p.parts
+    }
+    assert all(written[p] == first[p] for p in first if "tickets" in p.parts or "start" in p.parts)
+    assert {keep: left(model) for keep, model in models.items()} == {KEEP: KEEP, 500: 500}
+    tickets = TicketFolder(shared.folder / "tickets")
+    for keep, model in models.items():
+        kept = {name.rpartition(".")[2]: mask for name, mask in tickets[keep].kept.items()}
+        assert all(torch.equal(rows != 0, kept[name]) for name, rows in wide(model).items())
+
+
+def test_how_a_run_prunes():
+    assert pruning_of(settings_of()) is None
+    assert pruning_of(settings_of(MLET, rb.Pruned(keep=7))) == rb.Pruned(keep=7)
+
+
+def test_a_run_says_what_its_second_stage_trains():
+    said: list[str] = []
+    run(settings_of(rb.Pruned(keep=KEEP)), say=said.append)
+    assert "training the 3,000 entries that are left again" in said
