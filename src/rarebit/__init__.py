@@ -9,6 +9,7 @@ from rarebit.data.text_format import TextFormat
 from rarebit.diagnosis.diagnose import diagnose
 from rarebit.diagnosis.report import Diagnosis
 from rarebit.methods._budget import set_threshold_, take_ticket
+from rarebit.methods._shrinkage_model import estimate_c_, set_counts_
 from rarebit.methods.aligned_sets import AlignedSets
 from rarebit.methods.hashing import Hashing
 from rarebit.methods.low_rank import LowRank
@@ -19,7 +20,9 @@ from rarebit.methods.pep import PEP
 from rarebit.methods.product_start import ProductStart
 from rarebit.methods.pruned import Pruned
 from rarebit.methods.quantize import Quantize
+from rarebit.methods.row_rate import RowRate
 from rarebit.methods.shared_sets import SharedSets
+from rarebit.methods.shrinkage import Shrinkage
 from rarebit.study.plan import StudyPlan
 from rarebit.study.results import StudyResult
 from rarebit.study.study import study
@@ -80,11 +83,13 @@ __all__ = [
     "Pruning",
     "Quantize",
     "RowGradients",
+    "RowRate",
     "RunResult",
     "RunSettings",
     "Schema",
     "Scored",
     "SharedSets",
+    "Shrinkage",
     "Split",
     "Splits",
     "StudyPlan",
@@ -102,6 +107,7 @@ __all__ = [
     "clip_grad_norm_",
     "collate",
     "diagnose",
+    "estimate_c_",
     "estimate_memory",
     "evaluate",
     "find_tables",
@@ -124,6 +130,7 @@ __all__ = [
     "save_packed",
     "save_ticket",
     "score_log",
+    "set_counts_",
     "set_threshold_",
     "study",
     "sum_losses",

@@ -133,10 +133,32 @@ METHODS = {
             ({"bits": "8"}, "bits must be one of 8, 4, got '8'"),
         ),
     ),
+    "row_rate": Line(
+        settings={"counts": 7, "c": 3.0},
+        stored=lambda rows, width: rows * width,
+        bad=(
+            ({"counts": -1}, "counts must be 0 or more, got counts=-1"),
+            ({"c": -1.0}, "c must be 0 or more and finite, got c=-1.0"),
+            ({"c": "learned"}, "c must be float, got 'learned'"),
+        ),
+    ),
     "shared_sets": Line(
         settings={"num_sets": 3},
         stored=lambda rows, width: 3 * rows * width,
         bad=(({"num_sets": -1}, "num_sets must be at least 1, got num_sets=-1"),),
+    ),
+    "shrinkage": Line(
+        settings={"counts": 7, "c": 3.0, "prior": "mean"},
+        stored=lambda rows, width: (rows + 1) * width,
+        bad=(
+            ({"counts": -1}, "counts must be 0 or more, got counts=-1"),
+            ({"counts": 2.5}, "counts must be .*, got 2.5"),
+            ({"c": -1.0}, "c must be 0 or more and finite, got c=-1.0"),
+            ({"c": float("inf")}, "c must be 0 or more and finite, got c=inf"),
+            ({"c": {"user": "learned"}}, "c must be a number for each table, got 'learned'"),
+            ({"c": "best"}, "c must be .*, got 'best'"),
+            ({"prior": "median"}, "prior must be one of 'mean', 'zero', got 'median'"),
+        ),
     ),
 }
 

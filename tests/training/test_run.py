@@ -13,6 +13,7 @@ import rarebit as rb
 from rarebit.errors import TrainingInterrupted
 from rarebit.methods import method_to_mapping
 from rarebit.tables.find import table_bytes
+from rarebit.tables.table import full_table
 from rarebit.training.progress import Silence
 from rarebit.training.run_settings import RunSettings
 from rarebit.training.stages import finish_model, num_parameters, start_model
@@ -205,3 +206,21 @@ def test_a_run_that_was_stopped_goes_on_to_the_same_bits(methods, tables, tmp_pa
     assert expected.keys() == found.keys()
     assert all(torch.equal(found[name], value) for name, value in expected.items())
     assert resumed.test == whole.test
+
+
+def test_a_run_counts_its_training_rows_for_tables_that_ask():
+    settings = settings_of(rb.Shrinkage(c=5.0))
+    result = rb.run(settings, progress=False, say=silence)
+    assert methods_on(result.model) == {()}  # folded: it is served as plain tables
+    splits = rb.generate(rb.SyntheticLog(rows=2000))
+    counts = splits.train.counts()["user"]
+    never = full_table(result.model.backbone.tables.tables()[0])[counts == 0]
+    assert len(never) > 1
+    assert_close(never, never[:1].expand_as(never))  # the prior, and nothing of their own
+
+
+def test_pruning_a_shrunk_model_counts_its_rows_in_both_stages():
+    settings = settings_of(rb.Shrinkage(c=5.0), rb.Pruned(keep=500))
+    result = rb.run(settings, progress=False, say=silence)
+    left = sum(int((full_table(t) != 0).sum()) for t in result.model.backbone.tables.tables())
+    assert 0 < left <= 500

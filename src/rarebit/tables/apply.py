@@ -116,17 +116,17 @@ def apply_(
     method: Method,
     *,
     where: Where | None = None,
-    min_width: int = 2,
+    min_width: int | None = None,
     optimizer: Optimizer | None = None,
     verbose: bool = True,
 ) -> TableChanges:
     """Apply a method to the tables of a model, in place, and return what changed.
 
     `where` chooses tables by name, rows or width. Tables narrower than `min_width` are left alone:
-    first-order weights have width 1. With `optimizer`, its parameters are exchanged for the new
-    ones and the state that still fits is kept; without, build the optimizer after this call. A table
-    with a method that this one must not follow is refused, with the reason. Either all chosen tables
-    change or, on an error, none.
+    first-order weights have width 1, and few methods are for them, which say so. With `optimizer`, its
+    parameters are exchanged for the new ones and the state that still fits is kept; without, build the
+    optimizer after this call. A table with a method that this one must not follow is refused, with the
+    reason. Either all chosen tables change or, on an error, none.
 
     >>> model = nn.Sequential(nn.Embedding(1000, 8))
     >>> from rarebit import Hashing
@@ -140,7 +140,8 @@ def apply_(
 
         return told(give_sets_(model, method, where, optimizer), verbose)
     sites = find_sites(model)
-    chosen, skipped = _choose(sites, method, where, min_width)
+    least = method.min_width if min_width is None else min_width
+    chosen, skipped = _choose(sites, method, where, least)
     if not chosen:
         raise NoTableError(_nothing_matched(method, sites, skipped))
     for site in chosen:

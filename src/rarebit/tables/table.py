@@ -183,6 +183,8 @@ class Method(ABC):
     """What it means to apply this method after another one, by the name of that one."""
     pairs_before: ClassVar[Mapping[str, Pair]] = {}
     """The same for methods applied after this one: a new file says both, and no older one is edited."""
+    min_width: ClassVar[int] = 2
+    """Narrower tables are left alone: first-order weights have width 1."""
     training_only: ClassVar[bool] = False
     """Whether its tables are folded when training is over: they are served as plain ones."""
 

@@ -17,6 +17,8 @@ from torch import nn
 from rarebit.data.dataset import Dataset
 from rarebit.data.schema import Schema
 from rarebit.methods._budget import threshold_parameters
+from rarebit.methods._shrinkage_model import set_counts_
+from rarebit.methods._shrinkage_parts import counted_in
 from rarebit.methods.masked import Masked
 from rarebit.methods.pep import PEP
 from rarebit.methods.pruned import Pruned
@@ -37,6 +39,7 @@ from rarebit.training.settings import Training
 __all__ = [
     "PRUNING",
     "SharedPruning",
+    "count_rows_",
     "finish_model",
     "num_parameters",
     "pruning_of",
@@ -82,6 +85,21 @@ def start_model(settings: RunSettings, schema: Schema, *, say: Say = print) -> R
     return model
 
 
+def count_rows_(model: nn.Module, train: Dataset) -> None:
+    """Tell tables that ask for it how often training will see their rows, in place.
+
+    >>> from rarebit import Shrinkage
+    >>> data = Dataset.from_columns({"user": [0, 1, 1, 1]}, label=[0, 1, 0, 1])
+    >>> model = nn.ModuleDict({"user": nn.Embedding(2, 8)})
+    >>> changes = apply_(model, Shrinkage(), verbose=False)
+    >>> count_rows_(model, data)
+    >>> model["user"].evidence.counts
+    tensor([1, 3])
+    """
+    if any(counted_in(site.table) for site in find_sites(model)):
+        set_counts_(model, train.counts())
+
+
 def pruning_of(settings: RunSettings) -> Pruned | None:
     """Return how a run prunes, or None for a run of one stage.
 
@@ -119,6 +137,7 @@ def train_model(
         stages = _Stages(settings, pruned, train, valid, device, progress, say, shared)
         return stages.run(folder, resume=resume)
     model = start_model(settings, train.schema, say=say).to(device)
+    count_rows_(model, train)
     history = fit(
         model,
         train,
@@ -260,12 +279,15 @@ class _Stages:
     def _start(self) -> RankingModel:
         """Return the model that is pruned: with all methods but the pruning itself."""
         settings = _without_pruning(self.settings)
-        return start_model(settings, self.train.schema, say=self.say).to(self.device)
+        model = start_model(settings, self.train.schema, say=self.say).to(self.device)
+        count_rows_(model, self.train)
+        return model
 
     def _start_plain(self) -> RankingModel:
         """Return the model that is trained again: the same, with what only training needs folded."""
         settings = _without_thresholds(self.settings)
         model = start_model(settings, self.train.schema, say=_say_nothing).to(self.device)
+        count_rows_(model, self.train)
         end_training_(model)
         return model
 
