@@ -12,6 +12,7 @@ from torch import nn
 import rarebit as rb
 from rarebit.diagnosis.diagnose import diagnose, diagnose_file
 from rarebit.errors import DataError, ModelFileError, NoTableError, SettingsError
+from rarebit.models.dcn_v2 import DCNv2
 from rarebit.models.deepfm import DeepFM
 from rarebit.models.lr import LR
 from rarebit.tables.spectrum import information_abundance, random_abundance, stable_rank
@@ -249,3 +250,17 @@ def test_files_that_are_none_are_told_in_a_sentence(tmp_path):
         diagnose_file(tmp_path / "nowhere")
     with pytest.raises(ModelFileError, match="is not a file"):
         diagnose_file(tmp_path)
+
+
+def test_each_embedding_set_is_looked_at_by_itself():
+    schema = rb.Schema((rb.Field(name="user", rows=90), rb.Field(name="item", rows=50)))
+    model = DCNv2(schema, dim=4, hidden=[8, 8])
+    assert diagnose(model).tables[0].set_abundances == ()
+    rb.apply_(model, rb.MultiEmbedding(num_sets=3), verbose=False)
+    found = diagnose(model)
+    for table, module in zip(found.tables, model.backbone.tables.tables(), strict=True):
+        each = [information_abundance(one) for one in module.weight.detach().split(4, dim=1)]
+        assert table.set_abundances == pytest.approx(each, rel=1e-9)
+    header, first, *_ = str(found).splitlines()
+    assert "sets" in header.split()
+    assert " ".join(f"{one:.1f}" for one in found.tables[0].set_abundances) in first

@@ -24,7 +24,9 @@ from rarebit.diagnosis.sub_embeddings import find_sub_embeddings
 from rarebit.diagnosis.table import TableDiagnosis, describe_table
 from rarebit.errors import DataError, ModelFileError, NoTableError, SettingsError
 from rarebit.tables.find import TableInfo, find_sites
-from rarebit.tables.table import AnyTable
+from rarebit.tables.sets import SetsMethod
+from rarebit.tables.spectrum import abundance_of
+from rarebit.tables.table import AnyTable, methods_of
 
 __all__ = ["Diagnosis", "diagnose", "diagnose_file"]
 
@@ -136,7 +138,20 @@ def _look_at(
         num_bytes=info.num_bytes,
         methods=info.methods,
     )
-    return replace(description, reweighting=_reweighting(table)), found.triangle
+    description = replace(
+        description,
+        set_abundances=_set_abundances(table, found.triangle),
+        reweighting=_reweighting(table),
+    )
+    return description, found.triangle
+
+
+def _set_abundances(table: AnyTable, triangle: Tensor | None) -> tuple[float, ...]:
+    """Return the abundance of each embedding set: its columns have the spectrum of theirs in R."""
+    sets = [method.num_sets for method in methods_of(table) if isinstance(method, SetsMethod)]
+    if not sets or triangle is None:
+        return ()
+    return tuple(abundance_of(torch.linalg.svdvals(one)) for one in triangle.chunk(sets[0], dim=1))
 
 
 def _reweighting(table: AnyTable) -> Reweighting | None:

@@ -50,6 +50,8 @@ class TableDiagnosis:
     """Spearman's correlation of a row's norm and its count, of the values that training saw."""
     norm_by_count: tuple[NormBin, ...]
     """Mean norm of the rows by how often they were seen; empty where that is not known."""
+    set_abundances: tuple[float, ...] = ()
+    """Information abundance of each embedding set by itself, where several lie side by side."""
     reweighting: Reweighting | None = None
     """How fast each direction is learned, of a table that `MLET` trains as a product."""
 

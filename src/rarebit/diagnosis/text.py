@@ -23,6 +23,7 @@ NOTHING = "-"
 MEANINGS = {
     "IA": "information abundance, the sum of the singular values over the largest one",
     "random": "that of a random table of the same size",
+    "sets": "the information abundance of each embedding set by itself",
     "rank": "stable rank",
     "dead": "rows that are zero or nearly",
     "never": "rows that training never saw",
@@ -58,6 +59,7 @@ def table_cells(tables: Sequence[TableDiagnosis], *, wide: bool) -> Cells:
         "size": [size(table.num_bytes) for table in tables],
         "IA": [_number(table.information_abundance) for table in tables],
         "random": [_number(table.random_abundance) for table in tables],
+        "sets": [" ".join(map(_number, table.set_abundances)) or NOTHING for table in tables],
         "rank": [_number(table.stable_rank) for table in tables],
         "dead": [_percent(table.dead_rows, table.rows) for table in tables],
         "never": [_percent(table.never_trained_rows, table.rows) for table in tables],
