@@ -1,16 +1,30 @@
 """What the commands share: devices, settings on the command line, and how a command ends."""
 
+import itertools
 import sys
 import tomllib
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
 import torch
 import typer
 
 from rarebit.cli.show import errors
-from rarebit.errors import SettingsError
+from rarebit.errors import SettingsError, TrainingInterrupted
 
-__all__ = ["DeviceOption", "SetOption", "choose_device", "override", "parse_assignment", "stop"]
+__all__ = [
+    "DeviceOption",
+    "SetOption",
+    "choose_device",
+    "new_folder",
+    "override",
+    "override_run",
+    "parse_assignment",
+    "stop",
+    "told_how_to_go_on",
+]
 
 DeviceOption = Annotated[str, typer.Option(help="cpu, cuda, or auto: a GPU where there is one.")]
 SetOption = Annotated[
@@ -39,6 +53,24 @@ def override(values: dict[str, Any], section: str, name: str, value: object) -> 
     values[section][name] = value
 
 
+def override_run(
+    values: dict[str, Any],
+    *,
+    model: str | None,
+    data: str | None,
+    training: Mapping[str, object],
+    assignments: Sequence[str] | None,
+) -> None:
+    """Put what options say of a run into its settings, as a file holds them."""
+    override(values, "model", "name", model)
+    if data is not None:
+        values["data"] = {"source": data} if data == "synthetic" else {"folder": data}
+    for name, value in training.items():
+        override(values, "training", name, value)
+    for assignment in assignments or []:
+        override(values, *parse_assignment(assignment))
+
+
 def parse_assignment(text: str) -> tuple[str, str, object]:
     """Read `section.name=value`; the value is TOML, or a word."""
     key, equals, value = text.partition("=")
@@ -49,6 +81,23 @@ def parse_assignment(text: str) -> tuple[str, str, object]:
         return section, name, tomllib.loads(f"value = {value}")["value"]
     except tomllib.TOMLDecodeError:
         return section, name, value.strip()
+
+
+def new_folder(name: str) -> Path:
+    """Return the first folder runs/NAME-N that is not there yet."""
+    names = (Path("runs") / f"{name}-{number}" for number in itertools.count(1))
+    return next(folder for folder in names if not folder.exists())
+
+
+@contextmanager
+def told_how_to_go_on(again: str) -> Iterator[None]:
+    """End the command with what to type, in one line, where its training is stopped."""
+    try:
+        yield
+    except TrainingInterrupted as stopped:
+        stop(f"{stopped}. To go on: {again}", code=stopped.exit_code)
+    except KeyboardInterrupt:
+        stop(f"stopped at once. To go on from the last checkpoint: {again}", code=130)
 
 
 def stop(message: str, *, code: int) -> NoReturn:

@@ -1,6 +1,5 @@
 """`rarebit prune`: one model, pruned to several budgets, each trained again and packed."""
 
-import itertools
 import re
 import shlex
 from collections.abc import Mapping, Sequence
@@ -16,13 +15,13 @@ from rarebit.cli.common import (
     DeviceOption,
     SetOption,
     choose_device,
-    override,
-    parse_assignment,
-    stop,
+    new_folder,
+    override_run,
+    told_how_to_go_on,
 )
 from rarebit.cli.show import BarProgress, console, errors, how_to_call
 from rarebit.diagnosis.pruned_run import explain_pruning
-from rarebit.errors import MissingExtraError, SettingsError, TrainingInterrupted
+from rarebit.errors import MissingExtraError, SettingsError
 from rarebit.methods import method_to_mapping
 from rarebit.methods._expression import parse_methods
 from rarebit.methods.pep import PEP
@@ -126,7 +125,7 @@ def prune(  # noqa: PLR0917  # typer calls it by name
         pruning = from_mapping(
             PruneSettings, {name: value for name, value in how_far.items() if value is not None}
         )
-    folder = resume or out or _new_folder(settings.model)
+    folder = resume or out or new_folder(f"{settings.model}-pruned")
     result = _prune(settings, pruning, folder, device, resume=resume is not None)
     _show(result, f"{settings.model}, pruned")
     _explain(result, settings, plots=not no_plots)
@@ -143,22 +142,17 @@ def _prune(
     settings: RunSettings, pruning: PruneSettings, folder: Path, device: str, *, resume: bool
 ) -> PruneResult:
     again = f"{how_to_call()} prune --resume {shlex.quote(str(folder))}"
-    try:
-        with BarProgress() as progress:
-            return prune_run(
-                settings,
-                pruning,
-                folder=folder,
-                resume=resume,
-                device=choose_device(device),
-                progress=progress,
-                data_progress=progress.rows,
-                say=progress.say,
-            )
-    except TrainingInterrupted as stopped:
-        stop(f"{stopped}. To go on: {again}", code=stopped.exit_code)
-    except KeyboardInterrupt:
-        stop(f"stopped at once. To go on from the last checkpoint: {again}", code=130)
+    with told_how_to_go_on(again), BarProgress() as progress:
+        return prune_run(
+            settings,
+            pruning,
+            folder=folder,
+            resume=resume,
+            device=choose_device(device),
+            progress=progress,
+            data_progress=progress.rows,
+            say=progress.say,
+        )
 
 
 def _show(result: PruneResult, title: str) -> None:
@@ -244,13 +238,7 @@ def _settings(
 ) -> RunSettings:
     """Return the run that is pruned: a file's settings, over which options win."""
     values: dict[str, Any] = read_toml(config) if config is not None else {}
-    override(values, "model", "name", model)
-    if data is not None:
-        values["data"] = {"source": data} if data == "synthetic" else {"folder": data}
-    for name, value in training.items():
-        override(values, "training", name, value)
-    for assignment in assignments:
-        override(values, *parse_assignment(assignment))
+    override_run(values, model=model, data=data, training=training, assignments=assignments)
     if methods is not None:
         values["methods"] = _methods(methods)
     return RunSettings.from_mapping(values)
@@ -274,11 +262,6 @@ def _to_go_on_with(
         "learned thresholds may be given more epochs",
     )
     return settings, replace(pruning, epochs=prune_epochs)
-
-
-def _new_folder(model: str) -> Path:
-    names = (Path("runs") / f"{model}-pruned-{number}" for number in itertools.count(1))
-    return next(folder for folder in names if not folder.exists())
 
 
 def _auc(value: float | None) -> str:

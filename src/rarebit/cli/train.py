@@ -1,6 +1,5 @@
 """`rarebit train`: one model, trained and kept in a folder."""
 
-import itertools
 import shlex
 from pathlib import Path
 from typing import Annotated, Any
@@ -11,12 +10,13 @@ from rarebit.cli.common import (
     DeviceOption,
     SetOption,
     choose_device,
+    new_folder,
     override,
-    parse_assignment,
-    stop,
+    override_run,
+    told_how_to_go_on,
 )
 from rarebit.cli.show import BarProgress, console, errors, how_to_call, show_run
-from rarebit.errors import SettingsError, TrainingInterrupted
+from rarebit.errors import SettingsError
 from rarebit.models import model_names
 from rarebit.settings import read_toml
 from rarebit.training.run import RunResult, read_run, run
@@ -64,19 +64,17 @@ def train(  # noqa: PLR0917  # typer calls it by name
 ) -> None:
     """Train a ranking model and keep it in a folder. Options win over the settings file."""
     values = _first_settings(config, resume, out)
-    override(values, "model", "name", model)
-    if data is not None:
-        values["data"] = {"source": data} if data == "synthetic" else {"folder": data}
+    training = {
+        "epochs": epochs,
+        "batch_size": batch_size,
+        "lr": lr,
+        "tables": tables,
+        "seed": seed,
+    }
+    override_run(values, model=model, data=data, training=training, assignments=set_)
     override(values, "data", "rows", rows)
-    override(values, "training", "epochs", epochs)
-    override(values, "training", "batch_size", batch_size)
-    override(values, "training", "lr", lr)
-    override(values, "training", "tables", tables)
-    override(values, "training", "seed", seed)
-    for assignment in set_ or []:
-        override(values, *parse_assignment(assignment))
     settings = RunSettings.from_mapping(values)
-    folder = resume or out or _new_folder(settings.model)
+    folder = resume or out or new_folder(settings.model)
     result = _train(settings, folder, device, resume=resume is not None)
     place = shlex.quote(str(result.folder))
     console.print(f"\nSaved in {result.folder}. To score with it:", soft_wrap=True, markup=False)
@@ -95,28 +93,17 @@ def _first_settings(config: Path | None, resume: Path | None, out: Path | None) 
 
 def _train(settings: RunSettings, folder: Path, device: str, *, resume: bool = False) -> RunResult:
     again = f"{how_to_call()} train --resume {shlex.quote(str(folder))}"
-    try:
-        with BarProgress() as progress:
-            result = run(
-                settings,
-                folder=folder,
-                resume=resume,
-                device=choose_device(device),
-                progress=progress,
-                data_progress=progress.rows,
-                say=errors.print,
-            )
-    except TrainingInterrupted as stopped:
-        stop(f"{stopped}. To go on: {again}", code=stopped.exit_code)
-    except KeyboardInterrupt:
-        stop(f"stopped at once. To go on from the last checkpoint: {again}", code=130)
+    with told_how_to_go_on(again), BarProgress() as progress:
+        result = run(
+            settings,
+            folder=folder,
+            resume=resume,
+            device=choose_device(device),
+            progress=progress,
+            data_progress=progress.rows,
+            say=errors.print,
+        )
     log = settings.data
     name = log.folder if isinstance(log, PreparedLog) else "the built-in click log"
     show_run(result, f"{settings.model} on the test split of {name}")
     return result
-
-
-def _new_folder(model: str) -> Path:
-    """Return the first folder runs/MODEL-N that is not there yet."""
-    names = (Path("runs") / f"{model}-{number}" for number in itertools.count(1))
-    return next(folder for folder in names if not folder.exists())
