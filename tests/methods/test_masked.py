@@ -309,12 +309,12 @@ def test_every_byte_that_changes_is_told(tmp_path, file):
 
 def test_a_description_cannot_name_a_file_elsewhere(tmp_path):
     path = saved(tmp_path / "ticket") / "ticket.json"
-    from rarebit.tables import ticket as module
+    from rarebit import tensor_folder as module
 
     described = json.loads(path.read_text()) | {
         "tensors": "../tensors-0123456789abcdef.safetensors"
     }
-    described[module.OWN_CHECKSUM] = module._own_checksum(described)
+    described[module.OWN_CHECKSUM] = module.own_checksum(described)
     path.write_text(json.dumps(described))
     with pytest.raises(ModelFileError, match="does not describe a ticket of Rarebit"):
         load_ticket(tmp_path / "ticket")

@@ -13,11 +13,10 @@ import rarebit as rb
 from rarebit.errors import ModelFileError, TableError
 from rarebit.tables.ticket import (
     Ticket,
-    _checksum,
-    _own_checksum,
     load_ticket,
     save_ticket,
 )
+from rarebit.tensor_folder import file_checksum, own_checksum
 
 LEVELS = {"one for all": (1,), "by column": (3,), "by row": (5, 1), "by entry": (5, 3)}
 
@@ -158,8 +157,8 @@ def test_tensors_that_lack_a_mask_are_told(tmp_path):
     save_file(tensors, path)
     # a file that someone made so, with checksums that are right
     description = json.loads((tmp_path / "ticket.json").read_text())
-    description["sha256"] = _checksum(path)
-    description["description_sha256"] = _own_checksum(description)
+    description["sha256"] = file_checksum(path)
+    description["description_sha256"] = own_checksum(description)
     (tmp_path / "ticket.json").write_text(json.dumps(description))
     with pytest.raises(ModelFileError, match=r"holds no ticket that can be read: '1\.kept'"):
         load_ticket(tmp_path)
