@@ -1,0 +1,381 @@
+"""Which rare items have a frequent relative: what they may learn from, and which are better left alone.
+
+Harmless transfer learning for item embeddings, "select", equation 3:
+
+    S     the frequent items of a field, the top fifth of its values    `source`
+    T     the other items that training saw
+    s_i   how often item i meets the top 1,000 items    `co_occurrence.py`
+    T'    those of T with max over j in S of cos(s_i, s_j) >= eta    `target`
+
+eta is such that a fifth of T is left out, rounded down: items that meet no top item first, then those of
+the lowest similarity, equal ones as they lie. Items that training never saw are in neither S nor T.
+
+Shapes: N rows of a field, K relatives of an item.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from fractions import Fraction
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from rarebit.data.co_occurrence import SparseCounts, count_in_records, count_in_text
+from rarebit.data.dataset import Dataset
+from rarebit.data.schema import PADDING
+from rarebit.errors import DataError
+from rarebit.settings import check_types, require, suggest
+
+__all__ = [
+    "CoOccurrence",
+    "FieldSelection",
+    "FrequencySplit",
+    "Selection",
+    "find_relatives",
+    "select",
+    "split_by_frequency",
+]
+
+RARE, FREQUENT = 1 << 10, 1 << 12
+"""Items compared at once: a block of so many cosines."""
+CHECKED = 1 << 8
+"""Items whose relatives are compared once more at once, in float64."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class FrequencySplit:
+    """Which items of a field are frequent: a share of its values, a count, or given ids.
+
+    >>> split_by_frequency(torch.tensor([5, 0, 9, 1]), FrequencySplit(threshold=5))
+    tensor([ True, False,  True, False])
+    """
+
+    top: float = 0.2
+    """Share of the values that training saw, the most frequent ones, rounded up."""
+    threshold: int | None = None
+    """In place of a share: items seen at least so often."""
+    ids: tuple[int, ...] | None = None
+    """In place of a share: these items, of the one field that is selected from."""
+
+    def __post_init__(self) -> None:
+        check_types(self)
+        require(0 < self.top <= 1, f"top must be a share above 0, up to 1, got top={self.top}")
+        require(
+            self.threshold is None or self.threshold >= 1,
+            f"threshold must be at least 1, got threshold={self.threshold}",
+        )
+        require(
+            self.threshold is None or self.ids is None,
+            "frequent items are told by threshold or by ids, got both; leave one out",
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class CoOccurrence:
+    """Which rare items have a frequent relative, by what they co-occur with.
+
+    >>> CoOccurrence(drop=0.5).top_items
+    1000
+    """
+
+    top_items: int = 1000
+    """Items are alike where they co-occur with the same ones of so many most frequent items."""
+    relatives: int = 5
+    """How many of the nearest frequent items are kept of each rare one."""
+    drop: float = 0.2
+    """Share of the rare items that is left out, those least like any frequent one, rounded down."""
+    threshold: float | None = None
+    """In place of a share: items of a lower similarity are left out."""
+    split: FrequencySplit = FrequencySplit()
+    """Which items are frequent."""
+
+    def __post_init__(self) -> None:
+        check_types(self)
+        require(
+            1 <= self.top_items <= 32_767,
+            f"top_items must be from 1 to 32,767, got top_items={self.top_items}",
+        )
+        require(
+            self.relatives >= 1, f"relatives must be at least 1, got relatives={self.relatives}"
+        )
+        require(0 <= self.drop <= 1, f"drop must be a share from 0 to 1, got drop={self.drop}")
+        require(
+            self.threshold is None or 0 <= self.threshold <= 1,
+            f"threshold must be a cosine from 0 to 1, got threshold={self.threshold}",
+        )
+
+
+@dataclass(frozen=True)
+class FieldSelection:
+    """Who may learn from whom among the items of one field; a tensor has one entry or row an id."""
+
+    counts: Tensor
+    """How often training saw each item, `(N,)`."""
+    source: Tensor
+    """Whether it is frequent, `(N,)` of bools."""
+    target: Tensor
+    """Whether it is rare and may learn from frequent ones, `(N,)` of bools."""
+    similarity: Tensor
+    """The cosine of a rare item to the nearest frequent one, `(N,)`; 0 of all others."""
+    relatives: Tensor
+    """The ids of the nearest frequent items of a rare one, `(N, K)`, the nearest first. Where there is
+    none, the item's own id: a lookup finds a row, and the weight is 0."""
+    weights: Tensor
+    """Their cosines, `(N, K)`; 0 where there is none."""
+
+    @property
+    def rare(self) -> Tensor:
+        """Whether training saw an item, but not often: a target, or one left out, `(N,)` of bools."""
+        return (self.counts > 0) & ~self.source
+
+    def to(self, device: torch.device | str) -> "FieldSelection":
+        """Return the same on another device."""
+        return FieldSelection(*(getattr(self, part.name).to(device) for part in fields(self)))
+
+
+@dataclass(frozen=True)
+class Selection:
+    """Which items of which fields may learn from which others.
+
+    >>> selection = select(None, {"user": torch.tensor([1, 9, 1, 0, 2])}, FrequencySplit())
+    >>> selection["user"].source, selection["user"].target
+    (tensor([False,  True, False, False, False]), tensor([ True, False,  True, False,  True]))
+    >>> selection.explain("user", 3)
+    'user 3 was never seen in training: it is left alone'
+    """
+
+    fields: Mapping[str, FieldSelection]
+    """The selection of each field, by its name."""
+    settings: CoOccurrence | FrequencySplit
+    """What it was made by."""
+    data_checksum: str = ""
+    """The checksum of the prepared data it was made of; empty where that is not known."""
+
+    def __getitem__(self, name: str) -> FieldSelection:
+        if name not in self.fields:
+            raise DataError(f"nothing was selected of {name!r}{suggest(name, list(self.fields))}")
+        return self.fields[name]
+
+    def explain(self, field: str, item: int, words: Sequence[str] | None = None) -> str:
+        """Return in words what was decided on an item; `words` has a name for each id, if there are any.
+
+        >>> tokens = torch.tensor([0, 1, 0, 2, 0, 1, 0, 3])
+        >>> chosen = select(tokens, {"word": tokens.bincount()}, CoOccurrence(split=FrequencySplit(top=0.5)))
+        >>> chosen.explain("word", 2, words=["the", "cat", "dog", "owl"])
+        "word 'dog' was seen once: rare, it may learn from 'the' (0.62), 'cat' (0.62)"
+        """
+        found = self[field]
+        if not 0 <= item < len(found.counts):
+            raise DataError(f"{field!r} has ids from 0 to {len(found.counts) - 1}, got {item}")
+
+        def name(row: int) -> str:
+            return str(row) if words is None else repr(words[row])
+
+        count = int(found.counts[item])
+        if count == 0 and not found.source[item]:
+            return f"{field} {name(item)} was never seen in training: it is left alone"
+        often = "once" if count == 1 else f"{count:,} times"
+        pairs = zip(found.relatives[item].tolist(), found.weights[item].tolist(), strict=True)
+        near = ", ".join(f"{name(row)} ({weight:.2f})" for row, weight in pairs if weight > 0)
+        return f"{field} {name(item)} was seen {often}: {_fate(found, item, near)}"
+
+
+def _fate(found: FieldSelection, item: int, near: str) -> str:
+    if found.source[item]:
+        return "frequent, others may learn from it"
+    if found.target[item]:
+        if near:
+            return f"rare, it may learn from {near}"
+        return "rare, it may learn from frequent items"
+    return f"rare, left out, as it is least like any frequent item{near and ': '}{near}"
+
+
+def select(
+    data: Dataset | Tensor | None,
+    counts: Mapping[str, Tensor] | Tensor,
+    settings: CoOccurrence | FrequencySplit = CoOccurrence(),
+    *,
+    fields: Sequence[str] | None = None,
+    padding: int | None = None,
+    data_checksum: str = "",
+) -> Selection:
+    """Return which items may learn from which, by a click log, or by the tokens of a text.
+
+    `counts` are how often training saw each item, of all fields; one tensor for a text, whose field is then
+    called "items". `fields` are those to select from, all if not given. `padding` is the id of a text's
+    places that hold no token. A `FrequencySplit` alone looks at nothing but the counts.
+
+    >>> data = Dataset.from_columns({"user": [0, 0, 0, 1, 2], "item": [0, 1, 0, 0, 2]}, label=[0] * 5)
+    >>> select(data, data.counts(), CoOccurrence(drop=0.5))["user"].target
+    tensor([False,  True, False])
+    """
+    counts = {"items": counts} if isinstance(counts, Tensor) else counts
+    seen = _seen(data, counts, fields, padding)
+    split = settings if isinstance(settings, FrequencySplit) else settings.split
+    if split.ids is not None and len(seen) != 1:
+        raise DataError(
+            f"ids say what is frequent in one field, got {', '.join(seen)}; choose one: fields=[...]"
+        )
+    sources = {name: split_by_frequency(count, split) for name, count in seen.items()}
+    if isinstance(settings, FrequencySplit):
+        chosen = {name: _all_rare(seen[name], source) for name, source in sources.items()}
+        return Selection(chosen, settings, data_checksum)
+    met = _met(data, counts, settings, list(seen), padding)
+    return Selection(
+        {
+            name: _selected(seen[name], source, met[name], settings)
+            for name, source in sources.items()
+        },
+        settings,
+        data_checksum,
+    )
+
+
+def split_by_frequency(counts: Tensor, split: FrequencySplit) -> Tensor:
+    """Return which items of a field are frequent, `(N,)` of bools; equal counts go by their order.
+
+    >>> split_by_frequency(torch.tensor([1, 0, 2, 2, 1, 1]), FrequencySplit(top=0.2))
+    tensor([False, False,  True, False, False, False])
+    """
+    found = torch.zeros(len(counts), dtype=torch.bool)
+    if split.ids is not None:
+        for row in split.ids:
+            if not 0 <= row < len(counts):
+                raise DataError(f"ids must be from 0 to {len(counts) - 1}, got {row}")
+        found[list(split.ids)] = True
+    elif split.threshold is not None:
+        found = counts.cpu() >= split.threshold
+    else:
+        number = math.ceil(_part(split.top, int(torch.count_nonzero(counts))))
+        found[torch.argsort(counts.cpu(), descending=True, stable=True)[:number]] = True
+    return found
+
+
+def find_relatives(
+    met: SparseCounts, rare: Tensor, frequent: Tensor, number: int
+) -> tuple[Tensor, Tensor]:
+    """Return the frequent items nearest to each rare one, `(len(rare), number)`, and their cosines.
+
+    Every rare item is compared with every frequent one, a block at a time, in float32. Those that are found
+    are compared once more in float64, so that equal items have equal cosines. Id -1 where there is none.
+
+    >>> met = SparseCounts(torch.tensor([0, 1, 2, 3]), torch.tensor([0, 1, 1]), torch.tensor([3, 1, 9]), 2)
+    >>> find_relatives(met, torch.tensor([0, 2]), torch.tensor([1]), 1)
+    (tensor([[-1],
+            [ 1]]), tensor([[0.],
+            [1.]]))
+    """
+    ids = torch.full((len(rare), number), -1)
+    cosines = torch.zeros(len(rare), number)
+    for some in frequent.split(FREQUENT):
+        theirs = F.normalize(met.dense(some), dim=1)
+        for start in range(0, len(rare), RARE):
+            rows = slice(start, start + RARE)
+            near = F.normalize(met.dense(rare[rows]), dim=1) @ theirs.T  # (RARE, FREQUENT)
+            values, places = near.topk(min(number, len(some)), dim=1)
+            values, places = (
+                torch.cat([cosines[rows], values], dim=1),
+                torch.cat([ids[rows], some[places]], dim=1),
+            )
+            cosines[rows], best = values.topk(number, dim=1)
+            ids[rows] = places.gather(1, best)
+    ids[cosines <= 0] = -1
+    for start in range(0, len(rare), CHECKED):
+        rows = slice(start, start + CHECKED)
+        ids[rows], cosines[rows] = _ordered(ids[rows], _cosines(met, rare[rows], ids[rows]))
+    return ids, cosines
+
+
+def _cosines(met: SparseCounts, rare: Tensor, ids: Tensor) -> Tensor:
+    """Return the cosines of rare items to their relatives `(R, K)`, 0 where there is none."""
+    distinct, place = ids.clamp(min=0).unique(return_inverse=True)
+    theirs = F.normalize(met.dense(distinct, torch.float64), dim=1)
+    ours = F.normalize(met.dense(rare, torch.float64), dim=1)
+    found = torch.bmm(theirs[place], ours[:, :, None])[:, :, 0]
+    return torch.where(ids >= 0, found, 0.0).float()
+
+
+def _ordered(ids: Tensor, cosines: Tensor) -> tuple[Tensor, Tensor]:
+    """Return relatives and cosines with the nearest first, equal ones by id."""
+    by_id = torch.argsort(ids, dim=1)
+    cosines = cosines.gather(1, by_id)
+    by_cosine = torch.argsort(cosines, dim=1, descending=True, stable=True)
+    return ids.gather(1, by_id.gather(1, by_cosine)), cosines.gather(1, by_cosine)
+
+
+def _selected(
+    counts: Tensor, source: Tensor, met: SparseCounts, settings: CoOccurrence
+) -> FieldSelection:
+    """Return the selection of one field from what its items meet."""
+    rare = ((counts > 0) & ~source).nonzero()[:, 0]
+    ids, cosines = find_relatives(met, rare, source.nonzero()[:, 0], settings.relatives)
+    similarity = torch.zeros(len(counts)).index_copy_(0, rare, cosines[:, 0])
+    relatives = torch.arange(len(counts))[:, None].repeat(1, settings.relatives)
+    relatives[rare] = torch.where(ids >= 0, ids, rare[:, None])
+    weights = torch.zeros(len(counts), settings.relatives).index_copy_(0, rare, cosines)
+    target = torch.zeros_like(source)
+    if bool(source.any()):
+        target[rare[_kept(similarity[rare], met.offsets.diff()[rare] > 0, settings)]] = True
+    return FieldSelection(counts, source, target, similarity, relatives, weights)
+
+
+def _kept(similarity: Tensor, meets_any: Tensor, settings: CoOccurrence) -> Tensor:
+    """Return the places of the rare items that are not left out."""
+    if settings.threshold is not None:
+        return (similarity >= settings.threshold).nonzero()[:, 0]
+    order = torch.argsort(meets_any.to(torch.int8), stable=True)
+    order = order[torch.argsort(similarity[order], stable=True)]
+    return order[math.floor(_part(settings.drop, len(order))) :]
+
+
+def _all_rare(counts: Tensor, source: Tensor) -> FieldSelection:
+    """Return the selection by frequency alone: every rare item is a target, and has no relatives."""
+    nothing = torch.zeros(len(counts), 0)
+    target = (counts > 0) & ~source if bool(source.any()) else torch.zeros_like(source)
+    return FieldSelection(counts, source, target, torch.zeros(len(counts)), nothing.long(), nothing)
+
+
+def _part(share: float, number: int) -> Fraction:
+    """Return a share of a number as it is written: a fifth of 5 is 1, whatever floats make of 0.2."""
+    return Fraction(str(share)) * number
+
+
+def _seen(
+    data: Dataset | Tensor | None,
+    counts: Mapping[str, Tensor],
+    names: Sequence[str] | None,
+    padding: int | None,
+) -> dict[str, Tensor]:
+    """Return the counts of the chosen fields on the CPU, and none of padding."""
+    multi = set()
+    if isinstance(data, Dataset):
+        multi = {field.name for field in data.schema.table_fields if field.kind == "multi"}
+    found = {}
+    for name in counts if names is None else names:
+        if name not in counts:
+            raise DataError(f"there are no counts of {name!r}{suggest(name, list(counts))}")
+        found[name] = counts[name].detach().cpu().long().clone()
+        place = PADDING if name in multi else padding
+        if place is not None and place < len(found[name]):
+            found[name][place] = 0
+    return found
+
+
+def _met(
+    data: Dataset | Tensor | None,
+    counts: Mapping[str, Tensor],
+    settings: CoOccurrence,
+    names: Sequence[str],
+    padding: int | None,
+) -> Mapping[str, SparseCounts]:
+    """Return what the items of the chosen fields meet."""
+    if isinstance(data, Dataset):
+        return count_in_records(data, counts, top_items=settings.top_items, fields=names).fields
+    if isinstance(data, Tensor):
+        return count_in_text(data, counts, top_items=settings.top_items, padding=padding).fields
+    raise DataError(
+        "co-occurrence is counted in a Dataset or in a tensor of tokens, got none; give one, or select "
+        "by FrequencySplit alone"
+    )
