@@ -18,8 +18,8 @@ def bench_names() -> list[str]:
     """Return the names of all benches: the files of this folder.
 
     >>> bench_names()
-    ['checkpoint', 'data', 'ema', 'import', 'mlet', 'models', 'packed', 'pep',
-     'quantize', 'row_gradients', 'rows', 'spectrum', 'study', 'train']
+    ['checkpoint', 'data', 'ema', 'import', 'mlet', 'models', 'multi_embedding', 'packed', 'pep',
+     'quantize', 'row_gradients', 'rows', 'shrinkage', 'spectrum', 'study', 'train']
     """
     return sorted(_files())
 
