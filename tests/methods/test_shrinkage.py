@@ -7,6 +7,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from methods.shrunk_models import FIELDS, WIDTH, C, counts_by_field, deepfm, ids_of
 from torch import Tensor, nn
 from torch.testing import assert_close
 
@@ -14,35 +15,7 @@ import rarebit as rb
 from rarebit.errors import DataError, SettingsError
 from rarebit.methods._shrinkage_parts import FieldMean, Prior
 from rarebit.methods.shrinkage import Shrinkage, ShrunkStack, ShrunkTable
-from rarebit.models.deepfm import DeepFM
 from rarebit.tables.table import full_table
-
-FIELDS = (
-    rb.Field(name="user", rows=20),
-    rb.Field(name="tags", kind="multi", rows=9, max_length=3),
-    rb.Field(name="item", rows=11),
-)
-SCHEMA = rb.Schema(FIELDS)
-WIDTH = 4
-C = {"user": 2.0, "tags": 0.0, "item": 30.0}
-
-
-def counts_by_field() -> dict[str, Tensor]:
-    return {field.name: torch.randint(0, 50, (field.rows,)) for field in FIELDS}
-
-
-def deepfm(*methods: rb.Method) -> DeepFM:
-    model = DeepFM(SCHEMA, dim=WIDTH, hidden=(8,), batch_norm=False)
-    for method in methods:
-        rb.apply_(model, method, verbose=False)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(torch.randn_like(parameter), alpha=0.3)
-    return model
-
-
-def ids_of(rows: int = 16) -> Tensor:
-    return torch.cat([torch.randint(f.rows, (rows, f.max_length)) for f in FIELDS], dim=1)
 
 
 def shrunk_table(

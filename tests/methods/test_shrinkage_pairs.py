@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from methods.shrunk_models import FIELDS, SCHEMA, WIDTH, C, counts_by_field, deepfm, ids_of
 from torch import Tensor
 from torch.testing import assert_close
 
@@ -10,36 +11,8 @@ from rarebit.methods._shrinkage_counts import counts_of_rows
 from rarebit.methods._shrinkage_parts import counted_in
 from rarebit.methods.shrinkage import Shrinkage, ShrunkTable
 from rarebit.models.dcn_v2 import DCNv2
-from rarebit.models.deepfm import DeepFM
 from rarebit.tables.apply import end_training_
 from rarebit.tables.table import full_table
-
-FIELDS = (
-    rb.Field(name="user", rows=20),
-    rb.Field(name="tags", kind="multi", rows=9, max_length=3),
-    rb.Field(name="item", rows=11),
-)
-SCHEMA = rb.Schema(FIELDS)
-WIDTH = 4
-C = {"user": 2.0, "tags": 0.0, "item": 30.0}
-
-
-def counts_by_field() -> dict[str, Tensor]:
-    return {field.name: torch.randint(0, 50, (field.rows,)) for field in FIELDS}
-
-
-def deepfm(*methods: rb.Method) -> DeepFM:
-    model = DeepFM(SCHEMA, dim=WIDTH, hidden=(8,), batch_norm=False)
-    for method in methods:
-        rb.apply_(model, method, verbose=False)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(torch.randn_like(parameter), alpha=0.3)
-    return model
-
-
-def ids_of(rows: int = 16) -> Tensor:
-    return torch.cat([torch.randint(f.rows, (rows, f.max_length)) for f in FIELDS], dim=1)
 
 
 def batch_of(rows: int = 16) -> rb.Batch:

@@ -164,5 +164,5 @@ def test_stored_runs_are_held_against_any_side_of_theirs(ensemble):
     assert [side.name for side in other.methods] == ["multi-embedding:num_sets=2"]
     itself = cell.against("multi-embedding:num_sets=2")
     assert itself.methods == []
-    with pytest.raises(StudyError, match="there is no side 'basline' on dcn_v2 and .*baseline"):
+    with pytest.raises(StudyError, match=r"there is no side 'basline' on dcn_v2 and .*baseline"):
         cell.against("basline")

@@ -1,6 +1,6 @@
 """What a shrunk table has besides its rows: the evidence for each of them, and the prior.
 
-    CountedTable  a table that has evidence for its rows
+    CountedTable  a table that has evidence for its rows; `CountedStack` several
     Evidence      counts n and strengths c, of one table or of a stack: w = n / (n + c)
     Prior         what a row is without evidence; `FieldMean` of a table, `FieldMeans` of a stack
 
@@ -8,6 +8,7 @@ A prior that needs more than the table has its place here: all that is asked of 
 """
 
 from collections.abc import Sequence
+from itertools import accumulate
 from typing import Any, Protocol, Self, runtime_checkable
 
 import torch
@@ -15,9 +16,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from rarebit.errors import DataError
+from rarebit.tables.stack import Stack, stack_tables
 from rarebit.tables.table import AnyTable, Method, Table, home_of, num_weights
 
 __all__ = [
+    "CountedStack",
     "CountedTable",
     "Evidence",
     "FieldMean",
@@ -136,6 +139,27 @@ class CountedTable(Table):
         inner = {id(parameter) for parameter in self.inner.parameters()}
         own = [p.numel() for p in self.parameters() if id(p) not in inner]
         return num_weights(self.inner) + sum(own)
+
+
+class CountedStack(Stack):
+    """Tables that know how often their rows were seen, behind one lookup of rows and one of counts."""
+
+    offsets: Tensor
+
+    def __init__(
+        self, method: Method, tables: Sequence[CountedTable], lengths: Sequence[int]
+    ) -> None:
+        super().__init__(lengths)
+        self.method = method
+        self.sizes = [table.num_embeddings for table in tables]
+        self.inner = stack_tables([table.inner for table in tables], lengths)
+        self.evidence = Evidence.joined([table.evidence for table in tables])
+        first_rows = torch.tensor([0, *accumulate(self.sizes)][:-1])
+        self.register_buffer("offsets", first_rows[self.field_of_slot], persistent=False)
+
+    def weights(self, ids: Tensor) -> Tensor:
+        """Return n / (n + c) of the rows of each field."""
+        return self.evidence.weights(ids + self.offsets, self.field_of_slot)
 
 
 def counted_in(table: AnyTable) -> list[CountedTable]:

@@ -18,7 +18,6 @@ slower rare rows do. Not for use by itself: it is there to be compared with.
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import accumulate
 from typing import Any, ClassVar
 
 import torch
@@ -27,9 +26,15 @@ from torch.autograd.function import once_differentiable
 
 from rarebit.errors import UnsupportedTableError
 from rarebit.methods._shrinkage_counts import Counts, counts_of_all, counts_of_table
-from rarebit.methods._shrinkage_parts import CountedTable, Evidence, counted_in, unknown_counts
+from rarebit.methods._shrinkage_parts import (
+    CountedStack,
+    CountedTable,
+    Evidence,
+    counted_in,
+    unknown_counts,
+)
 from rarebit.settings import check_types, require
-from rarebit.tables.stack import Stack, stack_tables
+from rarebit.tables.stack import Stack
 from rarebit.tables.table import AnyTable, Method, Pair, Table, full_table, plain_like, wrap
 
 __all__ = ["RatedStack", "RatedTable", "RowRate"]
@@ -166,26 +171,12 @@ class RatedTable(CountedTable):
         self.inner.weight.copy_(rows / _or_one(weights))
 
 
-class RatedStack(Stack):
+class RatedStack(CountedStack):
     """Tables with rates for their rows behind one lookup of their rows and one of their counts."""
-
-    offsets: Tensor
-
-    def __init__(
-        self, method: RowRate, tables: Sequence[RatedTable], lengths: Sequence[int]
-    ) -> None:
-        super().__init__(lengths)
-        self.method = method
-        self.sizes = [table.num_embeddings for table in tables]
-        self.inner = stack_tables([table.inner for table in tables], lengths)
-        self.evidence = Evidence.joined([table.evidence for table in tables])
-        first_rows = torch.tensor([0, *accumulate(self.sizes)][:-1])
-        self.register_buffer("offsets", first_rows[self.field_of_slot], persistent=False)
 
     def rows(self, ids: Tensor) -> Tensor:
         """Return w_i u_i of the rows of each field."""
-        weights = self.evidence.weights(ids + self.offsets, self.field_of_slot)
-        return _rated(self.inner(ids), weights)
+        return _rated(self.inner(ids), self.weights(ids))
 
     def split(self) -> list[AnyTable]:
         """Return the tables one by one."""

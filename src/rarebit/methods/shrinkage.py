@@ -18,7 +18,6 @@ Merged, it is a plain table. Not for tables whose ids are all frequent: there w 
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import accumulate
 from typing import ClassVar, Literal, TypeAlias
 
 import torch
@@ -27,6 +26,7 @@ from torch import Tensor, nn
 from rarebit.errors import SettingsError
 from rarebit.methods._shrinkage_counts import Counts, counts_of_all, counts_of_table, of_table
 from rarebit.methods._shrinkage_parts import (
+    CountedStack,
     CountedTable,
     Evidence,
     FieldMean,
@@ -36,7 +36,7 @@ from rarebit.methods._shrinkage_parts import (
     unknown_counts,
 )
 from rarebit.settings import check_types, require
-from rarebit.tables.stack import Stack, stack_tables
+from rarebit.tables.stack import Stack
 from rarebit.tables.table import (
     AnyTable,
     Method,
@@ -247,29 +247,22 @@ class ShrunkTable(CountedTable):
         return _mixed(self.inner(ids), weights, _rows_of(self.prior, ids))
 
 
-class ShrunkStack(Stack):
+class ShrunkStack(CountedStack):
     """Shrunk tables behind one lookup of their rows and one of their counts."""
 
-    offsets: Tensor
+    method: Shrinkage
 
     def __init__(
         self, method: Shrinkage, tables: Sequence[ShrunkTable], lengths: Sequence[int]
     ) -> None:
-        super().__init__(lengths)
-        self.method = method
-        self.sizes = [table.num_embeddings for table in tables]
-        self.inner = stack_tables([table.inner for table in tables], lengths)
-        self.evidence = Evidence.joined([table.evidence for table in tables])
+        super().__init__(method, tables, lengths)
         means = [table.prior for table in tables if table.prior is not None]
         self.prior = FieldMeans(means, self.field_of_slot) if means else None
-        first_rows = torch.tensor([0, *accumulate(self.sizes)][:-1])
-        self.register_buffer("offsets", first_rows[self.field_of_slot], persistent=False)
 
     def rows(self, ids: Tensor) -> Tensor:
         """Return w_i v_i + (1 - w_i) p_f of the rows of each field f."""
         # unlike a product, this is cheaper than to find out which rows are looked up several times
-        weights = self.evidence.weights(ids + self.offsets, self.field_of_slot)
-        return _mixed(self.inner(ids), weights, _rows_of(self.prior, ids))
+        return _mixed(self.inner(ids), self.weights(ids), _rows_of(self.prior, ids))
 
     def split(self) -> list[AnyTable]:
         """Return the shrunk tables one by one."""
