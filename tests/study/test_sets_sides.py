@@ -53,6 +53,12 @@ def test_an_ensemble_has_as_many_models_as_there_are_sets():
     assert found["multi-embedding:num_sets=3"].members == 1
 
 
+def test_an_ensemble_has_as_many_trials_as_what_is_held_against_it():
+    found = sides("multi-embedding:num_sets=2", control="ensemble", trials=3)
+    assert {len(side.trials) for side in found.values()} == {3}
+    assert found["ensemble:x=2"].trials == found["baseline"].trials
+
+
 @pytest.mark.parametrize("control", ["wide", "ensemble"])
 def test_a_method_without_sets_has_no_such_control(control):
     with pytest.raises(

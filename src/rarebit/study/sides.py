@@ -213,7 +213,7 @@ class _Sides:
         others = tuple(m for m in settings.methods if not isinstance(m, SetsMethod))
         found = dataclasses.replace(self.base, methods=others)
         full = "+".join([f"{ENSEMBLE}:x={num_sets}", *(method_text(method) for method in others)])
-        self.found.setdefault(full, Side(full, None, (found,), members=num_sets))
+        self._add(full, found, members=num_sets)
         return full
 
     def _narrowed(self, width: int) -> RunSettings:
@@ -226,7 +226,9 @@ class _Sides:
             self.bytes[width] = table_bytes(self._start(self._narrowed(width)))
         return self.bytes[width]
 
-    def _add(self, name: str, settings: RunSettings, *, control: str | None = None) -> None:
+    def _add(
+        self, name: str, settings: RunSettings, *, control: str | None = None, members: int = 1
+    ) -> None:
         if name in self.found and control is None:  # it is there already, perhaps as a method
             return
         wanted = self.plan.settings.trials
@@ -235,7 +237,7 @@ class _Sides:
             len(trials) == wanted,
             f"study: {name} has {len(trials)} settings to try, and trials={wanted} asks for more",
         )
-        self.found[name] = Side(name, control, trials)
+        self.found[name] = Side(name, control, trials, members)
 
     def _start(self, settings: RunSettings) -> RankingModel:
         with torch.random.fork_rng(devices=[]):
