@@ -30,6 +30,7 @@ FOLDERS = [
     "methods",
     "interactions",
     "models",
+    "transfer",
     "training",
     "study",
     "diagnosis",

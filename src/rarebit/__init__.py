@@ -4,6 +4,8 @@ from rarebit.data.dataset import Batch, Dataset, Splits, collate
 from rarebit.data.log_schema import Column, LogSchema, Split
 from rarebit.data.prepare import prepare, prepare_source
 from rarebit.data.schema import Field, Schema
+from rarebit.data.selection import CoOccurrence, FrequencySplit, Selection, select
+from rarebit.data.selection_file import load_selection, save_selection
 from rarebit.data.synthetic import SyntheticLog, generate
 from rarebit.data.text_format import TextFormat
 from rarebit.diagnosis.diagnose import diagnose
@@ -50,20 +52,33 @@ from rarebit.training.run import RunResult, run
 from rarebit.training.run_settings import PreparedLog, RunSettings
 from rarebit.training.score import Scored, score_log
 from rarebit.training.settings import Training
+from rarebit.transfer.adversarial import Adversarial
+from rarebit.transfer.cos_reg import CosReg
+from rarebit.transfer.harmless_transfer import HarmlessTransfer
+from rarebit.transfer.mmd import MMD
+from rarebit.transfer.moments import Moments
+from rarebit.transfer.relatives import Relatives
+from rarebit.transfer.sliced_wasserstein import SlicedWasserstein
 
 __version__ = "0.1.0"
 
 __all__ = [
     "EMA",
     "MLET",
+    "MMD",
     "PEP",
+    "Adversarial",
     "AlignedSets",
     "Batch",
+    "CoOccurrence",
     "Column",
+    "CosReg",
     "Dataset",
     "Diagnosis",
     "Evaluation",
     "Field",
+    "FrequencySplit",
+    "HarmlessTransfer",
     "Hashing",
     "History",
     "LearnedPruner",
@@ -73,6 +88,7 @@ __all__ = [
     "MemoryEstimate",
     "Method",
     "Metrics",
+    "Moments",
     "MultiEmbedding",
     "Pack",
     "Pair",
@@ -82,14 +98,17 @@ __all__ = [
     "Pruner",
     "Pruning",
     "Quantize",
+    "Relatives",
     "RowGradients",
     "RowRate",
     "RunResult",
     "RunSettings",
     "Schema",
     "Scored",
+    "Selection",
     "SharedSets",
     "Shrinkage",
+    "SlicedWasserstein",
     "Split",
     "Splits",
     "StudyPlan",
@@ -116,6 +135,7 @@ __all__ = [
     "information_abundance",
     "load_model",
     "load_packed",
+    "load_selection",
     "load_ticket",
     "merge_",
     "optimizer",
@@ -128,8 +148,10 @@ __all__ = [
     "run",
     "save_model",
     "save_packed",
+    "save_selection",
     "save_ticket",
     "score_log",
+    "select",
     "set_counts_",
     "set_threshold_",
     "study",

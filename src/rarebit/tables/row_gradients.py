@@ -9,7 +9,8 @@ It is called once an optimizer step for each group of `RowGradients.tables`, on 
 unscaled, summed over the micro-batches and averaged over the processes: rules are not linear, and one
 called on parts would give another answer. It sees float32, or float64 where the table is that wide.
 On a GPU, where no size may depend on the ids, some slots hold no row: their id is -1, their gradients
-are zero, and what the rule returns for them is ignored.
+are zero, and what the rule returns for them is ignored. A `GroupRule` is told more: which tables the rows
+are of, and what is in them.
 
 Where a rule returns the sum over the losses, a row's gradient is what plain `backward()` gives: for one
 loss in one process on the CPU to the last bit, else within the rounding of a sum. In a bfloat16 model
@@ -27,7 +28,9 @@ Several processes (`DistributedDataParallel`):
 - The first loss must reach every parameter outside the tables, the others none but the model's.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from types import TracebackType
 from typing import Self, TypeAlias
 
@@ -39,15 +42,38 @@ from torch.nn import functional as F
 from rarebit.errors import TrainingError
 from rarebit.tables.distinct import Distinct, find_distinct
 from rarebit.tables.find import TableInfo, refuse_wrapped_model
-from rarebit.tables.lookups import RowGroup, Watch, Watched
+from rarebit.tables.lookups import LookedUpRows, RowGroup, Watch, Watched, WatchedTable, wide
+from rarebit.tables.pooled import PooledRows, single_rows
 from rarebit.tables.ranks import gather_counts, ignore_in_ddp, keep_from_ddp, world_size
 from rarebit.tables.tied import TiedTable, add_gradient
 from rarebit.tables.watching import choose_sites, watch_tables, watch_tied
 
-__all__ = ["RowGradients", "Rule", "sum_losses"]
+__all__ = ["GroupRule", "RowGradients", "RowStep", "Rule", "sum_losses"]
 
 Rule: TypeAlias = Callable[[Tensor, Tensor], Tensor]
 """Ids `(U,)` and gradients `(K, U, D)` of distinct rows to one gradient a row, `(U, D)`."""
+
+
+@dataclass(frozen=True)
+class RowStep:
+    """The distinct rows of one group in one step."""
+
+    number: int
+    """Which of `RowGradients.tables` they are of."""
+    ids: Tensor
+    """Their numbers in the group, ascending, `(U,)`; -1 in slots without a row."""
+    gradients: Tensor
+    """The gradient of each loss, `(K, U, D)`."""
+    rows: Tensor
+    """What the tables hold, `(U, D)`, in the precision of the gradients; any numbers in slots without a row."""
+
+
+class GroupRule(ABC):
+    """A rule that is told which tables its rows are of, and what is in the rows."""
+
+    @abstractmethod
+    def answer(self, step: RowStep) -> Tensor:
+        """Return one gradient a row, `(U, D)`."""
 
 
 def sum_losses(ids: Tensor, gradients: Tensor) -> Tensor:
@@ -79,7 +105,7 @@ class RowGradients:
     def __init__(
         self,
         model: nn.Module,
-        rule: Rule,
+        rule: Rule | GroupRule,
         where: Callable[[TableInfo], bool] | None = None,
         *,
         min_width: int = 2,
@@ -91,6 +117,7 @@ class RowGradients:
         self._watch = Watch()
         self._tables = watch_tables(self._watch, chosen)
         self._tied = watch_tied(self._watch, chosen)
+        self._slots = [_first_slots(table) for table in self._tables]
         self._static: bool | None = None
         self._num_losses: int | None = None
         self._ignored_before = keep_from_ddp(model, self._parameters())
@@ -101,6 +128,28 @@ class RowGradients:
     def tables(self) -> tuple[RowGroup, ...]:
         """The groups of tables; the rule is called once a step for each, in this order."""
         return tuple(table.group for table in self._all())
+
+    @torch.no_grad()
+    def look_up(self, number: int, ids: Tensor) -> Tensor:
+        """Return rows `(n, F, D)` of a group of F tables, for ids `(n, F)` of each, without their history.
+
+        A weight that several tables share is one table here.
+
+        >>> model = nn.Sequential(nn.Embedding.from_pretrained(torch.eye(3), freeze=False))
+        >>> with RowGradients(model, sum_losses) as rows:
+        ...     rows.look_up(0, torch.tensor([[2]]))
+        tensor([[[0., 0., 1.]]])
+        """
+        if number >= len(self._tables):
+            return F.embedding(ids, self._tied[number - len(self._tables)].weight)
+        table, slots = self._tables[number], self._slots[number].to(ids.device)
+        self._slots[number] = slots
+        if slots.numel() == 0:
+            return table.look_up(ids.reshape(-1)).unsqueeze(1)
+        # a stack reads all its slots, whichever of its tables are asked
+        of_slots = ids.new_zeros(len(ids), table.numbering.first_row.shape[0])
+        rows = table.look_up(of_slots.index_copy_(1, slots, ids))
+        return rows.index_select(1, slots)
 
     def backward(
         self, *losses: Tensor, scaler: GradScaler | None = None, last: bool = True
@@ -214,12 +263,12 @@ class RowGradients:
         assert self._num_losses is not None
         parts: list[tuple[Tensor, Tensor]] = []
         try:
-            for table, counts in zip(self._tables, self._counts(), strict=True):
-                found = table.looked_up(self._num_losses, counts)
+            for number, counts in enumerate(self._counts()):
+                found = self._tables[number].looked_up(self._num_losses, counts)
                 if found is not None:
-                    parts += found.cut(*self._answer(found.keys, found.gradients, scale))
-            for tied in self._tied:
-                self._answer_tied(tied, scale)
+                    parts += found.cut(*self._answer(number, found, scale))
+            for number, tied in enumerate(self._tied, start=len(self._tables)):
+                self._answer_tied(number, tied, scale)
         finally:
             self.discard()
         if not parts and not self._tied:
@@ -238,42 +287,46 @@ class RowGradients:
 
     @torch.no_grad()
     def _answer(
-        self, keys: Tensor, gradients: Tensor, scale: Tensor | None
+        self, number: int, found: LookedUpRows, scale: Tensor | None
     ) -> tuple[Tensor, Tensor]:
         """Return the gradient `(T, D)` of each lookup, and which lookups keep their own.
 
         The rule's answer goes to the first lookup of a row, zero to its others.
         """
+        keys, gradients = found.keys, found.gradients
         distinct = find_distinct(keys, static=self._static)
         is_row = (distinct.ids >= 0).unsqueeze(-1)
         sums = torch.where(is_row, _sum_lookups(distinct, gradients), 0.0)
-        answer, is_sum = self._ask(distinct.ids, sums, scale)
+        needs_rows = isinstance(self.rule, GroupRule)
+        rows = _rows_of(found, distinct) if needs_rows else sums[0]
+        answer, is_sum = self._ask(RowStep(number, distinct.ids, sums, rows), scale)
         keep = keys < 0
         if world_size() == 1:
             # The sum is left where it came from: adding it up elsewhere rounds in another order.
             # Several processes take it from here, or each would add it up in an order of its own.
             keep = keep | is_sum.index_select(0, distinct.slot_of)
-        first = torch.where(
-            distinct.first_lookups().unsqueeze(-1), answer.index_select(0, distinct.slot_of), 0.0
-        )
-        return torch.where(keep.unsqueeze(-1), gradients.sum(dim=0), first), keep
+        first = _at_first_lookups(distinct, answer)
+        return torch.where(keep.unsqueeze(-1), _over_losses(gradients), first), keep
 
     @torch.no_grad()
-    def _answer_tied(self, tied: TiedTable, scale: Tensor | None) -> None:
+    def _answer_tied(self, number: int, tied: TiedTable, scale: Tensor | None) -> None:
         gradients = tied.gradients()
         ids = torch.arange(tied.group.num_rows, device=gradients.device)
-        tied.add(self._ask(ids, gradients, scale)[0])
+        rows = tied.weight.detach().to(gradients.dtype)
+        tied.add(self._ask(RowStep(number, ids, gradients, rows), scale)[0])
 
-    def _ask(self, ids: Tensor, sums: Tensor, scale: Tensor | None) -> tuple[Tensor, Tensor]:
+    def _ask(self, step: RowStep, scale: Tensor | None) -> tuple[Tensor, Tensor]:
         """Return the rule's answer for each slot, scaled again, and which answers are the plain sum."""
+        ids, sums = step.ids, step.gradients
         is_static = ids.is_cuda if self._static is None else self._static
         # in the compact form, lookups without a rule have the first slot
         skip = 0 if is_static else int((ids[:1] < 0).sum())
         unscaled = sums if scale is None else sums * scale.reciprocal()
-        plain = unscaled.sum(dim=0)
+        plain = _over_losses(unscaled)
         answer = plain.clone()
         if ids.shape[0] > skip:
-            answer[skip:] = self._call_rule(ids[skip:], unscaled[:, skip:])
+            asked = RowStep(step.number, ids[skip:], unscaled[:, skip:], step.rows[skip:])
+            answer[skip:] = self._call_rule(asked)
         is_sum = (answer == plain).all(dim=-1)
         if scale is None:
             return answer, is_sum
@@ -281,10 +334,13 @@ class RowGradients:
         is_finite = torch.isfinite(sums).all()
         return torch.where(is_finite, answer * scale, torch.nan), is_sum & is_finite
 
-    def _call_rule(self, ids: Tensor, gradients: Tensor) -> Tensor:
-        with torch.autocast(gradients.device.type, enabled=False):
-            answer = self.rule(ids, gradients)
-        expected = tuple(gradients.shape[1:])
+    def _call_rule(self, step: RowStep) -> Tensor:
+        with torch.autocast(step.gradients.device.type, enabled=False):
+            if isinstance(self.rule, GroupRule):
+                answer = self.rule.answer(step)
+            else:
+                answer = self.rule(step.ids, step.gradients)
+        expected = tuple(step.gradients.shape[1:])
         got = tuple(getattr(answer, "shape", ())) or type(answer).__name__
         if got != expected:
             raise TrainingError(
@@ -300,6 +356,42 @@ def _sum_lookups(distinct: Distinct, gradients: Tensor) -> Tensor:
     # additions on a GPU come in any order, but for those within a bag
     order, starts = distinct.order, distinct.starts
     return torch.stack([F.embedding_bag(order, loss, starts, mode="sum") for loss in gradients])
+
+
+def _over_losses(gradients: Tensor) -> Tensor:
+    """Return the sum over the losses; of one there is nothing to add, nor to copy."""
+    return gradients[0] if len(gradients) == 1 else gradients.sum(dim=0)
+
+
+def _at_first_lookups(distinct: Distinct, answer: Tensor) -> Tensor:
+    """Return the answer `(U, D)` at the first lookup of each row, and zero at all others, `(T, D)`."""
+    end = distinct.order.shape[0]
+    first = distinct.order.index_select(0, distinct.starts.clamp(max=end - 1))
+    # slots without a row start where the lookups end: one place more takes them
+    first = torch.where(distinct.starts < end, first, end)
+    return answer.new_zeros(end + 1, answer.shape[1]).index_copy_(0, first, answer)[:end]
+
+
+def _rows_of(found: LookedUpRows, distinct: Distinct) -> Tensor:
+    """Return what the tables hold in each slot, `(U, D)`: the row of its first lookup."""
+    width, dtype = found.gradients.shape[-1], wide(found.gradients.dtype)
+    looked_up = [
+        single_rows(part.bag, part.ids) if isinstance(part, PooledRows) else part.detach()
+        for part in found.parts
+    ]
+    parts = [part.reshape(-1, width) for part in looked_up]
+    rows = parts[0] if len(parts) == 1 else torch.cat(parts)  # (T, D)
+    # a slot without a row starts where the lookups end
+    starts = distinct.starts.clamp(max=distinct.order.shape[0] - 1)
+    return rows.index_select(0, distinct.order.index_select(0, starts)).to(dtype)
+
+
+def _first_slots(table: WatchedTable) -> Tensor:
+    """Return the first slot of each table of a stack; nothing for a table of its own."""
+    if table.numbering.first_row.dim() == 0:
+        return torch.empty(0, dtype=torch.int64)
+    first_rows = table.numbering.first_row.tolist()
+    return torch.tensor([first_rows.index(first_row) for first_row in table.group.first_rows])
 
 
 def _scaled(scaler: GradScaler, tensor: Tensor) -> Tensor:

@@ -1,0 +1,1 @@
+"""Rare rows learn from frequent ones, held back where that opposes the main loss."""

@@ -1,0 +1,134 @@
+"""Adversarial: rare rows that a discriminator cannot tell from frequent ones (Gong et al., 2018, FRAGE).
+
+    D(e)  = sigmoid(<w, e> + b)                          how frequent a row looks
+    l_D   = (mean over S of -log D + mean over T of -log(1 - D)) / 2
+    l     = mean over T of log(1 - D)                    minus the discriminator's own loss on rare rows
+
+    w, b    `Discriminators.weight` and `.bias`, of each table and embedding set its own
+    S, T    the sampled frequent rows; the rare rows of the batch
+
+The discriminator takes one step of its own SGD a batch, before the rows are asked for their gradient. Both
+classes count the same, however many rows they have; a table without rare rows in the batch takes no step.
+
+Not for tables where the zeros of pruned entries give rare rows away: no gradient can remove those.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from rarebit.errors import TrainingError
+from rarebit.settings import check_types, require
+from rarebit.transfer.batch import TransferBatch
+from rarebit.transfer.transfer_loss import LossTables, RunningLoss, TransferLoss
+
+__all__ = ["Adversarial", "Discriminators"]
+
+BOUND = 0.1
+"""Weights of a discriminator start between minus this and this."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Adversarial(TransferLoss):
+    """Move rare rows to where a discriminator takes them for frequent ones.
+
+    >>> Adversarial(lr=0.01)
+    Adversarial(lr=0.01, weight_decay=0.0, seed=0)
+    """
+
+    # NOTE[DIFF]: FRAGE has an output a class, 0.02 for language models and 0.01 for translation; of one
+    # output, whose weight is the difference of the two, the same step is twice the rate.
+    lr: float = 0.02
+    """The learning rate of the discriminators."""
+    weight_decay: float = 0.0
+    """Their weight decay."""
+    seed: int = 0
+    """What their weights start from."""
+
+    def __post_init__(self) -> None:
+        check_types(self)
+        require(self.lr > 0, f"lr must be above 0, got lr={self.lr}")
+        require(
+            self.weight_decay >= 0,
+            f"weight_decay must be at least 0, got weight_decay={self.weight_decay}",
+        )
+
+    def start(self, tables: LossTables) -> "Discriminators":
+        """Return a discriminator for each table and set."""
+        return Discriminators(self, tables)
+
+
+class Discriminators(RunningLoss):
+    """A linear discriminator for each table and embedding set, and their optimizer."""
+
+    def __init__(self, settings: Adversarial, tables: LossTables) -> None:
+        # drawn on the CPU: the same in all processes, whatever their device
+        generator = torch.Generator().manual_seed(settings.seed)
+        shape = (len(tables.names), tables.num_sets, tables.width)
+        start = torch.rand(shape, generator=generator, dtype=tables.dtype) * 2 - 1
+        self.weight = nn.Parameter((start * BOUND).to(tables.device))  # (F, M, D)
+        self.bias = nn.Parameter(torch.zeros(shape[:2], dtype=tables.dtype, device=tables.device))
+        self.optimizer = torch.optim.SGD(
+            [self.weight, self.bias], lr=settings.lr, weight_decay=settings.weight_decay
+        )
+
+    def loss(self, batch: TransferBatch) -> Tensor:
+        """Return minus the discriminators' loss on the rows that move, `(F,)`."""
+        weight, bias = self.weight.detach(), self.bias.detach()
+        logits = _logits(batch, batch.rows, weight, bias)
+        losses = F.softplus(_mistake(batch, logits))  # (U, M)
+        return -batch.total(batch.share * losses.sum(dim=1))
+
+    @torch.no_grad()
+    def learn(self, batch: TransferBatch) -> Tensor:
+        """Take one step; return the share of rows told right before it, both classes alike."""
+        rows, share = batch.rows.detach(), batch.share.unsqueeze(1)
+        moved = _mistake(batch, _logits(batch, rows, self.weight, self.bias))  # (U, M)
+        others = torch.einsum("fsmd,fmd->fsm", batch.others, self.weight) + self.bias.unsqueeze(1)
+        others = _mistake(batch, -others)
+        # the gradient of l_D, written out: autograd would add rows up one by one
+        own = 0.5 * _mistake(batch, share * torch.sigmoid(moved)).unsqueeze(-1)  # (U, M, 1)
+        even = batch.present.reshape(-1, 1, 1) / others.shape[1]
+        theirs = 0.5 * _mistake(batch, -even * torch.sigmoid(others))  # (F, S, M)
+        weight, bias = batch.total(torch.cat([own * rows, own], dim=-1)).split(
+            [rows.shape[-1], 1], -1
+        )
+        self.weight.grad = weight + torch.einsum("fsm,fsmd->fmd", theirs, batch.others)
+        self.bias.grad = bias.squeeze(-1) + theirs.sum(dim=1)
+        self.optimizer.step()
+        right = batch.total(share * (moved < 0)) + (others < 0).to(rows.dtype).mean(dim=1)
+        return 0.5 * right.mean(dim=1)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return weights and optimizer."""
+        return {
+            "weight": self.weight.detach(),
+            "bias": self.bias.detach(),
+            "optimizer": self.optimizer.state_dict(),
+        }
+
+    @torch.no_grad()
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from weights and optimizer of the same tables."""
+        for name, parameter in (("weight", self.weight), ("bias", self.bias)):
+            if state[name].shape != parameter.shape:
+                raise TrainingError(
+                    f"the discriminators have a {name} of the shape {tuple(parameter.shape)}, the one "
+                    f"given is of the shape {tuple(state[name].shape)}; use the same model"
+                )
+            parameter.copy_(state[name])
+        self.optimizer.load_state_dict(dict(state["optimizer"]))
+
+
+def _logits(batch: TransferBatch, rows: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    """Return how frequent each row looks, `(U, M)`."""
+    return (rows * batch.of_rows(weight)).sum(dim=-1) + batch.of_rows(bias)
+
+
+def _mistake(batch: TransferBatch, logits: Tensor) -> Tensor:
+    """Return how wrong it is to take rare rows for so frequent; below zero is right."""
+    return -logits if batch.flipped else logits

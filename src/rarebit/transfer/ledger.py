@@ -1,0 +1,208 @@
+"""The ledger of a transfer: what it asked of the rows, what the barrier let through, what became of it.
+
+Kept on the device, table by table, and read at once: no step waits for it. Of the rare rows of the batches
+that have a main gradient it counts those whose gradients are opposed, and how lambda is spread. The
+barrier promises an inner product of at least phi between the update and the main gradient; momentum, Adam
+and weight decay make another update of it. So of a few rows a table it remembers where they were, and
+compares in the next step where they are:
+
+    realised = <old - new, g> * ||mu|| / ||old - new||        to be held against phi
+
+which does not depend on the learning rate: the update at the length that the rule gave it.
+"""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rarebit.transfer.batch import TransferBatch
+from rarebit.transfer.lexico import Barrier
+
+__all__ = ["GroupLedger", "Ledger"]
+
+EDGES = (0.0, 0.25, 0.5, 0.75, 0.999, 1.001, 1.5, 2.0, 5.0, 20.0, 100.0)
+"""Where the bins of lambda end, in multiples of alpha; alpha itself has a bin of its own."""
+REMEMBERED = 16
+"""Rows of each table that are looked at again after the update."""
+CLOSE = 0.99
+"""A share of phi that counts as met: rows are rounded when they are updated."""
+
+SUMS = ("rows", "opposed", "not_finite", "loss_is_barrier", "main_norm", "transfer_norm")
+STEPS = ("steps", "transfer_loss", "judged", "accuracy")
+REALISED = ("moved", "kept", "realised", "promised")
+
+
+class GroupLedger:
+    """What is kept of one group of tables."""
+
+    def __init__(self, names: Sequence[str], sets: int, width: int, like: Tensor) -> None:
+        self.names = tuple(names)
+        size = len(self.names)
+        self.edges = torch.tensor(EDGES, dtype=like.dtype).to(like.device)
+        self.sums = _zeros(like, size, len(SUMS) + len(EDGES))
+        self.steps = _zeros(like, size, len(STEPS))
+        self.realised = _zeros(like, size, len(REALISED))
+        # of each remembered row: where it was, its main gradient, then phi, ||mu||, and whether there is one
+        self.ids = torch.zeros(REMEMBERED, size, dtype=torch.int64, device=like.device)
+        self.old = like.new_zeros(size, REMEMBERED, sets, width)
+        self.main = torch.zeros_like(self.old)
+        self.promise = like.new_zeros(size, REMEMBERED, sets, 3)
+
+    def add(
+        self,
+        batch: TransferBatch,
+        found: Barrier,
+        transfer: Tensor,
+        losses: Tensor,
+        accuracy: Tensor | None,
+        *,
+        alpha: float,
+    ) -> None:
+        """Add a step: rows `(U, M, ...)` and what is known of each table `(F,)`."""
+        square, coefficient = found.square, found.coefficient
+        counts = (square > 0) & torch.isfinite(square) & batch.moves.unsqueeze(1)  # (U, M)
+        parts = [
+            torch.ones_like(square),
+            found.agreement < 0,
+            found.not_finite,
+            found.barrier < alpha * square,
+            square.sqrt(),
+            transfer.norm(dim=-1),
+        ]
+        several = torch.stack([part.to(square.dtype) for part in parts], dim=-1)
+        spread = (coefficient.unsqueeze(-1) <= alpha * self.edges).to(square.dtype)
+        values = torch.cat([several, spread], dim=-1)
+        values = torch.where(counts.unsqueeze(-1), values, 0.0)
+        self.sums += batch.total(values.sum(dim=1))
+        judged = batch.present if accuracy is not None else torch.zeros_like(losses)
+        told = losses if accuracy is None else accuracy
+        columns = [batch.present, losses, judged, told * judged]
+        self.steps += torch.stack([part.to(losses.dtype) for part in columns], dim=1)
+
+    def compare(self, look_up: Callable[[Tensor], Tensor]) -> None:
+        """See what the update has made of the rows that are remembered."""
+        moved = self.old - look_up(self.ids).transpose(0, 1).to(self.old.dtype)  # (F, P, M, D)
+        phi, length, is_there = self.promise.unbind(dim=-1)
+        way = moved.norm(dim=-1)
+        realised = (moved * self.main).sum(dim=-1) * length / torch.where(way > 0, way, 1.0)
+        counts = (is_there > 0) & (way > 0) & torch.isfinite(realised)
+        columns = [torch.ones_like(phi), realised >= CLOSE * phi, realised, phi]
+        values = torch.stack([part.to(phi.dtype) for part in columns], dim=-1)
+        self.realised += torch.where(counts.unsqueeze(-1), values, 0.0).sum(dim=(1, 2))
+
+    def remember(
+        self, batch: TransferBatch, main: Tensor, found: Barrier, first_rows: Tensor
+    ) -> None:
+        """Remember a few rows that are about to be updated."""
+        picked = batch.pick(REMEMBERED)
+        index = picked.index.reshape(-1)
+
+        def at(values: Tensor) -> Tensor:
+            return values.index_select(0, index).reshape(*picked.index.shape, *values.shape[1:])
+
+        ids = at(batch.ids) - first_rows.unsqueeze(1)  # (F, P)
+        self.ids.copy_(torch.where(picked.weight > 0, ids, 0).T)
+        self.old.copy_(at(batch.rows.detach()))
+        self.main.copy_(at(main))
+        is_there = (picked.weight > 0).unsqueeze(-1) & (at(found.square) > 0)
+        length = at(found.gradient.norm(dim=-1))
+        self.promise.copy_(torch.stack([at(found.barrier), length, is_there], dim=-1))
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Return all that is kept, by name: the living tensors."""
+        names = ("sums", "steps", "realised", "ids", "old", "main", "promise")
+        return {name: getattr(self, name) for name in names}
+
+
+class Ledger:
+    """What a transfer did so far; `read` makes plain values of it."""
+
+    def __init__(self) -> None:
+        self.groups: list[GroupLedger] = []
+        self.total: Tensor | None = None
+
+    def add_step(self, loss: Tensor) -> None:
+        """Count a step and its main loss."""
+        if self.total is None:
+            self.total = torch.zeros(2, dtype=torch.float64, device=loss.device)
+        self.total += torch.stack([torch.ones_like(loss), loss])
+
+    def read(self) -> dict[str, Any]:
+        """Return the ledger as plain values, which JSON can hold; waits for the device once.
+
+        Shares are of the rare rows of the batches, each counted in every step it is in. `lambda` has the
+        share of rows up to each bin's end, in multiples of alpha, and above all of them.
+        """
+        if self.total is None:
+            return {"steps": 0, "main_loss": None, "tables": {}}
+        parts = [self.total]
+        for group in self.groups:
+            parts += [group.sums.flatten(), group.steps.flatten(), group.realised.flatten()]
+        numbers = iter(torch.cat([part.to(self.total.device) for part in parts]).tolist())
+        steps, loss = next(numbers), next(numbers)
+        tables: dict[str, Any] = {}
+        for group in self.groups:
+            kept = [
+                [[next(numbers) for _ in range(part.shape[1])] for _ in group.names]
+                for part in (group.sums, group.steps, group.realised)
+            ]
+            for name, *values in zip(group.names, *kept, strict=True):
+                tables[name] = _readable(*values)
+        return {"steps": int(steps), "main_loss": _mean(loss, steps), "tables": tables}
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return all that is kept, so that a run that goes on has one ledger."""
+        groups = {group.names[0]: group.tensors() for group in self.groups}
+        return {"groups": groups} if self.total is None else {"groups": groups, "total": self.total}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from what `state_dict` returned."""
+        total = state.get("total")
+        self.total = None if total is None else total.clone()
+        for group in self.groups:
+            for name, tensor in group.tensors().items():
+                tensor.copy_(state["groups"][group.names[0]][name])
+
+
+def _readable(
+    sums: Sequence[float], steps: Sequence[float], realised: Sequence[float]
+) -> dict[str, Any]:
+    of_rows = dict(zip(SUMS, sums, strict=False))
+    of_steps = dict(zip(STEPS, steps, strict=True))
+    of_moved = dict(zip(REALISED, realised, strict=True))
+    rows, seen, moved = of_rows["rows"], of_steps["steps"], of_moved["moved"]
+    return {
+        "rows": int(rows),
+        "steps": int(seen),
+        "opposed": _mean(of_rows["opposed"], rows),
+        "lambda": _spread(sums[len(SUMS) :], rows),
+        "not_finite": int(of_rows["not_finite"]),
+        "loss_is_barrier": _mean(of_rows["loss_is_barrier"], rows),
+        "main_norm": _mean(of_rows["main_norm"], rows),
+        "transfer_norm": _mean(of_rows["transfer_norm"], rows),
+        "transfer_loss": _mean(of_steps["transfer_loss"], seen),
+        "discriminator_accuracy": _mean(of_steps["accuracy"], of_steps["judged"]),
+        "realised_rows": int(moved),
+        "realised_kept": _mean(of_moved["kept"], moved),
+        "realised_over_promised": _mean(of_moved["realised"], of_moved["promised"]),
+    }
+
+
+def _spread(up_to: Sequence[float], rows: float) -> dict[str, float] | None:
+    """Return the share of rows in each bin of lambda, by the end of the bin."""
+    if rows == 0:
+        return None
+    ends = [*EDGES, math.inf]
+    bins = zip(ends, [*up_to, rows], [0.0, *up_to], strict=True)
+    return {f"{end:g}": (now - before) / rows for end, now, before in bins}
+
+
+def _mean(total: float, number: float) -> float | None:
+    return total / number if number else None
+
+
+def _zeros(like: Tensor, *shape: int) -> Tensor:
+    return torch.zeros(*shape, dtype=torch.float64, device=like.device)

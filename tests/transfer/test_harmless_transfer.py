@@ -1,0 +1,469 @@
+"""Harmless transfer in one step: the gradients it leaves, against loops over the rows."""
+
+import copy
+
+import pytest
+import torch
+from contract.method_checks import counting_large_tensors
+from contract.model_checks import SCHEMA, lively, make_batch
+from torch import nn
+from torch.nn import functional as F
+from torch.testing import assert_close
+
+import rarebit as rb
+from rarebit.data.selection import FieldSelection, FrequencySplit, Selection
+from rarebit.models.deepfm import DeepFM
+from rarebit.transfer.adversarial import Adversarial
+from rarebit.transfer.cos_reg import CosReg
+from rarebit.transfer.harmless_transfer import HarmlessTransfer
+from rarebit.transfer.mmd import MMD
+from rarebit.transfer.moments import Moments
+from rarebit.transfer.relatives import Relatives
+from rarebit.transfer.sliced_wasserstein import SlicedWasserstein
+
+ROWS, WIDTH = 20, 4
+COUNTS = torch.tensor([0, 9, 1, 1, 8, 7, 1, 2, 2, 0, 1, 1, 3, 1, 1, 2, 1, 1, 1, 1])
+FREQUENT = {1, 4, 5, 12}  # the top fifth of the 18 that were seen, rounded up
+RARE = {i for i in range(ROWS) if COUNTS[i] > 0} - FREQUENT
+
+
+class Net(nn.Module):
+    """A table, then a network that is not linear."""
+
+    def __init__(self, **options):
+        super().__init__()
+        self.item = nn.Embedding(ROWS, WIDTH, **options)
+        self.out = nn.Linear(WIDTH, 1)
+
+    def forward(self, ids):
+        return self.out(torch.tanh(self.item(ids))).squeeze(-1)
+
+
+class Tied(nn.Module):
+    """A language model in small: the output's weight is the table."""
+
+    def __init__(self):
+        super().__init__()
+        self.item = nn.Embedding(ROWS, WIDTH)
+        self.hidden = nn.Linear(WIDTH, WIDTH)
+        self.out = nn.Linear(WIDTH, ROWS, bias=False)
+        self.out.weight = self.item.weight
+
+    def forward(self, ids):
+        return self.out(torch.tanh(self.hidden(self.item(ids))))
+
+
+def some_ids(size=30):
+    return torch.randint(ROWS, (size,))
+
+
+def loss_of(model, ids):
+    return F.softplus(2 * model(ids)).mean()
+
+
+def started(model, **options):
+    options = {
+        "counts": COUNTS,
+        "where": lambda t: True,
+        "samples": 8,
+        "transfer_scale": 50.0,
+    } | options
+    return HarmlessTransfer(model, **options)
+
+
+def transfer_by_hand(weight, present, running, rare=RARE, table=0):
+    """The adversarial gradient of each row, by the discriminator as it is after its step."""
+    w, b = running.weight[table, 0].detach(), running.bias[table, 0].detach()
+    moved = sorted(set(present) & rare)
+    found = torch.zeros_like(weight)
+    for i in moved:
+        found[i] = -torch.sigmoid(weight[i] @ w + b) * w / len(moved)
+    return found
+
+
+def lexico_by_hand(g, t, loss, alpha=2.0):
+    found = torch.zeros_like(g)
+    for i in range(len(g)):
+        square = float(g[i] @ g[i])
+        phi = alpha * min(square, float(loss))
+        lam = max((phi - float(t[i] @ g[i])) / square, 0.0) if square > 0 else 0.0
+        found[i] = t[i] + lam * g[i]
+    return found
+
+
+def dense(gradient):
+    return gradient.to_dense() if gradient.is_sparse else gradient
+
+
+def plain_gradients(model, ids):
+    plain = copy.deepcopy(model)
+    loss = loss_of(plain, ids)
+    loss.backward()
+    return loss.detach(), {name: dense(p.grad) for name, p in plain.named_parameters()}
+
+
+@pytest.mark.parametrize("static", [False, True], ids=["compact", "static"])
+@pytest.mark.parametrize("sparse", [False, True], ids=["dense", "sparse"])
+def test_rows_get_the_gradient_of_algorithm_1_and_the_network_its_own(sparse, static):
+    model, ids = Net(sparse=sparse, padding_idx=12), some_ids()
+    loss, plain = plain_gradients(model, ids)
+    with started(model) as transfer:
+        transfer.rows._static = static
+        transfer.backward(loss_of(model, ids))
+    weight = model.item.weight.detach()
+    t = 50 * transfer_by_hand(weight, ids.tolist(), transfer.groups[0].running)
+    expected = lexico_by_hand(plain["item.weight"], t, loss)
+    assert model.item.weight.grad.is_sparse == sparse
+    assert_close(dense(model.item.weight.grad), expected)
+    assert t.any(dim=1).sum() > 5
+    assert torch.equal(model.out.weight.grad, plain["out.weight"])
+    assert transfer.explain("item", 12).side == "neither"  # padding
+    frequent = sorted((FREQUENT - {12}) & set(ids.tolist()))
+    assert_close(dense(model.item.weight.grad)[frequent], 2 * plain["item.weight"][frequent])
+
+
+def test_the_sum_rule_is_plain_backward_of_both_losses():
+    model, ids = Net(), some_ids()
+    plain = copy.deepcopy(model)
+    with started(model, rule="sum", transfer_scale=3.0) as transfer:
+        transfer.backward(loss_of(model, ids))
+    running = transfer.groups[0].running
+    rare = plain.item.weight[sorted(set(ids.tolist()) & RARE)]
+    logits = rare @ running.weight[0, 0].detach() + running.bias[0, 0].detach()
+    (loss_of(plain, ids) - 3.0 * F.softplus(logits).mean()).backward()
+    for name, parameter in model.named_parameters():
+        assert_close(parameter.grad, dict(plain.named_parameters())[name].grad)
+
+
+def test_without_transfer_lexico_doubles_the_row_gradients_and_the_sum_is_plain_backward():
+    model, ids = Net(), some_ids()
+    _, plain = plain_gradients(model, ids)
+    for rule, factor in (("lexico", 2.0), ("global", 2.0), ("sum", 1.0)):
+        model.zero_grad()
+        with started(model, rule=rule, transfer_scale=0.0) as transfer:
+            transfer.backward(loss_of(model, ids))
+        assert_close(model.item.weight.grad, factor * plain["item.weight"])
+
+
+def test_the_global_rule_has_one_coefficient_for_the_rows_of_a_step():
+    model, ids = Net(), some_ids()
+    loss, plain = plain_gradients(model, ids)
+    with started(model, rule="global") as transfer:
+        transfer.backward(loss_of(model, ids))
+    t = 50 * transfer_by_hand(model.item.weight.detach(), ids.tolist(), transfer.groups[0].running)
+    g = plain["item.weight"]
+    expected = lexico_by_hand(g.reshape(1, -1), t.reshape(1, -1), loss).reshape(g.shape)
+    assert_close(model.item.weight.grad, expected)
+
+
+def test_micro_batches_are_one_step():
+    model, ids = Net(), some_ids(40)
+    whole = copy.deepcopy(model)
+    with started(whole) as transfer:
+        transfer.backward(loss_of(whole, ids))
+    with started(model) as transfer:
+        for part, last in zip(ids.chunk(4), (False, False, False, True), strict=True):
+            transfer.backward(loss_of(model, part) / 4, last=last)
+        assert transfer.ledger.read()["steps"] == 1
+        found = transfer.ledger.read()["main_loss"]
+    assert found == pytest.approx(loss_of(whole, ids).item())
+    for name, parameter in model.named_parameters():
+        assert_close(
+            parameter.grad, dict(whole.named_parameters())[name].grad, atol=1e-6, rtol=1e-5
+        )
+
+
+@pytest.mark.parametrize("make", [Net, Tied])
+def test_a_scaler_changes_nothing_but_the_scale(make):
+    model, ids = make(), some_ids()
+    plain, scaler = copy.deepcopy(model), torch.amp.GradScaler("cpu")
+    for net, options in ((plain, {}), (model, {"scaler": scaler})):
+        with started(net) as transfer:
+            transfer.backward(loss_of(net, ids), **options)
+    for name, parameter in model.named_parameters():
+        assert_close(parameter.grad, 65536.0 * dict(plain.named_parameters())[name].grad)
+
+
+def test_an_overflow_is_left_to_the_scaler_and_spoils_no_ledger():
+    model, ids = Net(), some_ids()
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**127)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    before = copy.deepcopy(model.state_dict())
+    with started(model) as transfer:
+        transfer.backward(1e4 * loss_of(model, ids), scaler=scaler)
+        scaler.step(optimizer)
+        scaler.update()
+        for name, value in model.state_dict().items():
+            assert torch.equal(value, before[name])
+        optimizer.zero_grad()
+        transfer.backward(loss_of(model, ids))
+        found = transfer.ledger.read()["tables"]["item"]
+    assert found["rows"] == len(set(ids.tolist()) & RARE)
+    assert 0 < found["main_norm"] < 1
+    assert found["realised_rows"] == 0  # nothing has moved
+
+
+def test_all_rows_of_a_tied_weight_take_part():
+    model, ids = Tied(), some_ids()
+    loss, plain = plain_gradients(model, ids)
+    with started(model) as transfer:
+        transfer.backward(loss_of(model, ids))
+    weight = model.item.weight.detach()
+    t = 50 * transfer_by_hand(weight, range(ROWS), transfer.groups[0].running)
+    assert_close(model.item.weight.grad, lexico_by_hand(plain["item.weight"], t, loss))
+    assert model.out.weight is model.item.weight
+
+
+def test_a_weight_under_two_names_is_one_table():
+    model = nn.ModuleDict({"item": nn.Embedding(ROWS, WIDTH), "again": nn.Embedding(ROWS, WIDTH)})
+    model["again"].weight = model["item"].weight
+    first, second = some_ids(), some_ids()
+    with started(model, transfer_scale=1.0, rule="sum") as transfer:
+        transfer.backward(model["item"](first).sum() + model["again"](second).sum())
+        assert [group.names for group in transfer.groups] == [("item",)]
+    weight, running = model["item"].weight.detach(), transfer.groups[0].running
+    t = transfer_by_hand(weight, range(ROWS), running)
+    lookups = torch.cat([first, second]).bincount(minlength=ROWS)
+    assert_close(model["item"].weight.grad, t + lookups.unsqueeze(1))
+
+
+def test_a_tied_language_model_trains():
+    model, text = Tied(), torch.randint(ROWS, (400,)) // 2 * 2
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.02)
+    losses = []
+    with started(model, counts=text.bincount(minlength=ROWS), transfer_scale=0.1) as transfer:
+        for _ in range(60):
+            optimizer.zero_grad()
+            loss = F.cross_entropy(model(text[:-1]), text[1:])
+            losses.append(loss.item())
+            transfer.backward(loss)
+            optimizer.step()
+    assert losses[-1] < 0.8 * losses[0]
+
+
+def test_a_factorised_table_gets_the_gradient_of_its_product_rows():
+    model, ids = Net(), some_ids()
+    rb.apply_(model, rb.MLET(inner_dim=6), verbose=False)
+    weight = model.item.weight.detach()
+    rows = weight.clone().requires_grad_()
+    loss = F.softplus(2 * model.out(torch.tanh(rows[ids])).squeeze(-1)).mean()
+    (g,) = torch.autograd.grad(loss, rows)
+    expected = copy.deepcopy(model)
+    with started(model) as transfer:
+        transfer.backward(loss_of(model, ids))
+    t = 50 * transfer_by_hand(weight, ids.tolist(), transfer.groups[0].running)
+    expected.item(torch.arange(ROWS)).backward(lexico_by_hand(g, t, loss.detach()))
+    for name, parameter in model.item.named_parameters():
+        assert_close(parameter.grad, dict(expected.item.named_parameters())[name].grad)
+
+
+def test_only_the_entries_that_are_left_of_a_masked_table_count():
+    model, ids = Net(), torch.arange(ROWS).repeat(2)
+    with torch.no_grad():
+        model.item.weight[torch.rand(ROWS, WIDTH) < 0.4] = 0.0
+        model.item.weight[[2, 5]] = 0.0  # a rare and a frequent row without survivors
+        model.item.weight[3] = torch.tensor([1.0, 0.0, 2.0, 0.0])
+    rb.apply_(model, rb.Masked(), verbose=False)
+    weight = model.item.weight.detach()
+    loss, plain = plain_gradients(model, ids)
+    g = plain["item.inner.weight"]
+    assert not g[weight == 0].any()
+    with started(model) as transfer:
+        transfer.backward(loss_of(model, ids))
+    rare = {i for i in RARE if weight[i].any()}
+    t = 50 * transfer_by_hand(weight, range(ROWS), transfer.groups[0].running, rare) * (weight != 0)
+    assert_close(model.item.inner.weight.grad, lexico_by_hand(g, t, loss))
+    assert transfer.explain("item", 2).side == transfer.explain("item", 5).side == "neither"
+    assert not model.item.inner.weight.grad[[2, 5]].any()
+
+
+def deepfm(num_sets=1):
+    model = lively(lambda schema: DeepFM(schema, dim=WIDTH, hidden=(8,)))
+    if num_sets > 1:
+        rb.apply_(model, rb.MultiEmbedding(num_sets=num_sets), verbose=False)
+    return model
+
+
+def field_counts():
+    return {f.name: torch.arange(f.rows) + 1 for f in SCHEMA.table_fields}
+
+
+def test_each_field_of_a_stack_has_its_own_sides_and_discriminator():
+    model, batch = deepfm(), make_batch()
+    fields = [f for f in SCHEMA.table_fields if f.name != "words"]
+    plain = copy.deepcopy(model)
+    loss = F.softplus(plain(batch)).mean()
+    loss.backward()
+    with started(model, counts=field_counts(), where=lambda t: t.field != "words") as transfer:
+        transfer.backward(F.softplus(model(batch)).mean())
+    name = "backbone.tables.stacks.0.embedding.weight"
+    found, plain_grad = (dict(net.named_parameters())[name].grad for net in (model, plain))
+    weight, start = dict(model.named_parameters())[name].detach(), 0
+    for table in SCHEMA.table_fields:
+        rows = slice(start, start + table.rows)
+        start += table.rows
+        if table not in fields:
+            assert torch.equal(found[rows], plain_grad[rows])
+            continue
+        seen = set(batch[table.name].flatten().tolist())
+        frequent = -(-table.rows // 5)
+        rare = set(range(table.rows - frequent)) - ({0} if table.kind == "multi" else set())
+        t = 50 * transfer_by_hand(
+            weight[rows], seen, transfer.groups[0].running, rare, fields.index(table)
+        )
+        assert t.any()
+        expected = lexico_by_hand(plain_grad[rows], t, loss.detach())
+        assert_close(found[rows], expected)
+
+
+def test_each_embedding_set_has_a_barrier_and_a_discriminator_of_its_own():
+    model, batch = deepfm(num_sets=3), make_batch()
+    plain = copy.deepcopy(model)
+    loss = F.softplus(plain(batch)).mean()
+    loss.backward()
+    with started(model, counts=field_counts(), where=lambda t: t.field == "item") as transfer:
+        transfer.backward(F.softplus(model(batch)).mean())
+    running = transfer.groups[0].running
+    assert running.weight.shape == (1, 3, WIDTH)
+    name = next(n for n, p in model.named_parameters() if ".stacks." in n)
+    found, g = (dict(net.named_parameters())[name].grad[-13:] for net in (model, plain))
+    weight = dict(model.named_parameters())[name].detach()[-13:]
+    for m in range(3):
+        columns = slice(m * WIDTH, (m + 1) * WIDTH)
+        one = copy.copy(running)
+        one.weight, one.bias = running.weight[:, m:], running.bias[:, m:]
+        seen = set(batch["item"].tolist())
+        t = 50 * transfer_by_hand(weight[:, columns], seen, one, set(range(10)))
+        expected = lexico_by_hand(g[:, columns], t, loss.detach())
+        assert_close(found[:, columns], expected)
+
+
+def given_selection(dropped=()):
+    source = torch.tensor([i in FREQUENT for i in range(ROWS)])
+    target = torch.tensor([i in RARE and i not in dropped for i in range(ROWS)])
+    relatives = torch.tensor([[1, 4]]).repeat(ROWS, 1)
+    weights = torch.tensor([[3.0, 1.0]]).repeat(ROWS, 1)
+    weights[6] = 0.0
+    similarity = torch.zeros(ROWS)
+    part = FieldSelection(COUNTS, source, target, similarity, relatives, weights)
+    return Selection({"item": part}, FrequencySplit())
+
+
+def test_rare_rows_that_were_not_selected_do_not_move():
+    model, ids = Net(), torch.arange(ROWS)
+    _, plain = plain_gradients(model, ids)
+    with started(model, counts=None, select=given_selection(dropped={2, 3})) as transfer:
+        transfer.backward(loss_of(model, ids))
+    still = [0, 1, 2, 3, 4, 5, 9, 12]
+    doubled = 2 * plain["item.weight"]
+    is_doubled = torch.isclose(model.item.weight.grad, doubled, rtol=1e-4).all(dim=1)
+    assert is_doubled.nonzero().flatten().tolist() == still
+    assert [transfer.explain("item", i).side for i in (0, 2, 4, 6)] == [
+        "neither",
+        "neither",
+        "frequent",
+        "rare",
+    ]
+    assert transfer.explain("item", 6).relatives == ()
+    assert transfer.explain("item", 7).relatives == ((1, 3.0), (4, 1.0))
+    assert transfer.explain("item", 7).count == 2
+
+
+def test_relatives_of_a_selection_are_what_rare_rows_are_drawn_to():
+    model, ids = Net(), some_ids()
+    weight = model.item.weight.detach()
+    _, plain = plain_gradients(model, ids)
+    options = {"counts": None, "select": given_selection(), "loss": Relatives(), "rule": "sum"}
+    with started(model, transfer_scale=1.0, **options) as transfer:
+        transfer.backward(loss_of(model, ids))
+    goal, rare = 0.75 * weight[1] + 0.25 * weight[4], set(ids.tolist()) & RARE
+    expected = plain["item.weight"]
+    for i in rare - {6}:
+        expected[i] += (weight[i] - goal) / len(rare)
+    assert_close(model.item.weight.grad, expected)
+
+
+def test_both_sides_move_where_asked():
+    model, ids = Net(), torch.arange(ROWS)
+    _, plain = plain_gradients(model, ids)
+    with started(model, both=True, rule="sum") as transfer:
+        transfer.backward(loss_of(model, ids))
+    running, weight = transfer.groups[0].running, model.item.weight.detach()
+    t = transfer_by_hand(weight, range(ROWS), running)
+    w, b = running.weight[0, 0].detach(), running.bias[0, 0].detach()
+    for i in FREQUENT:
+        t[i] = torch.sigmoid(-(weight[i] @ w + b)) * w / len(FREQUENT)
+    assert_close(model.item.weight.grad, plain["item.weight"] + 50 * t)
+
+
+def test_cosines_are_those_of_all_rows_frequent_ones_too():
+    model, ids = Tied(), some_ids()
+    _, plain = plain_gradients(model, ids)
+    with started(model, loss=CosReg(), rule="sum", transfer_scale=1.0) as transfer:
+        transfer.backward(loss_of(model, ids))
+    rows = model.item.weight.detach()[sorted(FREQUENT | RARE)].requires_grad_()
+    unit = F.normalize(rows)
+    total = (unit @ unit.T).fill_diagonal_(0.0).sum() / len(rows)
+    expected = plain["item.weight"]
+    expected[sorted(FREQUENT | RARE)] += torch.autograd.grad(total, rows)[0]
+    assert_close(model.item.weight.grad, expected)
+
+
+def test_a_table_without_rare_rows_is_left_alone_by_both_sides():
+    model, ids = Net(), some_ids()
+    _, plain = plain_gradients(model, ids)
+    everyone = FrequencySplit(top=1.0)
+    with started(model, both=True, rule="sum", select=everyone, counts=COUNTS + 1) as transfer:
+        transfer.backward(loss_of(model, ids))
+        assert transfer.ledger.read()["tables"]["item"]["opposed"] is None
+    assert torch.equal(model.item.weight.grad, plain["item.weight"])
+
+
+@pytest.mark.parametrize("loss", [MMD(), Relatives()])
+def test_any_loss_reaches_the_rows_of_any_table(loss):
+    model, batch = deepfm(), make_batch()
+    selection = Selection(
+        {
+            f.name: FieldSelection(
+                torch.ones(f.rows).long(),
+                torch.arange(f.rows) < 3,
+                torch.arange(f.rows) >= 3,
+                torch.zeros(f.rows),
+                torch.tensor([[1, 2]]).repeat(f.rows, 1),
+                torch.ones(f.rows, 2),
+            )
+            for f in SCHEMA.table_fields
+        },
+        FrequencySplit(),
+    )
+    plain = copy.deepcopy(model)
+    F.softplus(plain(batch)).mean().backward()
+    with started(model, counts=None, select=selection, loss=loss, rule="sum") as transfer:
+        transfer.backward(F.softplus(model(batch)).mean())
+    name = "backbone.tables.stacks.0.embedding.weight"
+    found, before = (dict(net.named_parameters())[name].grad for net in (model, plain))
+    moved = (~torch.isclose(found, before)).any(dim=1)
+    start = 0
+    for table in SCHEMA.table_fields:
+        seen = set(batch[table.name].flatten().tolist()) - set(range(3))
+        found_here = moved[start : start + table.rows].nonzero().flatten().tolist()
+        assert set(found_here) == seen
+        start += table.rows
+
+
+@pytest.mark.parametrize("loss", [Adversarial(), CosReg(), MMD(), Moments(), SlicedWasserstein()])
+@pytest.mark.parametrize("static", [False, True], ids=["compact", "static"])
+def test_a_step_costs_what_the_batch_costs(loss, static):
+    rows = 50_000
+    model = nn.ModuleDict({"item": nn.Embedding(rows, WIDTH)})
+    with HarmlessTransfer(model, counts=torch.arange(rows), samples=8, loss=loss) as transfer:
+        transfer.rows._static = static
+        with counting_large_tensors(rows) as made:
+            transfer.backward(model["item"](torch.randint(rows, (40,))).square().sum())
+    assert len(made) == 1, made  # the table's dense gradient, as in any backward
+
+
+def test_large_tables_are_chosen_where_nobody_chooses():
+    model = nn.ModuleDict({"small": nn.Embedding(100, 2), "large": nn.Embedding(101, 2)})
+    with HarmlessTransfer(model, counts={"large": torch.arange(101)}) as transfer:
+        assert [group.names for group in transfer.groups] == [("large",)]

@@ -1,0 +1,399 @@
+"""Harmless transfer in somebody's own loop: the ledger, going on from a state, mistakes, and the end."""
+
+import copy
+import json
+
+import pytest
+import torch
+from capabilities import needs_cuda
+from torch import nn
+from torch.nn import functional as F
+from torch.testing import assert_close
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import rarebit as rb
+from rarebit.data.selection import CoOccurrence, FrequencySplit, select
+from rarebit.errors import (
+    DataError,
+    NoTableError,
+    SettingsError,
+    TrainingError,
+    UnsupportedTableError,
+)
+from rarebit.transfer.adversarial import Adversarial
+from rarebit.transfer.cos_reg import CosReg
+from rarebit.transfer.harmless_transfer import HarmlessTransfer
+from rarebit.transfer.mmd import MMD
+from rarebit.transfer.moments import Moments
+from rarebit.transfer.relatives import Relatives
+from rarebit.transfer.sliced_wasserstein import SlicedWasserstein
+
+USERS, ITEMS = 30, 200
+
+
+class Net(nn.Module):
+    """Two tables and a network."""
+
+    def __init__(self):
+        super().__init__()
+        self.user = nn.Embedding(USERS, 4)
+        self.item = nn.Embedding(ITEMS, 4)
+        self.out = nn.Linear(4, 1)
+
+    def forward(self, ids):
+        rows = self.user(ids[:, 0]) * self.item(ids[:, 1])
+        return self.out(torch.tanh(rows)).squeeze(-1)
+
+
+COUNTS = {"user": torch.arange(USERS) + 1, "item": torch.arange(ITEMS) + 1}
+
+
+def batch(size=40):
+    return torch.stack([torch.randint(USERS, (size,)), torch.randint(ITEMS, (size,))], dim=1)
+
+
+def click_log():
+    """A log that holds every id."""
+    ids = torch.arange(600)
+    return rb.Dataset.from_columns({"user": ids % USERS, "item": ids % ITEMS}, label=[0] * 600)
+
+
+def loss_of(model, ids):
+    return F.softplus(model(ids) * (ids[:, 0] % 2 * 2 - 1)).mean()
+
+
+def started(model, **options):
+    return HarmlessTransfer(
+        model, **{"counts": COUNTS, "where": lambda t: True, "samples": 16} | options
+    )
+
+
+def train(model, transfer, batches, optimizer):
+    for ids in batches:
+        optimizer.zero_grad()
+        transfer.backward(loss_of(model, ids))
+        optimizer.step()
+
+
+def test_the_ledger_counts_what_the_rows_show():
+    model, ids = Net(), batch()
+    plain = copy.deepcopy(model)
+    loss = loss_of(plain, ids)
+    loss.backward()
+    with started(model, transfer_scale=30.0) as transfer:
+        transfer.backward(loss_of(model, ids))
+        found = transfer.ledger.read()
+    assert found["steps"] == 1
+    assert found["main_loss"] == pytest.approx(loss.item())
+    assert json.loads(json.dumps(found)) == found
+    for number, (name, table) in enumerate((("user", plain.user), ("item", plain.item))):
+        group, entry = transfer.groups[number], found["tables"][name]
+        running = group.running
+        w, b = running.weight[0, 0].detach(), running.bias[0, 0].detach()
+        seen = ids[:, number].unique().tolist()
+        rare = [i for i in seen if i < 0.8 * len(table.weight)]
+        lambdas, opposed, norms = [], 0, []
+        for i in rare:
+            e, g = table.weight[i].detach(), table.weight.grad[i]
+            t = -30 * torch.sigmoid(e @ w + b) * w / len(rare)
+            opposed += int(t @ g < 0)
+            lambdas.append(max(float(2 - t @ g / (g @ g)), 0.0))
+            norms.append((g.norm().item(), t.norm().item()))
+        assert entry["rows"] == len(rare)
+        assert entry["opposed"] == pytest.approx(opposed / len(rare))
+        assert 0 < opposed < len(rare)
+        ends, last = [float(end) for end in entry["lambda"]], -1.0
+        for end in ends:
+            share = sum(last < lam / 2 <= end for lam in lambdas) / len(rare)
+            assert entry["lambda"][f"{end:g}"] == pytest.approx(share)
+            last = end
+        assert entry["main_norm"] == pytest.approx(sum(g for g, _ in norms) / len(rare), rel=1e-4)
+        assert entry["transfer_norm"] == pytest.approx(
+            sum(t for _, t in norms) / len(rare), rel=1e-4
+        )
+        logits = table.weight[rare].detach() @ w + b
+        assert entry["transfer_loss"] == pytest.approx(-F.softplus(logits).mean().item(), rel=1e-4)
+        assert 0 <= entry["discriminator_accuracy"] <= 1
+        assert entry["loss_is_barrier"] == entry["not_finite"] == entry["realised_rows"] == 0
+
+
+def test_the_ledger_is_the_mean_of_its_steps_and_one_without_steps_is_empty():
+    model = Net()
+    with started(model) as transfer:
+        assert transfer.ledger.read() == {"steps": 0, "main_loss": None, "tables": {}}
+        first, second = batch(), batch()
+        losses = []
+        for ids in (first, second):
+            losses.append(loss_of(model, ids).item())
+            transfer.backward(loss_of(model, ids))
+        found = transfer.ledger.read()
+    assert found["steps"] == found["tables"]["item"]["steps"] == 2
+    assert found["main_loss"] == pytest.approx(sum(losses) / 2)
+    assert found["tables"]["item"]["rows"] == sum(
+        len([i for i in ids[:, 1].unique().tolist() if i < 160]) for ids in (first, second)
+    )
+
+
+def realised(make_optimizer, **options):
+    torch.manual_seed(1)
+    model = Net().double()
+    with started(model, transfer_scale=0.1, **options) as transfer:
+        train(model, transfer, [batch() for _ in range(20)], make_optimizer(model.parameters()))
+        return transfer.ledger.read()["tables"]["item"]
+
+
+def test_gradient_descent_keeps_the_promise_of_the_barrier_and_momentum_breaks_it():
+    plain = realised(lambda p: torch.optim.SGD(p, lr=0.1))
+    assert plain["realised_rows"] > 100
+    assert plain["realised_kept"] == 1.0
+    assert plain["realised_over_promised"] >= 0.9999
+    momentum = realised(lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9))
+    assert momentum["realised_kept"] < 0.95
+    summed = realised(lambda p: torch.optim.SGD(p, lr=0.1), rule="sum")
+    assert summed["realised_kept"] < 0.5  # the plain gradient is half of what alpha = 2 promises
+
+
+@pytest.mark.parametrize("scale", [0.01, 1.0, 100.0])
+@pytest.mark.parametrize("rule", ["lexico", "global"])
+def test_one_step_of_gradient_descent_lowers_the_main_loss_by_what_was_promised(rule, scale):
+    """First order: by the learning rate times phi of all rows, and what the network's step adds."""
+    model, ids, lr = Net().double(), batch(), 1e-7
+    loss = loss_of(model, ids)
+    squares = [g.square().sum().item() for g in torch.autograd.grad(loss, list(model.parameters()))]
+    promised = 2 * sum(squares[:2]) + sum(squares[2:])
+    with started(model, rule=rule, transfer_scale=scale) as transfer:
+        train(model, transfer, [ids], torch.optim.SGD(model.parameters(), lr=lr))
+    fall = (loss - loss_of(model, ids)).item() / lr
+    assert fall >= 0.999 * promised
+    if rule == "global":
+        assert fall == pytest.approx(promised, rel=1e-3)  # one barrier, met exactly
+
+
+@pytest.mark.parametrize(
+    "loss", [Adversarial(lr=0.5), CosReg(), MMD(sample=8), Moments(), SlicedWasserstein()]
+)
+def test_training_goes_on_from_a_state_to_the_last_bit(loss):
+    model, batches = Net(), [batch() for _ in range(8)]
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    with started(model, loss=loss) as transfer:
+        train(model, transfer, batches[:4], optimizer)
+        state = copy.deepcopy((model, optimizer.state_dict(), transfer.state_dict()))
+        train(model, transfer, batches[4:], optimizer)
+        expected = transfer.ledger.read()
+    again = Net()
+    again.load_state_dict(state[0].state_dict())
+    optimizer = torch.optim.Adam(again.parameters(), lr=0.01)
+    optimizer.load_state_dict(state[1])
+    with started(again, loss=loss, seed=0) as transfer:
+        transfer.load_state_dict(state[2])
+        train(again, transfer, batches[4:], optimizer)
+        assert transfer.ledger.read() == expected
+    for name, value in model.state_dict().items():
+        assert torch.equal(again.state_dict()[name], value), name
+
+
+def test_another_seed_draws_other_samples():
+    weights = []
+    for seed in (0, 0, 1):
+        torch.manual_seed(0)
+        model = Net()
+        with started(model, seed=seed) as transfer:
+            train(model, transfer, [batch()], torch.optim.SGD(model.parameters(), lr=0.1))
+        weights.append(model.item.weight)
+    assert torch.equal(weights[0], weights[1])
+    assert not torch.equal(weights[0], weights[2])
+
+
+def test_each_step_draws_its_own_sample():
+    model, ids, gradients = Net(), batch(), []
+    with started(model, loss=MMD()) as transfer:
+        for _ in range(2):
+            model.zero_grad()
+            transfer.backward(loss_of(model, ids))
+            gradients.append(model.item.weight.grad.clone())
+    assert not torch.equal(*gradients)
+
+
+def test_a_state_of_other_tables_is_refused():
+    model = Net()
+    with started(model, where=lambda t: t.name == "item") as transfer:
+        state = transfer.state_dict()
+    with (
+        started(model) as transfer,
+        pytest.raises(TrainingError, match="tables item, user, the state given is of item; use"),
+    ):
+        transfer.load_state_dict(state)
+
+
+class Waits(TorchDispatchMode):
+    """Notes operations whose size or value the host must wait for."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        waits = ("_local_scalar_dense", "nonzero", "unique", "masked_select", "bincount", "equal")
+        if func.__name__.split(".")[0] in waits:
+            self.seen.append(func.__name__)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("rule", ["lexico", "global", "sum"])
+@pytest.mark.parametrize(
+    "loss",
+    [Adversarial(), CosReg(), MMD(), Moments(), SlicedWasserstein(), Relatives()],
+    ids=lambda loss: type(loss).__name__,
+)
+def test_a_step_waits_for_nothing(loss, rule):
+    model, log = Net(), click_log()
+    options = {"select": CoOccurrence(), "data": log, "counts": log.counts()}
+    with started(model, loss=loss, rule=rule, both=True, **options) as transfer:
+        transfer.rows._static = True
+        transfer.backward(loss_of(model, batch()))
+        with Waits() as waits:
+            transfer.backward(loss_of(model, batch()))
+    assert not waits.seen
+
+
+@pytest.mark.parametrize("first", ["rare", "frequent"])
+@pytest.mark.parametrize("loss", [Adversarial(), CosReg(), MMD(), SlicedWasserstein()])
+def test_compact_and_static_rows_give_the_same_gradients(loss, first):
+    model, ids = Net().double(), batch()
+    other = copy.deepcopy(model)
+    counts = {
+        name: count.flip(0) if first == "frequent" else count for name, count in COUNTS.items()
+    }
+    for net, static in ((model, False), (other, True)):
+        with started(net, loss=loss, counts=counts, both=True) as transfer:
+            transfer.rows._static = static
+            transfer.backward(loss_of(net, ids))
+    for name, parameter in model.named_parameters():
+        assert_close(dict(other.named_parameters())[name].grad, parameter.grad)
+
+
+@needs_cuda
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype")
+def test_the_gpu_gives_the_answer_of_the_cpu_and_does_not_wait():
+    model, batches = Net(), [batch() for _ in range(4)]
+    other = copy.deepcopy(model).cuda()
+    with started(model) as transfer:
+        train(model, transfer, batches, torch.optim.SGD(model.parameters(), lr=0.1))
+        expected = transfer.ledger.read()
+    with started(other) as transfer:
+        optimizer = torch.optim.SGD(other.parameters(), lr=0.1)
+        train(other, transfer, [batches[0].cuda()], optimizer)
+        rest = [ids.cuda() for ids in batches[1:]]
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            train(other, transfer, rest, optimizer)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        found = transfer.ledger.read()
+    assert found["tables"]["item"]["rows"] == expected["tables"]["item"]["rows"]
+    for name, value in model.state_dict().items():
+        assert_close(other.state_dict()[name].cpu(), value, rtol=1e-4, atol=1e-5)
+
+
+def test_co_occurrence_selects_from_the_data_given():
+    model, log = Net(), click_log()
+    counts = {"user": torch.arange(USERS, 0, -1), "item": torch.arange(ITEMS, 0, -1)}
+    settings = CoOccurrence(top_items=20, drop=0.5)
+    chosen = select(log, counts, settings)
+    with started(model, counts=counts, select=settings, data=log) as transfer:
+        sides = [transfer.explain("item", i).side == "rare" for i in range(ITEMS)]
+        relatives = transfer.explain("item", 150).relatives
+    assert sides == chosen["item"].target.tolist()
+    assert 0 < sum(sides) < 0.6 * ITEMS
+    assert [row for row, _ in relatives] == chosen["item"].relatives[150][: len(relatives)].tolist()
+
+
+def test_a_plain_backward_is_noticed_and_a_closed_transfer_says_so():
+    model = Net()
+    transfer = started(model)
+    loss_of(model, batch()).backward()
+    with pytest.raises(TrainingError, match="left tables with row gradients untrained"):
+        model(batch())
+    transfer.close()
+    with pytest.raises(TrainingError, match="closed"):
+        transfer.backward(loss_of(model, batch()))
+    loss_of(model, batch()).backward()
+
+
+def test_a_step_that_was_discarded_is_no_part_of_the_next():
+    model, ids = Net(), batch()
+    other = copy.deepcopy(model)
+    with started(model) as transfer:
+        transfer.backward(loss_of(model, batch()), last=False)
+        transfer.discard()
+        model.zero_grad()
+        transfer.backward(loss_of(model, ids))
+        found = transfer.ledger.read()["main_loss"]
+    with started(other) as transfer:
+        transfer.backward(loss_of(other, ids))
+    assert torch.equal(model.item.weight.grad, other.item.weight.grad)
+    assert found == pytest.approx(loss_of(model, ids).item())
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "words"),
+    [
+        (
+            {"rule": "best"},
+            SettingsError,
+            "rule must be one of 'lexico', 'global', 'sum', got 'best'",
+        ),
+        ({"alpha": 0.0}, SettingsError, "alpha must be above 0, got alpha=0.0"),
+        ({"transfer_scale": -1.0}, SettingsError, "transfer_scale must be at least 0"),
+        ({"samples": 0}, SettingsError, "samples must be at least 1, got samples=0"),
+        ({"counts": None}, DataError, "must know which rows are frequent; give counts"),
+        ({"counts": {"user": COUNTS["user"]}}, DataError, "no counts of the table 'item'"),
+        ({"counts": COUNTS["item"]}, DataError, "one tensor of counts is for one table, but 2"),
+        (
+            {"counts": {**COUNTS, "item": torch.ones(7)}},
+            DataError,
+            "200 rows, but was counted in 7",
+        ),
+        (
+            {"counts": {**COUNTS, "item": torch.zeros(ITEMS)}},
+            DataError,
+            "'item' has no frequent rows that rare ones could learn from",
+        ),
+        ({"select": CoOccurrence()}, DataError, "co-occurrence is counted in a Dataset or"),
+        ({"loss": Relatives()}, SettingsError, "Relatives needs to know the relatives of user;"),
+        ({"where": lambda t: False}, NoTableError, "matched no table"),
+    ],
+)
+def test_mistakes_are_told_and_leave_the_model_alone(options, error, words):
+    model = Net()
+    with pytest.raises(error, match=words):
+        started(model, **options)
+    with started(model, select=FrequencySplit(top=0.5)) as transfer:
+        transfer.backward(loss_of(model, batch()))
+
+
+def test_thresholds_that_are_learned_are_refused():
+    model = Net()
+    rb.apply_(model, rb.PEP(), verbose=False)
+    with pytest.raises(UnsupportedTableError, match="has thresholds that are still learned, which"):
+        started(model)
+
+
+def test_a_model_that_was_moved_is_refused():
+    model = Net()
+    with (
+        pytest.raises(TrainingError, match=r"now in torch.float64 on cpu; make it after the model"),
+        started(model) as transfer,
+    ):
+        transfer.backward(loss_of(model.double(), batch()))
+
+
+def test_only_tables_and_rows_that_are_there_are_explained():
+    with started(Net(), where=lambda t: t.name == "item") as transfer:
+        assert transfer.explain("item", 199).side == "frequent"
+        with pytest.raises(
+            TrainingError, match=r"no table 'user' takes part in the transfer; .* item"
+        ):
+            transfer.explain("user", 0)
+        with pytest.raises(SettingsError, match="'item' has ids from 0 to 199, got 200"):
+            transfer.explain("item", 200)
