@@ -33,7 +33,7 @@ def methods_as_data() -> dict[str, Any]:
     """Return all that is said of the methods as plain values, for programs.
 
     >>> methods_as_data()["methods"][0]["name"]
-    'hashing'
+    'aligned-sets'
     """
     pairs = [
         {"first": first, "then": then, "allowed": pair.allowed, "words": pair.words}
