@@ -338,3 +338,37 @@ def test_the_page_of_studies_has_the_results_of_multi_embedding(name):
         line = " | ".join([cell.data, SETS[name], shown[5], shown[2], shown[8]])
         assert f"| {line} |{against}" in MLET_PAGE.replace("| | |", "|| |")
         assert {len(side.runs) for side in cell.sides} == {5}
+
+
+def test_the_page_of_studies_has_multi_embedding_on_generated_logs():
+    result = read_result(ROOT / "benchmarks/results/study-multi-embedding-generator.json")
+    one, four = (
+        {row[0]: row for row in comparison_table(cell, result.minimum_effect).rows}[
+            "multi-embedding"
+        ]
+        for cell in result.cells
+    )
+    words = f"width by {one[2]} ({one[3]}) and by {four[2]} ({four[3]}): more"
+    assert words in " ".join(MLET_PAGE.split())
+
+
+def test_the_page_of_studies_has_the_time_of_embedding_sets():
+    cpu, gpu = stored("bench-multi-embedding"), stored("gpu-multi-embedding")["results"]
+    plain, compiled = gpu["recorded"], gpu["recorded and compiled"]
+    page = " ".join(MLET_PAGE.split())
+    assert f"takes {cpu['ratio']:.2f} of the time of one set of width 100" in page
+    speeds = [round(side["multi_samples_per_second"], -3) for side in (plain, compiled)]
+    assert f"and {plain['ratio']:.2f} of it on an H200, {speeds[0]:,.0f} samples a second" in page
+    assert f"both are faster, {compiled['ratio']:.2f} and {speeds[1]:,.0f}" in page
+
+
+def test_the_page_of_pruning_has_the_figures_of_packed_tables_and_of_a_step():
+    packed, pep = stored("bench-packed"), stored("bench-pep")
+    page = " ".join(PRUNING_PAGE.split())
+    sizes = [f"{packed[f'bytes_{name}'] / 1e6:.1f} MB" for name in ("90", "99", "99_9")]
+    dense = f"{packed['dense_bytes'] / 1e6:.0f} MB"
+    assert f"is a file of {sizes[0]} where {dense} were, with 99 % one of {sizes[1]}" in page
+    assert f"99.9 % one of {sizes[2]}" in page
+    assert f"takes {packed['ratio_90']:.2f} times as long as `F.embedding` at 90 %" in page
+    assert max(packed[f"ratio_{name}"] for name in ("97", "99", "99_9")) < packed["ratio_90"]
+    assert f"{pep['ratio']:.2f} and {pep['ratio_learned']:.2f} times (`rarebit bench pep`)" in page
