@@ -500,3 +500,19 @@ def test_a_start_that_is_none_is_refused(ticket):
         rb.retrain(build, ticket, TRAIN, start="random")
     with pytest.raises(SettingsError, match="the ticket has no first values to start from"):
         rb.retrain(build, ticket.with_start(None), TRAIN)
+
+
+def test_a_budget_that_a_schedule_went_past_is_told(tmp_path):
+    rb.prune(build(), TRAIN, budgets=[60], epochs=2, folder=tmp_path / "p", progress=False)
+    with pytest.raises(
+        TrainingError, match="has gone past the budget of 90 entries, .* prune anew"
+    ):
+        rb.prune(
+            build(),
+            TRAIN,
+            budgets=[90],
+            epochs=2,
+            folder=tmp_path / "p",
+            resume=True,
+            progress=False,
+        )

@@ -38,7 +38,7 @@ from rarebit.tables.ticket import DESCRIPTION, Ticket, load_ticket, save_ticket
 from rarebit.training.evaluate import evaluate
 from rarebit.training.fit import History, fit
 from rarebit.training.progress import LineProgress, Progress, Silence
-from rarebit.training.pruner import pruner_of, usual_interval
+from rarebit.training.pruner import LearnedPruner, TablePruner, pruner_of, usual_interval
 from rarebit.training.settings import Training
 
 __all__ = [
@@ -90,9 +90,10 @@ def prune(
 ) -> Pruning:
     """Train a model in place while entries of its tables are cut, and take a ticket at each budget.
 
-    The budgets are numbers of entries left over all tables. Where the model has thresholds (`PEP`), those cut; else one is put on all its tables, which rises so
-    that the smallest budget is met with the last step. Learned thresholds take as long as they take: what
-    they have not met after all epochs is an error, and `resume=True` with more epochs goes on.
+    The budgets are numbers of entries left over all tables. Where the model has thresholds (`PEP`), those
+    cut; else one is put on all its tables, which rises so that the smallest budget is met with the last
+    step. Learned thresholds take as long as they take: what they have not met after all epochs is an
+    error, and `resume=True` with more epochs goes on.
 
     By rows, which is the default, weight decay reaches the rows of a step only: a row that is never seen
     does not vanish by it. Validation rows only measure the tickets; nothing is picked.
@@ -132,11 +133,7 @@ def prune(
     )
     missing = [budget for budget in pruner.budgets if budget not in tickets]
     if missing:
-        raise TrainingError(
-            f"the learned thresholds have not met the budget of {missing[0]:,} entries in "
-            f"{settings.epochs} epochs; go on with more of them, or start higher, as with "
-            "PEP(init=-8.0)"
-        )
+        raise TrainingError(_missed(missing[0], pruner, settings.epochs))
     found = tuple(tickets[budget].with_start(start) for budget in pruner.budgets)
     return Pruning(found, history, tuple(scans.seen if place is None else read_scans(place)))
 
@@ -285,6 +282,18 @@ def _start_values(model: nn.Module, place: Path | None, *, resume: bool) -> dict
         every = {name: torch.ones_like(values, dtype=torch.bool) for name, values in start.items()}
         save_ticket(Ticket(every, start=start), place / START)
     return start
+
+
+def _missed(budget: int, pruner: TablePruner, epochs: int) -> str:
+    if isinstance(pruner, LearnedPruner):
+        return (
+            f"the learned thresholds have not met the budget of {budget:,} entries in {epochs} epochs; go "
+            "on with more of them, or start higher, as with PEP(init=-8.0)"
+        )
+    return (
+        f"the pruning in the folder has gone past the budget of {budget:,} entries, which it was not asked "
+        "for at first; prune anew in another folder"
+    )
 
 
 def _measured(model: nn.Module, valid: Dataset | None) -> dict[str, Any]:
