@@ -505,7 +505,7 @@ def test_a_start_that_is_none_is_refused(ticket):
 def test_a_budget_that_a_schedule_went_past_is_told(tmp_path):
     rb.prune(build(), TRAIN, budgets=[60], epochs=2, folder=tmp_path / "p", progress=False)
     with pytest.raises(
-        TrainingError, match="has gone past the budget of 90 entries, .* prune anew"
+        TrainingError, match=r"has gone past the budget of 90 entries, .* prune anew"
     ):
         rb.prune(
             build(),
