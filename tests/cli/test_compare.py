@@ -1,7 +1,6 @@
 """`rarebit compare` as a user meets it: what it prints, what it keeps, how it fails."""
 
 import json
-import sys
 from pathlib import Path
 
 import pytest
@@ -9,7 +8,6 @@ import typer
 from rich.console import Console
 
 import rarebit as rb
-from rarebit.__main__ import main
 from rarebit.cli import show_study as shown_study
 from rarebit.cli.app import app
 from rarebit.cli.show_study import BarStudy, show_study
@@ -22,22 +20,6 @@ SMALL = [
 ]  # fmt: skip
 AT_ONCE = ["--minutes", "1e-9"]
 """The time is over before a run begins."""
-
-
-@pytest.fixture
-def call(monkeypatch, capsys, tmp_path):
-    """Run a command in a folder of its own; return exit code, standard output and error."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("COLUMNS", "200")
-
-    def run(*words):
-        monkeypatch.setattr(sys, "argv", ["rarebit", *map(str, words)])
-        with pytest.raises(SystemExit) as stopped:
-            main()
-        out, err = capsys.readouterr()
-        return stopped.value.code or 0, out, err
-
-    return run
 
 
 def plan_in(folder):

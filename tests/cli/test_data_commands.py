@@ -16,28 +16,12 @@ from capabilities import needs
 pl = pytest.importorskip("polars", reason="capability: package polars: it is not installed")
 
 import rarebit as rb  # noqa: E402  # after the check that Polars is there
-from rarebit.__main__ import main  # noqa: E402  # the same
 from rarebit.data.log_schema import LogSchema  # noqa: E402  # the same
 from rarebit.data.schema import UNKNOWN  # noqa: E402  # the same
 
 ENVIRONMENT = os.environ | {"PYTHONPATH": str(Path(rb.__file__).parents[1]), "COLUMNS": "100"}
 NAMES = ("user", "item", "tags", "price", "ts", "click")
-
-
-@pytest.fixture
-def call(monkeypatch, capsys, tmp_path):
-    """Run a command in a folder of its own; return exit code, standard output and error."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("COLUMNS", "100")
-
-    def run(*words):
-        monkeypatch.setattr(sys, "argv", ["rarebit", *map(str, words)])
-        with pytest.raises(SystemExit) as stopped:
-            main()
-        out, err = capsys.readouterr()
-        return stopped.value.code or 0, out, err
-
-    return run
+COLUMNS = "100"
 
 
 def rows_of(n=300):

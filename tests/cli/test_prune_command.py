@@ -12,7 +12,6 @@ from pathlib import Path
 import pytest
 
 import rarebit as rb
-from rarebit.__main__ import main
 from rarebit.cli.prune import _bytes, _numbers
 from rarebit.errors import SettingsError
 from rarebit.tables.table import full_table
@@ -23,22 +22,6 @@ SMALL = [
     "--batch-size", "128", "--device", "cpu",
 ]  # fmt: skip
 TOTAL = 4 * (12_003 + 2503 + 303 + 43 + 103 + 8 + 27 + 103)
-
-
-@pytest.fixture
-def call(monkeypatch, capsys, tmp_path):
-    """Run a command in a folder of its own; return exit code, standard output and error."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("COLUMNS", "200")
-
-    def run(*words):
-        monkeypatch.setattr(sys, "argv", ["rarebit", *map(str, words)])
-        with pytest.raises(SystemExit) as stopped:
-            main()
-        out, err = capsys.readouterr()
-        return stopped.value.code or 0, out, err
-
-    return run
 
 
 def left(folder) -> int:

@@ -39,7 +39,8 @@ def test_each_id_has_one_slot_and_the_sum_of_its_lookups_in_their_order(static, 
 def test_lookups_know_their_slot_and_whether_they_are_the_first_of_their_id(static, ids):
     found = find_distinct(torch.tensor(ids, dtype=torch.int64), static=static)
     assert found.ids[found.slot_of].tolist() == ids
-    assert found.first_lookups().tolist() == [i not in ids[:place] for place, i in enumerate(ids)]
+    first = found.at_first_lookups(torch.ones(len(found.ids), 1)).flatten().bool()
+    assert first.tolist() == [i not in ids[:place] for place, i in enumerate(ids)]
 
 
 @pytest.mark.threads(2)

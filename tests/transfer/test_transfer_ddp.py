@@ -1,9 +1,5 @@
 """Harmless transfer in two processes: the same bits in both, and the answer of one process on all data."""
 
-import importlib.util
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -12,6 +8,7 @@ from capabilities import needs
 from safetensors.torch import load_file
 from torch import distributed
 from torch.testing import assert_close
+from two_processes import load_worker, run_ranks
 
 WORKER = Path(__file__).with_name("transfer_worker.py")
 
@@ -22,40 +19,14 @@ pytestmark = needs(
 )
 
 
-def load_worker():
-    spec = importlib.util.spec_from_file_location(WORKER.stem, WORKER)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-worker = load_worker()
+worker = load_worker(WORKER)
 RANKS = range(worker.NUM_RANKS)
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     """Return the folder where two processes wrote the weights of each story."""
-    folder = tmp_path_factory.mktemp("ranks")
-    source = Path(__file__).parents[2] / "src"
-    environment = {**os.environ, "PYTHONPATH": str(source), "OMP_NUM_THREADS": "1"}
-    processes = [
-        subprocess.Popen(
-            [sys.executable, "-W", "error", str(WORKER), str(rank), str(folder)],
-            env=environment,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in RANKS
-    ]
-    try:
-        for process in processes:
-            _, errors = process.communicate(timeout=180)
-            assert process.returncode == 0, errors
-    finally:
-        for process in processes:
-            process.kill()
-    return folder
+    return run_ranks(WORKER, tmp_path_factory.mktemp("ranks"), RANKS)
 
 
 @pytest.mark.parametrize("name", worker.STORIES)

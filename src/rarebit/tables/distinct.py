@@ -47,11 +47,13 @@ class Distinct:
             return sums.index_add_(0, self.slot_of, values)
         return F.embedding_bag(self.order, values, self.starts, mode="sum")
 
-    def first_lookups(self) -> Tensor:
-        """Return which lookups are the first of their id, as a mask `(T,)`."""
-        places = torch.arange(self.order.shape[0], device=self.order.device)
-        first = self.starts.index_select(0, self.slot_of)
-        return self.order.index_select(0, first) == places
+    def at_first_lookups(self, rows: Tensor) -> Tensor:
+        """Return rows `(U, D)` at the first lookup of each id, and zero at all others, `(T, D)`."""
+        end = self.order.shape[0]
+        first = self.order.index_select(0, self.starts.clamp(max=end - 1))
+        # slots without a row start where the lookups end: one place more takes them
+        first = torch.where(self.starts < end, first, end)
+        return rows.new_zeros(end + 1, rows.shape[1]).index_copy_(0, first, rows)[:end]
 
 
 def find_distinct(ids: Tensor, *, static: bool | None = None) -> Distinct:

@@ -305,7 +305,7 @@ class RowGradients:
             # The sum is left where it came from: adding it up elsewhere rounds in another order.
             # Several processes take it from here, or each would add it up in an order of its own.
             keep = keep | is_sum.index_select(0, distinct.slot_of)
-        first = _at_first_lookups(distinct, answer)
+        first = distinct.at_first_lookups(answer)
         return torch.where(keep.unsqueeze(-1), _over_losses(gradients), first), keep
 
     @torch.no_grad()
@@ -361,15 +361,6 @@ def _sum_lookups(distinct: Distinct, gradients: Tensor) -> Tensor:
 def _over_losses(gradients: Tensor) -> Tensor:
     """Return the sum over the losses; of one there is nothing to add, nor to copy."""
     return gradients[0] if len(gradients) == 1 else gradients.sum(dim=0)
-
-
-def _at_first_lookups(distinct: Distinct, answer: Tensor) -> Tensor:
-    """Return the answer `(U, D)` at the first lookup of each row, and zero at all others, `(T, D)`."""
-    end = distinct.order.shape[0]
-    first = distinct.order.index_select(0, distinct.starts.clamp(max=end - 1))
-    # slots without a row start where the lookups end: one place more takes them
-    first = torch.where(distinct.starts < end, first, end)
-    return answer.new_zeros(end + 1, answer.shape[1]).index_copy_(0, first, answer)[:end]
 
 
 def _rows_of(found: LookedUpRows, distinct: Distinct) -> Tensor:
