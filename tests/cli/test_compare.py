@@ -46,6 +46,13 @@ def test_a_comparison_is_printed_kept_and_shown_again(call):
     assert (code, err) == (0, "")
     assert again in out
     assert call("compare", "--show", f"{folder}/results.json")[1] == again
+    other = call("compare", "--show", folder, "--control", "baseline")[1]
+    held = result.against("baseline").cells[0].compare(0.0005)["low-rank:rank=1"]
+    assert held.words in other
+    assert "narrow:dim=2" in other  # still a side, and the control of nothing
+    code, _, err = call("compare", "--show", folder, "--control", "narow:dim=2")
+    assert (code, err.count("\n")) == (2, 1)
+    assert "there is no side 'narow:dim=2'" in err
 
     code, out, err = call(*command)
     assert (code, err) == (0, "6 runs, 6 of them there already\n")

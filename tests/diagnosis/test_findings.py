@@ -177,3 +177,14 @@ def test_a_finding_names_its_table_first():
 
 def test_no_tables_have_no_findings():
     assert find_waste([]) == ()
+
+
+def test_rows_that_are_zero_on_purpose_are_no_waste():
+    model = nn.Sequential(nn.Embedding(400, 8))
+    with torch.no_grad():
+        model[0].weight[:300] = 0.0
+    assert "dead" in [finding.kind for finding in diagnose(model).findings]
+    rb.apply_(model, rb.Masked(), verbose=False)
+    assert [finding.kind for finding in diagnose(model).findings] == []
+    rb.pack_(model, verbose=False)
+    assert [finding.kind for finding in diagnose(model).findings] == []

@@ -366,3 +366,10 @@ def test_a_folder_that_cannot_be_made_is_told(tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(StudyError, match="cannot write to the folder"):
         compare(tmp_path / "file" / "study")
+
+
+def test_nothing_of_how_a_run_was_pruned_is_left(tmp_path):
+    result = compare(tmp_path, methods="pruned:keep=500", seeds=1)
+    assert {len(side.runs) for side in result.cells[0].sides} == {1}
+    left = {path.name for path in tmp_path.glob("runs/*/*")}
+    assert left == {"result.json", "scores.npy"}

@@ -10,6 +10,7 @@ import rarebit as rb
 from rarebit import Dataset, Field, Schema, evaluate, fit
 from rarebit.data.order import shuffled_order
 from rarebit.errors import NotEnoughMemoryError, TrainingError
+from rarebit.methods._budget import threshold_parameters
 from rarebit.models.deepfm import DeepFM
 from rarebit.models.fm import FM
 from rarebit.training.progress import Silence
@@ -196,3 +197,18 @@ def test_every_model_of_a_long_row_is_compiled(monkeypatch):
         counters.clear()
         fit(FM(SCHEMA, dim=dim), data, compile=True, batch_size=16, epochs=1, progress=False)
         assert counters["stats"]["unique_graphs"] > 0, dim
+
+
+def test_learned_thresholds_rise_by_their_own_decay():
+    # no other force moves this one so fast: from -15 the loss has a gradient of 3e-7 at most
+    levels = []
+    for decay in (0.0, 1e-5):
+        torch.manual_seed(0)
+        model = FM(SCHEMA, dim=4)
+        rb.apply_(model, rb.PEP(granularity="global"), verbose=False)
+        fit(model, some_data(), epochs=2, threshold_weight_decay=decay, lr=0.01, progress=False)
+        [level] = threshold_parameters(model)
+        levels.append(float(level.detach()))
+    steps = 2
+    assert levels[1] == pytest.approx(-15 + 0.01 * steps, abs=1e-3)
+    assert levels[0] != pytest.approx(levels[1], abs=1e-3)

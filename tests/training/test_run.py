@@ -10,7 +10,7 @@ from torch import nn
 from torch.testing import assert_close
 
 import rarebit as rb
-from rarebit.errors import TrainingInterrupted
+from rarebit.errors import ModelFileError, TrainingInterrupted
 from rarebit.methods import method_to_mapping
 from rarebit.tables.find import table_bytes
 from rarebit.tables.table import full_table
@@ -224,3 +224,13 @@ def test_pruning_a_shrunk_model_counts_its_rows_in_both_stages():
     result = rb.run(settings, progress=False, say=silence)
     left = sum(int((full_table(t) != 0).sum()) for t in result.model.backbone.tables.tables())
     assert 0 < left <= 500
+
+
+def test_a_folder_with_a_first_stage_is_refused_before_anything_of_it_is_changed(tmp_path):
+    settings = settings_of(rb.Pruned(keep=500, start="trained"))
+    rb.run(settings, folder=tmp_path / "run", progress=False, say=silence)
+    before = (tmp_path / "run" / "run.json").read_bytes()
+    assert not (tmp_path / "run" / "checkpoints").exists()
+    with pytest.raises(ModelFileError, match="holds a run already"):
+        rb.run(settings, folder=tmp_path / "run", progress=False, say=silence)
+    assert (tmp_path / "run" / "run.json").read_bytes() == before
