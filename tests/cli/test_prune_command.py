@@ -266,3 +266,10 @@ def test_a_pruning_that_is_stopped_says_how_to_go_on_and_does(tmp_path):
     assert done.returncode == 0, done.stderr
     assert "resumed from at-00000" in done.stderr
     assert [left(tmp_path / "in here" / budget) for budget in ("3000", "500")] == [3000, 500]
+
+
+def test_a_folder_with_brackets_is_shown_as_it_is(call):
+    code, out, err = call("prune", "--budgets", "500", *SMALL, "--no-plots", "--out", "[red]here")
+    assert code == 0, err
+    assert "Saved in [red]here. To score with the smallest:" in out
+    assert "insight.json in [red]here/insight" in out

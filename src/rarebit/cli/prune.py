@@ -130,7 +130,8 @@ def prune(  # noqa: PLR0917  # typer calls it by name
     _show(result, f"{settings.model}, pruned")
     _explain(result, settings, plots=not no_plots)
     smallest = result.folder / str(min(result.pruned))
-    console.print(f"\nSaved in {result.folder}. To score with the smallest:", soft_wrap=True)
+    saved = f"\nSaved in {result.folder}. To score with the smallest:"
+    console.print(saved, soft_wrap=True, markup=False)
     console.print(
         f"  {how_to_call()} predict --model {shlex.quote(str(smallest))}",
         soft_wrap=True,
