@@ -3,6 +3,7 @@ import torch
 from torch import nn
 
 from rarebit.errors import SettingsError
+from rarebit.interactions.aligned import Linear
 from rarebit.models._mlp import MLP
 
 
@@ -21,7 +22,7 @@ def test_batch_normalisation_comes_between_the_product_and_the_relu():
 
 def test_dropout_zeroes_hidden_units_in_training_only():
     mlp = MLP(3, (1000,), dropout=0.25)
-    assert [type(layer) for layer in mlp.layers] == [nn.Linear, nn.ReLU, nn.Dropout, nn.Linear]
+    assert [type(layer) for layer in mlp.layers] == [Linear, nn.ReLU, nn.Dropout, Linear]
     seen = []
     mlp.layers[3].register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0].detach()))
     x = torch.ones(1, 3)

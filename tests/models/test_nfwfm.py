@@ -2,6 +2,7 @@ import pytest
 import torch
 from torch import nn
 
+from rarebit.interactions.aligned import Linear
 from rarebit.interactions.field_weighted import FieldWeightedPooling
 from rarebit.models import build_model
 from rarebit.models.nfm import Evened
@@ -45,8 +46,8 @@ def test_the_preset_is_the_papers(schema):
     assert isinstance(pooling, FieldWeightedPooling)
     assert isinstance(evened, Evened)
     assert (evened.norm.num_features, evened.dropout.p) == (50, 0.2)
-    block = [nn.Linear, nn.BatchNorm1d, nn.ReLU, nn.Dropout]
-    assert [type(layer) for layer in model.head.layers] == [*block, *block, nn.Linear]
+    block = [Linear, nn.BatchNorm1d, nn.ReLU, nn.Dropout]
+    assert [type(layer) for layer in model.head.layers] == [*block, *block, Linear]
     linear = [layer for layer in model.head.layers if isinstance(layer, nn.Linear)]
     assert [tuple(layer.weight.shape) for layer in linear] == [(400, 50), (400, 400), (1, 400)]
 

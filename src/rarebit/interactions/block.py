@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from rarebit.interactions.aligned import affine
 from rarebit.settings import require
 
 __all__ = ["Block", "Blocks", "SetBatchNorm"]
@@ -48,10 +49,7 @@ class Block(nn.Module):
 
     def forward(self, features: Tensor) -> Tensor:
         """Return the layer's output."""
-        if self.num_sets is None:
-            out = F.linear(features, self.weight, self.bias)
-        else:
-            out = torch.baddbmm(self.bias.unsqueeze(-2), features, self.weight.mT)  # (M, B, U)
+        out = affine(features, self.weight, self.bias)
         activated: Tensor = self.dropout(F.relu(self.norm(out)))
         return activated
 

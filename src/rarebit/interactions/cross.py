@@ -10,8 +10,8 @@ One matrix product a layer; sets are one batched product.
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
+from rarebit.interactions.aligned import affine, as_autocast, filled_up
 from rarebit.settings import require
 
 __all__ = ["CrossNetwork"]
@@ -43,14 +43,11 @@ class CrossNetwork(nn.Module):
 
     def forward(self, embeddings: Tensor) -> Tensor:
         """Return the crossed features."""
-        first = embeddings.flatten(-2)  # x_0: (..., F * D)
+        rows = as_autocast(embeddings).flatten(-2)
+        first = filled_up(rows)  # x_0: (..., F * D), once for all layers
+        weights, biases = filled_up(self.weight, dims=2), filled_up(self.bias)
         crossed = first
         # unbind, not weight[l]: its backward is one stack, not a zero-filled copy a layer
-        for weight, bias in zip(self.weight.unbind(-3), self.bias.unbind(-2), strict=True):
-            crossed = first * self._affine(crossed, weight, bias) + crossed
-        return crossed
-
-    def _affine(self, x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-        if self.num_sets is None:
-            return F.linear(x, weight, bias)
-        return torch.baddbmm(bias.unsqueeze(-2), x, weight.mT)  # (M, B, F * D)
+        for weight, bias in zip(weights.unbind(-3), biases.unbind(-2), strict=True):
+            crossed = first * affine(crossed, weight, bias) + crossed
+        return crossed[..., : rows.shape[-1]]

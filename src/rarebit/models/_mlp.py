@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 from torch import Tensor, nn
 
+from rarebit.interactions.aligned import Linear
 from rarebit.settings import require
 
 __all__ = ["MLP"]
@@ -22,14 +23,14 @@ class MLP(nn.Module):
         require(0.0 <= dropout < 1.0, f"dropout must lie in [0, 1), got dropout={dropout}")
         layers: list[nn.Module] = []
         for units in hidden:
-            layers.append(nn.Linear(width, units))
+            layers.append(Linear(width, units))
             if batch_norm:
                 layers.append(nn.BatchNorm1d(units))
             layers.append(nn.ReLU())
             if dropout:
                 layers.append(nn.Dropout(dropout))
             width = units
-        self.layers = nn.Sequential(*layers, nn.Linear(width, 1))
+        self.layers = nn.Sequential(*layers, Linear(width, 1))
 
     def forward(self, features: Tensor) -> Tensor:
         """Return one number a row."""
