@@ -42,7 +42,13 @@ OWNER = VENV / "rarebit-owner.json"
 STAMP = VENV / "rarebit-stamp.json"
 
 OLDEST_TORCH = (2, 6)
-DOWNLOAD_MB = {"cli": 35, "all": 60, "test": 100, "dev": 125}  # measured, everything but torch
+DOWNLOAD_MB = {
+    "cli": 35,
+    "all": 60,
+    "test": 100,
+    "dev": 125,
+}  # measured, but for torch and examples
+EXAMPLES_MB = 30  # what the examples add to any of them
 
 
 class Torch(NamedTuple):
@@ -147,6 +153,7 @@ def describe_inputs() -> str:
 def announce(wanted: set[str], torch: Torch | None, *, fresh: bool) -> None:
     """Say what will happen and how much it will download, before it does."""
     megabytes = max(DOWNLOAD_MB.get(extra, 0) for extra in wanted)
+    megabytes += EXAMPLES_MB if "examples" in wanted else 0
     python = f"Python {sys.version_info.major}.{sys.version_info.minor}"
     say(f"{'making' if fresh else 'updating'} .venv with {python}: {', '.join(sorted(wanted))}")
     say(f"downloads at most about {megabytes} MB of small packages, kept inside .venv")

@@ -1,0 +1,299 @@
+"""One training of the language model: an arm and a seed, stopped and taken up again at any step."""
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from _arms import Arm
+from _language_model import LanguageModel, Sizes
+from _recorded import RecordedStep
+from _text import Text
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import rarebit as rb
+from rarebit.errors import DataError, NotFiniteError
+
+__all__ = ["LanguageTraining", "Schedule", "perplexities"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Schedule:
+    """How it is trained: AWD-LSTM's settings, but for a short schedule.
+
+    NOTE[DIFF]: AWD-LSTM takes 750 epochs of SGD at 30, averages from where validation stalls, 750 more, and
+    batches of a random length; here Adam, a rate that rises and then falls to 0 as a cosine, a length of 70.
+    """
+
+    epochs: int = 8
+    batch_size: int = 80
+    length: int = 70
+    lr: float = 2e-3
+    warm_up: float = 0.05
+    """The share of the steps in which the rate rises."""
+    clip: float = 0.25
+    weight_decay: float = 1.2e-6
+    size_penalty: float = 2.0
+    """The weight of the mean square of the outputs: AWD-LSTM's alpha."""
+    change_penalty: float = 1.0
+    """The weight of that of their change from word to word: its beta."""
+    eval_batch_size: int = 80
+
+    def rate(self, step: int, steps: int) -> float:
+        """Return the learning rate of a step, counted from 0, of so many."""
+        rising = max(1, round(self.warm_up * steps))
+        if step < rising:
+            return self.lr * (step + 1) / rising
+        return self.lr * 0.5 * (1 + math.cos(math.pi * (step - rising) / max(1, steps - rising)))
+
+
+class LanguageTraining:
+    """A model, its optimizer and its transfer, between two steps."""
+
+    def __init__(
+        self,
+        text: Text,
+        arm: Arm,
+        *,
+        sizes: Sizes,
+        schedule: Schedule,
+        scale: float = 1.0,
+        selection: rb.Selection | None = None,
+        seed: int = 0,
+        device: str = "cpu",
+    ) -> None:
+        torch.manual_seed(seed)
+        self.schedule = schedule
+        words = len(text.counts)
+        self.model = LanguageModel(words, sizes).to(device)
+        self.model.random = torch.Generator(device).manual_seed(seed)
+        self.optimizer = make_optimizer(self.model, schedule)
+        self.transfer = self._transfer(text, arm, scale * arm.scale_for(words), selection, seed)
+        self.train_columns = columns(text.train, schedule.batch_size).to(device)
+        evaluated = (text.valid, text.test)
+        self.valid, self.test = (columns(p, schedule.eval_batch_size).to(device) for p in evaluated)
+        self.is_head = text.is_head.to(device)
+        # always as many words, so that a step can be recorded
+        self.starts = range(0, len(self.train_columns) - schedule.length, schedule.length)
+        if not self.starts:
+            raise DataError(
+                f"a batch is {schedule.batch_size} x {schedule.length} words, the training text has "
+                f"{len(text.train)}; lower --batch-size"
+            )
+        self.tokens = self.train_columns[: schedule.length].clone()
+        self.targets = self.tokens.clone()
+        self.hidden = [(h, h.clone()) for h, _ in self.model.start(schedule.batch_size)]
+        self.loss_sum = torch.zeros((), device=device)
+        self.step = 0
+        self.history: list[dict[str, Any]] = []
+        self.best: dict[str, Tensor] = {}
+        self._update = RecordedStep(self._train_on_batch, self.model.random)
+        _wait(device)
+
+    @property
+    def steps(self) -> int:
+        """How many steps there are in all."""
+        return self.schedule.epochs * len(self.starts)
+
+    @property
+    def is_recorded(self) -> bool | str:
+        """Whether steps are replayed from a recording on a GPU, or why they are not."""
+        return self._update.why_not or self._update.graph is not None
+
+    def train_step(self, said: Callable[[str], None]) -> bool:
+        """Make one step, and at the end of an epoch look how well it went; return whether it was the last."""
+        schedule, start = self.schedule, self.starts[self.step % len(self.starts)]
+        with torch.cuda.stream(self._update.stream):
+            if start == 0:
+                for state in self.hidden:
+                    torch._foreach_zero_(state)  # in place: a recording reads these
+            self._set_rate(schedule.rate(self.step, self.steps))
+            tokens, targets = batch_at(self.train_columns, start, schedule.length)
+            self.tokens.copy_(tokens)
+            self.targets.copy_(targets)
+            self._update()
+            self.step += 1
+            if self.step % len(self.starts) == 0:
+                self._end_epoch(said)
+        return self.step == self.steps
+
+    def result(self) -> dict[str, Any]:
+        """Return what training gave, by the weights of the best epoch on validation; ends the transfer."""
+        _wait(self.loss_sum.device)
+        if self.transfer is not None:
+            self.transfer.close()
+        self.model.load_state_dict(self.best)
+        best = min(range(len(self.history)), key=lambda epoch: self.history[epoch]["valid"]["all"])
+        return {
+            "best_epoch": best + 1,
+            "valid": self.history[best]["valid"],
+            "test": perplexities(self.model, self.test, self.is_head, self.schedule.length),
+            "history": self.history,
+            "ledger": None if self.transfer is None else self.transfer.ledger.read(),
+        }
+
+    def state(self) -> dict[str, Any]:
+        """Return all that the coming steps depend on."""
+        assert self.model.random is not None
+        _wait(self.loss_sum.device)
+        return {
+            "model": self.model.state_dict(),
+            "optimizer": self.optimizer.state_dict(),
+            "transfer": None if self.transfer is None else self.transfer.state_dict(),
+            "random": self.model.random.get_state(),
+            "step": self.step,
+            "hidden": self.hidden,
+            "loss_sum": self.loss_sum,
+            "history": self.history,
+            "best": self.best,
+        }
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        """Go on from what `state` returned, before the first step."""
+        assert self.model.random is not None
+        device = self.loss_sum.device
+        self.model.load_state_dict(state["model"])
+        self.optimizer.load_state_dict(_moved(state["optimizer"], device))
+        if self.transfer is not None:
+            self.transfer.load_state_dict(_moved(state["transfer"], device))
+        self.model.random.set_state(state["random"])
+        self.hidden, self.loss_sum = _moved((state["hidden"], state["loss_sum"]), device)
+        self.step, self.history, self.best = state["step"], state["history"], state["best"]
+        _wait(device)
+
+    def _transfer(
+        self, text: Text, arm: Arm, scale: float, selection: rb.Selection | None, seed: int
+    ) -> rb.HarmlessTransfer | None:
+        if arm.loss is None:
+            return None
+        select = selection if arm.select else None
+        return rb.HarmlessTransfer(
+            self.model,
+            counts=None if select else text.counts,
+            select=select,
+            loss=arm.loss,
+            rule=arm.rule,
+            transfer_scale=scale,
+            seed=seed,
+        )
+
+    def _set_rate(self, rate: float) -> None:
+        for group in self.optimizer.param_groups:
+            if isinstance(group["lr"], Tensor):
+                group["lr"].fill_(rate)  # a recording reads it
+            else:
+                group["lr"] = rate
+
+    def _train_on_batch(self) -> None:
+        """Train on the batch that lies in `tokens` and `targets`."""
+        schedule = self.schedule
+        self.optimizer.zero_grad()  # first: a recording that failed may have left gradients
+        found = self.model(self.tokens, self.hidden)
+        loss = F.cross_entropy(found.logits.flatten(0, 1).float(), self.targets.reshape(-1))
+        penalty = schedule.size_penalty * found.size + schedule.change_penalty * found.change
+        if self.transfer is None:
+            (loss + penalty).backward()
+        else:
+            self.transfer.backward(loss + penalty)
+        nn.utils.clip_grad_norm_(self.model.parameters(), schedule.clip)
+        self.optimizer.step()
+        for old, new in zip(self.hidden, found.hidden, strict=True):
+            torch._foreach_copy_(old, [part.detach() for part in new])  # in place, see above
+        self.loss_sum += loss.detach()
+
+    def _end_epoch(self, said: Callable[[str], None]) -> None:
+        train = float(self.loss_sum) / len(self.starts)
+        self.loss_sum.zero_()
+        epoch = len(self.history) + 1
+        if not math.isfinite(train):
+            raise NotFiniteError(
+                f"the training loss must be finite, got {train} in epoch {epoch}; lower --lr"
+            )
+        self.model.eval()
+        valid = perplexities(self.model, self.valid, self.is_head, self.schedule.length)
+        self.model.train()
+        if all(valid["all"] < earlier["valid"]["all"] for earlier in self.history):
+            self.best = {name: value.clone() for name, value in self.model.state_dict().items()}
+        self.history.append({"train": math.exp(min(train, 700.0)), "valid": valid})
+        said(
+            f"epoch {epoch}: training perplexity {self.history[-1]['train']:.1f}, validation "
+            f"{valid['all']:.2f} (head {valid['head']:.2f}, tail {valid['tail']:.1f})"
+        )
+
+
+@torch.no_grad()
+def perplexities(
+    model: LanguageModel, tokens: Tensor, is_head: Tensor, length: int
+) -> dict[str, float]:
+    """Return the perplexity of columns of tokens `(L, B)`: of all words, of the frequent and of the rare ones.
+
+    A word's own perplexity is taken as that of the place where it stands, whatever stands before it.
+    """
+    was_training = model.training
+    model.eval()
+    hidden = model.start(tokens.shape[1])
+    sums = torch.zeros(2, 2, dtype=torch.float64, device=tokens.device)  # head, tail: losses, words
+    for start in range(0, len(tokens) - 1, length):
+        inputs, targets = batch_at(tokens, start, length)
+        found = model(inputs, hidden)
+        hidden = found.hidden
+        losses = F.cross_entropy(
+            found.logits.flatten(0, 1), targets.reshape(-1), reduction="none"
+        ).double()
+        head = is_head[targets.reshape(-1)]
+        for side, mask in enumerate((head, ~head)):
+            sums[side] += torch.stack([(losses * mask).sum(), mask.sum().double()])
+    model.train(was_training)
+    (head_loss, heads), (tail_loss, tails) = sums.tolist()
+    means = {
+        "all": (head_loss + tail_loss) / (heads + tails),
+        "head": head_loss / max(heads, 1.0),
+        "tail": tail_loss / max(tails, 1.0),
+    }
+    return {name: math.exp(min(mean, 700.0)) for name, mean in means.items()}
+
+
+def make_optimizer(model: nn.Module, schedule: Schedule) -> torch.optim.Optimizer:
+    """Return Adam, on a GPU in the form that can be recorded, with its rate on the device."""
+    decay, device = schedule.weight_decay, next(model.parameters()).device
+    if device.type != "cuda":
+        return torch.optim.Adam(model.parameters(), weight_decay=decay)
+    rate = torch.zeros((), device=device)
+    return torch.optim.Adam(
+        model.parameters(), lr=rate, weight_decay=decay, fused=True, capturable=True
+    )
+
+
+def columns(tokens: Tensor, number: int) -> Tensor:
+    """Return so many pieces of a text side by side, `(L, B)`; what is left over is dropped.
+
+    >>> columns(torch.arange(7), 2).tolist()
+    [[0, 3], [1, 4], [2, 5]]
+    """
+    length = len(tokens) // number
+    return tokens[: length * number].reshape(number, length).T.contiguous()
+
+
+def batch_at(tokens: Tensor, start: int, length: int) -> tuple[Tensor, Tensor]:
+    """Return the words from a place on, and those that follow them, `(length or less, B)` both."""
+    stop = min(start + length, len(tokens) - 1)
+    return tokens[start:stop], tokens[start + 1 : stop + 1]
+
+
+def _moved(value: Any, device: torch.device) -> Any:
+    """Return a state with its tensors on a device."""
+    if isinstance(value, Tensor):
+        return value.to(device)
+    if isinstance(value, Mapping):
+        return {name: _moved(inner, device) for name, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return type(value)(_moved(inner, device) for inner in value)
+    return value
+
+
+def _wait(device: torch.device | str) -> None:
+    """Wait for a GPU: the streams that fill tensors and those that read them are not the same."""
+    if torch.device(device).type == "cuda":
+        torch.cuda.synchronize(device)
