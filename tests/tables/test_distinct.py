@@ -39,8 +39,23 @@ def test_each_id_has_one_slot_and_the_sum_of_its_lookups_in_their_order(static, 
 def test_lookups_know_their_slot_and_whether_they_are_the_first_of_their_id(static, ids):
     found = find_distinct(torch.tensor(ids, dtype=torch.int64), static=static)
     assert found.ids[found.slot_of].tolist() == ids
-    first = found.at_first_lookups(torch.ones(len(found.ids), 1)).flatten().bool()
-    assert first.tolist() == [i not in ids[:place] for place, i in enumerate(ids)]
+    own, keep = torch.randn(len(ids), 1), torch.tensor(ids, dtype=torch.int64) % 3 == 2
+    leave = (found.ids % 3 == 2) | (found.starts == len(ids))
+    put = found.put_first(torch.full((len(found.ids), 1), 7.0), own, keep, leave).flatten()
+    for place, i in enumerate(ids):
+        is_first = i not in ids[:place]
+        assert put[place] == (own[place] if i % 3 == 2 else 7.0 if is_first else 0.0)
+
+
+@given(ids=LOOKUPS, spare=st.integers(0, 3))
+def test_slots_that_cannot_be_needed_are_not_kept(ids, spare):
+    lookups = torch.tensor(ids, dtype=torch.int64)
+    found, most = find_distinct(lookups, static=True), len(set(ids)) + spare
+    fewer = find_distinct(lookups, static=True, most=most)
+    assert len(fewer.ids) == min(most, len(ids))
+    assert torch.equal(fewer.ids, found.ids[:most])
+    assert torch.equal(fewer.starts, found.starts[:most])
+    assert torch.equal(fewer.slot_of, found.slot_of)
 
 
 @pytest.mark.threads(2)

@@ -175,6 +175,17 @@ def test_compact_and_static_rows_give_the_same_answer(case):
         assert torch.equal(dense(gradient), dense(gradients_of(other)[name])), name
 
 
+def test_static_rows_have_a_slot_for_every_row_there_is_and_for_no_row_and_not_one_more():
+    model, seen = deepfm(), []
+    batch = make_batch(200)
+    with RowGradients(
+        model, lambda i, g: seen.append(i) or g.sum(dim=0), where=lambda t: t.field == "item"
+    ) as rows:
+        rows._static = True
+        rows.backward(model(batch).sum())
+    assert seen[0].tolist() == [-1, *range(13)]
+
+
 def test_a_rule_sees_each_row_of_the_batch_once_and_no_padding():
     seen = []
     model = embedding(padding_idx=3)

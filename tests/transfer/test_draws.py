@@ -42,6 +42,17 @@ def test_samples_are_ids_of_their_own_table_and_reach_all_of_them():
     assert not found[:, 1].any()  # none to learn from, but a row that is there
 
 
+@given(turn=st.floats(0, 1, exclude_max=True), number=st.integers(1, 9))
+def test_a_ring_has_different_ids_as_far_as_there_are_any(turn, number):
+    masks = [torch.arange(9) >= 4, torch.zeros(3, dtype=torch.bool), torch.arange(4) == 1]
+    found = Listed.of(masks).ring(torch.full((3,), turn, dtype=torch.float64), number)
+    for mask, ids in zip(masks, found.T.tolist(), strict=True):
+        there = [i for i in ids if i >= 0]
+        assert len(there) == len(set(there)) == min(number, int(mask.sum()))
+        assert all(mask[i] for i in there)
+        assert ids[len(there) :] == [-1] * (number - len(there))
+
+
 def test_a_number_that_rounds_to_the_count_is_still_below_it():
     listed = Listed.of([torch.arange(7) < 5, torch.arange(7) >= 5])
     assert listed.sample(torch.tensor([[1.0, 1.0]])).tolist() == [[4, 6]]

@@ -419,6 +419,52 @@ def test_a_table_without_rare_rows_is_left_alone_by_both_sides():
     assert torch.equal(model.item.weight.grad, plain["item.weight"])
 
 
+@pytest.mark.parametrize("early", [False, True])
+@pytest.mark.parametrize("static", [False, True], ids=["compact", "static"])
+@pytest.mark.parametrize("sparse", [False, True], ids=["dense", "sparse"])
+def test_absent_rare_rows_get_the_transfer_gradient_where_asked(sparse, static, early):
+    model, ids = Net(sparse=sparse), torch.tensor([1, 2, 3, 3, 7])
+    loss, plain = plain_gradients(model, ids)
+    with started(model, update_absent=50) as transfer:
+        transfer.rows._static, transfer.rows._always_early = static, early
+        transfer.backward(loss_of(model, ids))
+        assert transfer.ledger.read()["tables"]["item"]["rows"] == 3  # of the batch: 2, 3 and 7
+    t = 50 * transfer_by_hand(model.item.weight.detach(), range(ROWS), transfer.groups[0].running)
+    expected = lexico_by_hand(plain["item.weight"], t, loss)
+    assert_close(dense(model.item.weight.grad), expected)
+    assert expected.any(dim=1).nonzero().flatten().tolist() == sorted(RARE | {1})
+
+
+def test_absent_rows_come_a_few_at_a_time_and_all_of_them_in_time():
+    model, ids, seen = Net(sparse=True), torch.tensor([1, 1]), set()
+    with started(model, update_absent=3, rule="sum") as transfer:
+        for _ in range(40):
+            model.zero_grad()
+            transfer.backward(loss_of(model, ids))
+            moved = dense(model.item.weight.grad).any(dim=1).nonzero().flatten().tolist()
+            assert len(set(moved) - {1}) == 3
+            seen |= set(moved) - {1}
+    assert seen == RARE
+
+
+def test_absent_rows_of_some_tables_leave_the_other_tables_alone():
+    model, ids = deepfm(), torch.randint(4, 9, (3, 7))  # few, and no row 0
+    batch = rb.Dataset(SCHEMA, ids, torch.randn(3, 2), torch.tensor([0, 1, 0]))[slice(None)]
+    rb.optimizer(model, tables="rowwise")  # gradients by rows, which say what was touched
+    counts = {name: count.flip(0) for name, count in field_counts().items()}  # row 0 is not rare
+    with started(model, counts=counts, where=lambda t: t.field == "item", update_absent=99) as t:
+        t.backward(F.softplus(model(batch)).mean())
+        is_rare = t.groups[0].sides.target
+    weight = dict(model.named_parameters())["backbone.tables.stacks.0.embedding.weight"]
+    touched, start = set(weight.grad._indices()[0].tolist()), 0
+    for table in SCHEMA.table_fields:
+        here = {i - start for i in touched if start <= i < start + table.rows}
+        seen = set(batch[table.name].flatten().tolist())
+        rare = set(is_rare.nonzero().flatten().tolist()) if table.name == "item" else set()
+        assert here == seen | rare, table.name
+        start += table.rows
+
+
 @pytest.mark.parametrize("loss", [MMD(), Relatives()])
 def test_any_loss_reaches_the_rows_of_any_table(loss):
     model, batch = deepfm(), make_batch()

@@ -6,6 +6,7 @@ import json
 import pytest
 import torch
 from capabilities import needs_cuda
+from replaying import Recorder
 from torch import nn
 from torch.nn import functional as F
 from torch.testing import assert_close
@@ -20,6 +21,7 @@ from rarebit.errors import (
     TrainingError,
     UnsupportedTableError,
 )
+from rarebit.tables.recorded import WARM_UP, Recorded
 from rarebit.transfer.adversarial import Adversarial
 from rarebit.transfer.cos_reg import CosReg
 from rarebit.transfer.harmless_transfer import HarmlessTransfer
@@ -272,6 +274,130 @@ def test_compact_and_static_rows_give_the_same_gradients(loss, first):
         assert_close(dict(other.named_parameters())[name].grad, parameter.grad)
 
 
+@pytest.mark.parametrize("loss", [Adversarial(lr=0.5), MMD(sample=8)])
+def test_steps_that_are_replayed_are_the_same_to_the_last_bit(loss):
+    """Another size of the batch and another scale among them."""
+    model, recorder = Net(), Recorder()
+    other = copy.deepcopy(model)
+    batches = [batch() for _ in range(WARM_UP + 3)] + [batch(30), batch()]
+    ledgers = []
+    for net, records in ((model, False), (other, True)):
+        optimizer = torch.optim.Adam(net.parameters(), lr=0.01)
+        with started(net, loss=loss) as transfer:
+            transfer.rows._static = True
+            if records:
+                transfer.rows._recorded = [Recorded(recorder), Recorded(recorder)]
+            train(net, transfer, batches, optimizer)
+            transfer.transfer_scale = 3.0
+            train(net, transfer, batches, optimizer)
+            ledgers.append(transfer.ledger.read())
+    assert recorder.made == 4  # of two tables, before and after the change
+    assert recorder.replays == 2 * (4 + 4)
+    assert ledgers[0] == ledgers[1]
+    for name, value in model.state_dict().items():
+        assert torch.equal(other.state_dict()[name], value), name
+
+
+def test_a_recording_does_not_outlive_the_memory_of_a_table_or_a_state_that_is_loaded():
+    model, recorder = Net(), Recorder()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    batches = [batch() for _ in range(WARM_UP + 1)]
+    with started(model) as transfer:
+        transfer.rows._static = True
+        transfer.rows._recorded = [Recorded(recorder), Recorded(recorder)]
+        train(model, transfer, batches, optimizer)
+        assert recorder.made == recorder.replays == 2
+        model.item.weight.data = model.item.weight.detach().clone()
+        train(model, transfer, batches[:1], optimizer)
+        assert recorder.replays == 3  # of the other table alone
+        transfer.load_state_dict(copy.deepcopy(transfer.state_dict()))
+        train(model, transfer, batches[:1], optimizer)
+        assert recorder.replays == 3
+
+
+@pytest.mark.parametrize("loss", [Adversarial(lr=0.5), MMD(sample=8)])
+@pytest.mark.parametrize("static", [False, True], ids=["compact", "static"])
+def test_what_is_prepared_beside_the_backward_is_the_same_to_the_last_bit(loss, static):
+    model, batches = Net(), [batch() for _ in range(4)]
+    other, ledgers = copy.deepcopy(model), []
+    for net, is_early in ((model, False), (other, True)):
+        optimizer = torch.optim.Adam(net.parameters(), lr=0.01)
+        with started(net, loss=loss, both=True) as transfer:
+            transfer.rows._static, transfer.rows._always_early = static, is_early
+            train(net, transfer, batches, optimizer)
+            # micro-batches are one step: nothing is known of it before its last one
+            transfer.backward(loss_of(net, batches[0]) / 2, last=False)
+            transfer.backward(loss_of(net, batches[1]) / 2)
+            ledgers.append(transfer.ledger.read())
+        for name, parameter in model.named_parameters():
+            assert torch.equal(dict(net.named_parameters())[name].grad, parameter.grad), name
+    assert ledgers[0] == ledgers[1]
+
+
+def test_what_was_prepared_for_lookups_that_the_loss_does_not_reach_is_refused():
+    model, ids = Net(), batch()
+    with started(model) as transfer:
+        transfer.rows._always_early = True
+        unused = model(ids)
+        with pytest.raises(TrainingError, match="lookups that its loss does not depend on cannot"):
+            transfer.backward(loss_of(model, ids))
+        transfer.rows._always_early = False
+        transfer.backward(loss_of(model, ids))
+        assert unused.shape == (40,)
+
+
+@needs_cuda
+@pytest.mark.parametrize("loss", [Adversarial(lr=0.5), MMD(sample=8), Moments()])
+def test_a_whole_step_is_recorded(loss):
+    model, batches = Net(), [batch() for _ in range(8)]
+    other = copy.deepcopy(model).cuda()
+    with started(model, loss=loss) as transfer:
+        train(model, transfer, batches, torch.optim.SGD(model.parameters(), lr=0.1))
+        expected = transfer.ledger.read()
+    ids, graph, stream = batches[0].cuda(), torch.cuda.CUDAGraph(), torch.cuda.Stream()
+    with started(other, loss=loss) as transfer:
+        optimizer = torch.optim.SGD(other.parameters(), lr=0.1)
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            for each in batches[:3]:
+                train(other, transfer, [ids.copy_(each)], optimizer)
+        torch.cuda.current_stream().wait_stream(stream)
+        optimizer.zero_grad(set_to_none=True)
+        with torch.cuda.graph(graph, stream=stream):
+            transfer.backward(loss_of(other, ids))
+            optimizer.step()
+        for each in batches[3:]:
+            ids.copy_(each)
+            graph.replay()
+        found = transfer.ledger.read()
+    assert found["steps"] == expected["steps"] == 8
+    assert found["tables"]["item"]["rows"] == expected["tables"]["item"]["rows"]
+    for name, value in model.state_dict().items():
+        assert_close(other.state_dict()[name].cpu(), value, rtol=1e-3, atol=1e-5)
+
+
+@needs_cuda
+@pytest.mark.parametrize("loss", [Adversarial(lr=0.5), MMD(sample=8), Moments()])
+def test_the_gpu_replays_what_the_cpu_computes(loss):
+    model, batches = Net(), [batch() for _ in range(WARM_UP + 5)] + [batch(30), batch()]
+    other = copy.deepcopy(model).cuda()
+    ledgers = []
+    for net in (model, other):
+        with started(net, loss=loss) as transfer:
+            optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+            train(net, transfer, [ids.to(net.out.weight.device) for ids in batches], optimizer)
+            ledgers.append(transfer.ledger.read())
+            is_recorded = [each.recording is not None for each in transfer.rows._recorded]
+            assert is_recorded == [net is other] * 2
+    for name in ("user", "item"):
+        assert ledgers[0]["tables"][name]["rows"] == ledgers[1]["tables"][name]["rows"]
+        assert ledgers[0]["tables"][name]["main_norm"] == pytest.approx(
+            ledgers[1]["tables"][name]["main_norm"], rel=1e-3
+        )
+    for name, value in model.state_dict().items():
+        assert_close(other.state_dict()[name].cpu(), value, rtol=1e-3, atol=1e-5)
+
+
 @needs_cuda
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype")
 def test_the_gpu_gives_the_answer_of_the_cpu_and_does_not_wait():
@@ -346,6 +472,11 @@ def test_a_step_that_was_discarded_is_no_part_of_the_next():
         ({"alpha": 0.0}, SettingsError, "alpha must be above 0, got alpha=0.0"),
         ({"transfer_scale": -1.0}, SettingsError, "transfer_scale must be at least 0"),
         ({"samples": 0}, SettingsError, "samples must be at least 1, got samples=0"),
+        (
+            {"update_absent": -1},
+            SettingsError,
+            "update_absent must be at least 0, got update_absen",
+        ),
         ({"counts": None}, DataError, "must know which rows are frequent; give counts"),
         ({"counts": {"user": COUNTS["user"]}}, DataError, "no counts of the table 'item'"),
         ({"counts": COUNTS["item"]}, DataError, "one tensor of counts is for one table, but 2"),

@@ -19,7 +19,8 @@ def bench_names() -> list[str]:
 
     >>> bench_names()
     ['checkpoint', 'data', 'ema', 'import', 'mlet', 'models', 'multi_embedding', 'packed', 'pep',
-     'quantize', 'row_gradients', 'rows', 'shrinkage', 'spectrum', 'study', 'train']
+     'quantize', 'row_gradients', 'rows', 'shrinkage', 'spectrum', 'study', 'train',
+     'transfer']
     """
     return sorted(_files())
 

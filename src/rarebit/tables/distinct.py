@@ -12,6 +12,7 @@ are taken in the order of the lookups, so two runs give the same bits on any num
 """
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -47,19 +48,29 @@ class Distinct:
             return sums.index_add_(0, self.slot_of, values)
         return F.embedding_bag(self.order, values, self.starts, mode="sum")
 
-    def at_first_lookups(self, rows: Tensor) -> Tensor:
-        """Return rows `(U, D)` at the first lookup of each id, and zero at all others, `(T, D)`."""
+    @cached_property
+    def first(self) -> Tensor:
+        """The first lookup of each slot `(U,)`; any lookup for a slot that has none."""
+        return self.order.index_select(0, self.starts.clamp(max=self.order.shape[0] - 1))
+
+    def put_first(self, rows: Tensor, own: Tensor, keep: Tensor, leave: Tensor) -> Tensor:
+        """Return rows `(U, D)` at the first lookup of their slot, and zero at all others, `(T, D)`.
+
+        Lookups to `keep` `(T,)` have their `own` values `(T, D)` instead. `leave` `(U,)` are slots whose
+        row is put nowhere: those of lookups to keep, and those without a lookup.
+        """
         end = self.order.shape[0]
-        first = self.order.index_select(0, self.starts.clamp(max=end - 1))
-        # slots without a row start where the lookups end: one place more takes them
-        first = torch.where(self.starts < end, first, end)
-        return rows.new_zeros(end + 1, rows.shape[1]).index_copy_(0, first, rows)[:end]
+        # one place more takes what goes nowhere
+        found = own.new_empty(end + 1, own.shape[1])
+        torch.where(keep.unsqueeze(-1), own, own.new_zeros(()), out=found[:end])
+        return found.index_copy_(0, torch.where(leave, end, self.first), rows)[:end]
 
 
-def find_distinct(ids: Tensor, *, static: bool | None = None) -> Distinct:
+def find_distinct(ids: Tensor, *, static: bool | None = None, most: int | None = None) -> Distinct:
     """Find the distinct ids `(T,)` among lookups; ids below zero stand for no row.
 
-    `static` keeps all T slots, so that no size depends on the values: the default on a GPU.
+    `static` keeps all T slots, so that no size depends on the values: the default on a GPU. Where there
+    cannot be so many distinct ids, no row counting as one, `most` slots are kept.
 
     >>> rows = find_distinct(torch.tensor([7, 3, 7, 3, 9]))
     >>> rows.ids, rows.sum(torch.tensor([[1.0], [2.0], [3.0], [4.0], [5.0]])).flatten()
@@ -76,8 +87,8 @@ def find_distinct(ids: Tensor, *, static: bool | None = None) -> Distinct:
     if not static:
         starts = is_start.nonzero().squeeze(1)
         return Distinct(ids.index_select(0, starts), order, starts, slot_of)
-    slots = torch.arange(ids.shape[0], device=ids.device)
-    starts = torch.searchsorted(slot, slots)
+    size = ids.shape[0] if most is None else min(most, ids.shape[0])
+    starts = torch.searchsorted(slot, torch.arange(size, device=ids.device))
     # equal ids write the same value into the same slot
-    found = torch.full_like(ids, NO_ROW).scatter_(0, slot, ids)
+    found = ids.new_full((size,), NO_ROW).scatter_(0, slot, ids)
     return Distinct(found, order, starts, slot_of)

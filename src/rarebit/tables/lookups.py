@@ -16,7 +16,7 @@ import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import count
 from typing import Any, TypeAlias
 
@@ -26,7 +26,7 @@ from torch.utils.hooks import RemovableHandle
 
 from rarebit.errors import TrainingError
 from rarebit.tables.bag import pool_rows
-from rarebit.tables.distinct import NO_ROW
+from rarebit.tables.looked_up import LookedUpRows, Numbering, RowGroup
 from rarebit.tables.pooled import PooledRows, rounds_once, single_rows, watch_pooling
 from rarebit.tables.ranks import gather_ranks, world_size
 from rarebit.tables.stack import Stack
@@ -34,7 +34,7 @@ from rarebit.tables.table import Table
 
 __all__ = [
     "Lookable",
-    "LookedUpRows",
+    "Lookup",
     "Numbering",
     "RowGroup",
     "Watch",
@@ -47,20 +47,6 @@ __all__ = [
 Lookable: TypeAlias = nn.Embedding | nn.EmbeddingBag | Table | Stack
 
 _WATCHED: "weakref.WeakSet[nn.Module]" = weakref.WeakSet()
-
-
-@dataclass(frozen=True)
-class RowGroup:
-    """Tables whose rows a rule sees together, numbered one table after the other."""
-
-    names: tuple[str, ...]
-    """The tables, such as `backbone.tables.user`."""
-    first_rows: tuple[int, ...]
-    """For each table, the number of its row 0."""
-    num_rows: int
-    """Rows of all its tables."""
-    width: int
-    """How long a row is."""
 
 
 class Watch:
@@ -106,22 +92,6 @@ class Watch:
         return True
 
 
-class Numbering:
-    """The key of a lookup: the number of its row in the group, `NO_ROW` for rows without a rule."""
-
-    def __init__(self, first_row: Sequence[int] | int, padding: Sequence[int] | int) -> None:
-        self.first_row = torch.tensor(first_row)  # of each slot's table; below zero: not chosen
-        self.padding = torch.tensor(padding)  # of each slot's table; below zero: it has none
-
-    def keys(self, ids: Tensor) -> Tensor:
-        """Return the key of each id; for a stack the last axis is its slots."""
-        if self.first_row.device != ids.device:
-            self.first_row = self.first_row.to(ids.device)
-            self.padding = self.padding.to(ids.device)
-        has_rule = (self.first_row >= 0) & (ids != self.padding)
-        return torch.where(has_rule, ids + self.first_row, NO_ROW)
-
-
 @dataclass(eq=False)
 class Lookup:
     """Rows that were handed out once."""
@@ -143,29 +113,6 @@ class Lookup:
         gradient = self.gradients[loss]
         gradient = torch.zeros_like(self.rows) if gradient is None else gradient
         return gradient.to(wide(gradient.dtype))
-
-
-@dataclass(frozen=True)
-class LookedUpRows:
-    """All lookups of a step, T in number, and the rows from which the backward goes on."""
-
-    keys: Tensor
-    """The key of each lookup, `(T,)`."""
-    gradients: Tensor
-    """Its gradient of each loss, `(K, T, D)`."""
-    parts: list[Tensor | PooledRows]
-    """The rows, in the order of the keys."""
-
-    def cut(self, gradients: Tensor, keep: Tensor) -> list[tuple[Tensor, Tensor]]:
-        """Cut gradients `(T, D)` into one for each of the rows; `keep` says which are as they came."""
-        sizes = [_num_rows(part) for part in self.parts]
-        cut = zip(self.parts, gradients.split(sizes), keep.split(sizes), strict=True)
-        return [
-            part.rows_and_gradients(own, kept)
-            if isinstance(part, PooledRows)
-            else (part, own.reshape(part.shape).to(part.dtype))
-            for part, own, kept in cut
-        ]
 
 
 class Watched(ABC):
@@ -234,6 +181,10 @@ class WatchedTable(Watched):
             self.module.__dict__.pop("forward", None)
         self.pending.clear()
 
+    def tensors(self) -> list[Tensor]:
+        """Return all tensors that a lookup may read."""
+        return [*self.module.parameters(), *self.module.buffers()]
+
     def look_up(self, ids: Tensor) -> Tensor:
         """Return the rows of these ids as the table itself does."""
         if isinstance(self.module, nn.EmbeddingBag):
@@ -272,37 +223,60 @@ class WatchedTable(Watched):
         """Return how many ids were looked up, or for a stack how many rows of slots."""
         return sum(len(self._flat(lookup.ids)) for lookup in self.step)
 
-    def looked_up(self, num_losses: int, counts: Sequence[int] | None) -> LookedUpRows | None:
-        """Return all lookups of the step, those of all processes when their counts are given."""
+    def waiting(self) -> list[Lookup]:
+        """Return the lookups that a backward may reach."""
+        return [lookup for lookup in self.pending.values() if lookup.leaf() is not None]
+
+    def look_up_more(self, ids: Tensor, num_losses: int) -> Lookup:
+        """Look ids up that no loss knows of: their gradient is zero."""
+        with torch.enable_grad():
+            rows = self.look_up(ids)
+        more = Lookup(ids, rows, weakref.ref(rows))
+        more.begin(num_losses)
+        return more
+
+    def rows_of(self, lookups: Sequence[Lookup]) -> LookedUpRows:
+        """Return what these lookups read."""
+        parts = [lookup.pooled or lookup.rows for lookup in lookups]
+        return LookedUpRows(self._ids_of(lookups), parts, self.numbering, self.group)
+
+    def looked_up(
+        self, num_losses: int, counts: Sequence[int] | None
+    ) -> tuple[LookedUpRows, Tensor] | None:
+        """Return all lookups of the step, those of all processes when their counts are given.
+
+        With them comes the gradient of each loss, `(K, T, D)`.
+        """
         if not (self.step if counts is None else sum(counts)):
             return None
-        ids, gradients = self._join(num_losses)
-        parts = [lookup.pooled or lookup.rows for lookup in self.step]
+        found, gradients = self.rows_of(self.step), self._gradients(num_losses)
         if counts is not None:
-            ids = gather_ranks(ids, counts)
+            ids = gather_ranks(found.ids, counts)
             # (K, T, ..., D) with the lookups in front for the way, and back
             gradients = gather_ranks(gradients.transpose(0, 1), counts).transpose(0, 1)
             gradients = gradients / len(counts)
             with torch.enable_grad():
-                parts = [self.look_up(ids)]
-        keys = self.numbering.keys(ids).reshape(-1)
-        return LookedUpRows(keys, gradients.reshape(num_losses, -1, self.group.width), parts)
+                found = replace(found, ids=ids, parts=[self.look_up(ids)])
+        return found, gradients.reshape(num_losses, -1, self.group.width)
 
-    def _join(self, num_losses: int) -> tuple[Tensor, Tensor]:
-        """Return the ids `(T,)`, `(T, S)` for a stack, and their gradients `(K, T, D)`, `(K, T, S, D)`."""
-        weight = next(self.module.parameters())
-        nothing = torch.empty(0, dtype=torch.int64, device=weight.device)
-        ids = [self._flat(lookup.ids).long() for lookup in self.step] or [self._flat(nothing)]
-        joined = torch.cat(ids)
-        shape = (*joined.shape, self.group.width)
+    def _ids_of(self, lookups: Sequence[Lookup]) -> Tensor:
+        """Return what was looked up, `(T,)`, or for a stack `(T, S)`."""
+        device = next(self.module.parameters()).device
+        nothing = torch.empty(0, dtype=torch.int64, device=device)
+        return _cat([self._flat(lookup.ids) for lookup in lookups] or [self._flat(nothing)])
+
+    def _gradients(self, num_losses: int) -> Tensor:
+        """Return the gradients of the step's lookups, `(K, T, D)`, or for a stack `(K, T, S, D)`."""
+        shape = (-1, *self.numbering.first_row.shape, self.group.width)
         if not self.step:
-            empty = torch.empty(num_losses, *shape, dtype=wide(weight.dtype), device=weight.device)
-            return joined, empty
+            weight = next(self.module.parameters())
+            empty = torch.empty(num_losses, 0, *shape[1:], device=weight.device)
+            return empty.to(wide(weight.dtype))
         losses = [
-            torch.cat([lookup.gradient(loss).reshape(-1, *shape[1:]) for lookup in self.step])
+            _cat([lookup.gradient(loss).reshape(shape) for lookup in self.step])
             for loss in range(num_losses)
         ]
-        return joined, torch.stack(losses)
+        return losses[0].unsqueeze(0) if num_losses == 1 else torch.stack(losses)
 
     def _flat(self, ids: Tensor) -> Tensor:
         slots = self.numbering.first_row.shape
@@ -351,8 +325,9 @@ class WatchedTable(Watched):
         return leaf, pending[number]
 
 
-def _num_rows(part: Tensor | PooledRows) -> int:
-    return len(part.ids) if isinstance(part, PooledRows) else part.shape[:-1].numel()
+def _cat(parts: Sequence[Tensor]) -> Tensor:
+    """Return the parts as one tensor; of one there is nothing to copy."""
+    return parts[0] if len(parts) == 1 else torch.cat([*parts])
 
 
 def is_watched(module: nn.Module) -> bool:

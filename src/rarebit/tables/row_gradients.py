@@ -10,7 +10,8 @@ unscaled, summed over the micro-batches and averaged over the processes: rules a
 called on parts would give another answer. It sees float32, or float64 where the table is that wide.
 On a GPU, where no size may depend on the ids, some slots hold no row: their id is -1, their gradients
 are zero, and what the rule returns for them is ignored. A `GroupRule` is told more: which tables the rows
-are of, and what is in them.
+are of, and what is in them. On a GPU it can be recorded and replayed (`tables/recorded.py`), and in a step
+that is recorded as a whole, what needs no gradients runs beside the backward.
 
 Where a rule returns the sum over the losses, a row's gradient is what plain `backward()` gives: for one
 loss in one process on the CPU to the last bit, else within the rounding of a sum. In a bfloat16 model
@@ -28,11 +29,10 @@ Several processes (`DistributedDataParallel`):
 - The first loss must reach every parameter outside the tables, the others none but the model's.
 """
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from types import TracebackType
-from typing import Self, TypeAlias
+from typing import NamedTuple, Self
 
 import torch
 from torch import Tensor, nn
@@ -40,40 +40,26 @@ from torch.amp.grad_scaler import GradScaler
 from torch.nn import functional as F
 
 from rarebit.errors import TrainingError
-from rarebit.tables.distinct import Distinct, find_distinct
+from rarebit.tables.asked_rule import AskedRule
 from rarebit.tables.find import TableInfo, refuse_wrapped_model
-from rarebit.tables.lookups import LookedUpRows, RowGroup, Watch, Watched, WatchedTable, wide
-from rarebit.tables.pooled import PooledRows, single_rows
+from rarebit.tables.group_rule import GroupRule, RowStep, Rule
+from rarebit.tables.looked_up import LookedUpRows
+from rarebit.tables.lookups import Lookup, RowGroup, Watch, Watched, WatchedTable
 from rarebit.tables.ranks import gather_counts, ignore_in_ddp, keep_from_ddp, world_size
-from rarebit.tables.tied import TiedTable, add_gradient
+from rarebit.tables.recorded import Recorded, aside, is_recording, join
+from rarebit.tables.row_sums import KnownRows
+from rarebit.tables.tied import add_gradient
 from rarebit.tables.watching import choose_sites, watch_tables, watch_tied
 
 __all__ = ["GroupRule", "RowGradients", "RowStep", "Rule", "sum_losses"]
 
-Rule: TypeAlias = Callable[[Tensor, Tensor], Tensor]
-"""Ids `(U,)` and gradients `(K, U, D)` of distinct rows to one gradient a row, `(U, D)`."""
 
+class Early(NamedTuple):
+    """What was prepared for a table before the backward."""
 
-@dataclass(frozen=True)
-class RowStep:
-    """The distinct rows of one group in one step."""
-
-    number: int
-    """Which of `RowGradients.tables` they are of."""
-    ids: Tensor
-    """Their numbers in the group, ascending, `(U,)`; -1 in slots without a row."""
-    gradients: Tensor
-    """The gradient of each loss, `(K, U, D)`."""
-    rows: Tensor
-    """What the tables hold, `(U, D)`, in the precision of the gradients; any numbers in slots without a row."""
-
-
-class GroupRule(ABC):
-    """A rule that is told which tables its rows are of, and what is in the rows."""
-
-    @abstractmethod
-    def answer(self, step: RowStep) -> Tensor:
-        """Return one gradient a row, `(U, D)`."""
+    lookups: list[Lookup]
+    absent: list[Lookup]
+    known: KnownRows
 
 
 def sum_losses(ids: Tensor, gradients: Tensor) -> Tensor:
@@ -118,6 +104,9 @@ class RowGradients:
         self._tables = watch_tables(self._watch, chosen)
         self._tied = watch_tied(self._watch, chosen)
         self._slots = [_first_slots(table) for table in self._tables]
+        self._recorded = [Recorded() for _ in self._tables]
+        self._early: dict[int, Early] = {}
+        self._always_early = False
         self._static: bool | None = None
         self._num_losses: int | None = None
         self._ignored_before = keep_from_ddp(model, self._parameters())
@@ -163,13 +152,14 @@ class RowGradients:
         self._check(losses)
         try:
             with self._watch.pass_through():
+                if last and self._is_early():
+                    self._prepare_early(len(losses))
                 self._collect(
                     losses if scaler is None else [_scaled(scaler, loss) for loss in losses]
                 )
                 self._num_losses = len(losses)
                 if last:
-                    one = torch.ones((), device=losses[0].device)
-                    self._finish(None if scaler is None else _scaled(scaler, one))
+                    self._finish(None if scaler is None else _scale_of(scaler, losses[0].device))
         except BaseException:
             self.discard()  # a step that failed must not be a part of the next one
             raise
@@ -177,8 +167,14 @@ class RowGradients:
     def discard(self) -> None:
         """Forget the micro-batches of a step that will not be finished, as `zero_grad` forgets theirs."""
         self._num_losses = None
+        self._early = {}
         for table in self._all():
             table.drop_step()
+
+    def forget_recordings(self) -> None:
+        """Let a rule that was changed past its `recording_key` be recorded again."""
+        for recorded in self._recorded:
+            recorded.forget()
 
     def close(self) -> None:
         """Take everything off the model again; raise when a step was left unfinished."""
@@ -263,12 +259,17 @@ class RowGradients:
         assert self._num_losses is not None
         parts: list[tuple[Tensor, Tensor]] = []
         try:
+            self._add_absent(self._num_losses)
             for number, counts in enumerate(self._counts()):
-                found = self._tables[number].looked_up(self._num_losses, counts)
-                if found is not None:
-                    parts += found.cut(*self._answer(number, found, scale))
+                looked_up = self._tables[number].looked_up(self._num_losses, counts)
+                if looked_up is not None:
+                    found, gradients = looked_up
+                    early = self._early.get(number)
+                    known = None if early is None else early.known
+                    answer = self._replay_answer(number, found, gradients, known, scale)
+                    parts += found.cut(*answer)
             for number, tied in enumerate(self._tied, start=len(self._tables)):
-                self._answer_tied(number, tied, scale)
+                tied.add(self._asked.answer_tied(number, tied, scale))
         finally:
             self.discard()
         if not parts and not self._tied:
@@ -285,96 +286,89 @@ class RowGradients:
         device = self._parameters()[0].device
         return [*gather_counts([table.count() for table in self._tables], device)]
 
-    @torch.no_grad()
-    def _answer(
-        self, number: int, found: LookedUpRows, scale: Tensor | None
-    ) -> tuple[Tensor, Tensor]:
-        """Return the gradient `(T, D)` of each lookup, and which lookups keep their own.
+    @property
+    def _asked(self) -> AskedRule:
+        return AskedRule(self.rule, self._static)
 
-        The rule's answer goes to the first lookup of a row, zero to its others.
+    def _is_early(self) -> bool:
+        """Return whether the rule prepares its answer while the backward runs: in a recorded step.
+
+        A recording that turns out to be of other lookups than the backward reaches can be thrown away.
         """
-        keys, gradients = found.keys, found.gradients
-        distinct = find_distinct(keys, static=self._static)
-        is_row = (distinct.ids >= 0).unsqueeze(-1)
-        sums = torch.where(is_row, _sum_lookups(distinct, gradients), 0.0)
-        needs_rows = isinstance(self.rule, GroupRule)
-        rows = _rows_of(found, distinct) if needs_rows else sums[0]
-        answer, is_sum = self._ask(RowStep(number, distinct.ids, sums, rows), scale)
-        keep = keys < 0
-        if world_size() == 1:
-            # The sum is left where it came from: adding it up elsewhere rounds in another order.
-            # Several processes take it from here, or each would add it up in an order of its own.
-            keep = keep | is_sum.index_select(0, distinct.slot_of)
-        first = distinct.at_first_lookups(answer)
-        return torch.where(keep.unsqueeze(-1), _over_losses(gradients), first), keep
+        is_whole = self._num_losses is None and world_size() == 1
+        return (
+            is_whole and isinstance(self.rule, GroupRule) and (self._always_early or is_recording())
+        )
 
-    @torch.no_grad()
-    def _answer_tied(self, number: int, tied: TiedTable, scale: Tensor | None) -> None:
-        gradients = tied.gradients()
-        ids = torch.arange(tied.group.num_rows, device=gradients.device)
-        rows = tied.weight.detach().to(gradients.dtype)
-        tied.add(self._ask(RowStep(number, ids, gradients, rows), scale)[0])
+    def _prepare_early(self, num_losses: int) -> None:
+        home = self._parameters()[0].device
+        for number, table in enumerate(self._tables):
+            lookups = table.waiting()
+            if lookups:
+                absent = self._absent(number, lookups, num_losses)
+                with aside(home):
+                    known = self._asked.prepare(number, table.rows_of([*lookups, *absent]))
+                self._early[number] = Early(lookups, absent, known)
 
-    def _ask(self, step: RowStep, scale: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Return the rule's answer for each slot, scaled again, and which answers are the plain sum."""
-        ids, sums = step.ids, step.gradients
-        is_static = ids.is_cuda if self._static is None else self._static
-        # in the compact form, lookups without a rule have the first slot
-        skip = 0 if is_static else int((ids[:1] < 0).sum())
-        unscaled = sums if scale is None else sums * scale.reciprocal()
-        plain = _over_losses(unscaled)
-        answer = plain.clone()
-        if ids.shape[0] > skip:
-            asked = RowStep(step.number, ids[skip:], unscaled[:, skip:], step.rows[skip:])
-            answer[skip:] = self._call_rule(asked)
-        is_sum = (answer == plain).all(dim=-1)
-        if scale is None:
-            return answer, is_sum
-        # a scaler skips a step whose gradients are not finite; a rule must not hide that
-        is_finite = torch.isfinite(sums).all()
-        return torch.where(is_finite, answer * scale, torch.nan), is_sum & is_finite
+    def _add_absent(self, num_losses: int) -> None:
+        """Add what the rule wants to see besides to the lookups of the step."""
+        for number, table in enumerate(self._tables):
+            early = self._early.get(number)
+            if early is None:
+                table.step += self._absent(number, table.step, num_losses)
+                continue
+            join(self._parameters()[0].device)
+            if early.lookups != table.step:
+                raise TrainingError(
+                    "a step with lookups that its loss does not depend on cannot be recorded, as one of "
+                    f"{', '.join(table.group.names)}"
+                )
+            table.step += early.absent
 
-    def _call_rule(self, step: RowStep) -> Tensor:
-        with torch.autocast(step.gradients.device.type, enabled=False):
-            if isinstance(self.rule, GroupRule):
-                answer = self.rule.answer(step)
-            else:
-                answer = self.rule(step.ids, step.gradients)
-        expected = tuple(step.gradients.shape[1:])
-        got = tuple(getattr(answer, "shape", ())) or type(answer).__name__
-        if got != expected:
-            raise TrainingError(
-                f"the rule must return one gradient a row, a tensor of shape {expected}, got {got}"
+    def _absent(self, number: int, lookups: Sequence[Lookup], num_losses: int) -> list[Lookup]:
+        """Return the lookup of rows that the rule wants to see besides, where there are lookups at all."""
+        ids = self.rule.absent_ids(number) if isinstance(self.rule, GroupRule) else None
+        if ids is None or not lookups:
+            return []
+        # a slot that needs none reads once more what it has read: that moves no other row
+        table, slots = self._tables[number], self._slots[number].to(ids.device)
+        read = table.rows_of(lookups).ids
+        again = torch.arange(len(ids), device=ids.device) % len(read)
+        wanted, is_there = ids.to(read.dtype), ids >= 0
+        more = read.index_select(0, again)  # (n,), or (n, S) for a stack
+        if slots.numel() == 0:
+            more = torch.where(is_there[:, 0], wanted[:, 0], more)
+        else:
+            own = torch.where(is_there, wanted, more.index_select(1, slots))
+            more = more.index_copy(1, slots, own)
+        return [table.look_up_more(more, num_losses)]
+
+    def _replay_answer(
+        self,
+        number: int,
+        found: LookedUpRows,
+        gradients: Tensor,
+        known: KnownRows | None,
+        scale: Tensor | None,
+    ) -> tuple[Tensor, Tensor]:
+        """Return what `_answer` does, from a recording where the rule allows that and there is one."""
+        key = self.rule.recording_key() if isinstance(self.rule, GroupRule) else None
+        if key is None or known is not None or world_size() > 1:
+            return self._asked.answer(
+                number, known or self._asked.prepare(number, found), gradients, scale
             )
-        return answer
+        rows, last = found.rows(), [] if scale is None else [scale]
 
+        def answer(inputs: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+            gradients, ids, *others = inputs
+            given = self._asked.prepare(number, replace(found, ids=ids, parts=others[: len(rows)]))
+            return self._asked.answer(number, given, gradients, others[-1] if last else None)
 
-def _sum_lookups(distinct: Distinct, gradients: Tensor) -> Tensor:
-    """Return the sum of each row's lookups `(K, U, D)`, the same bits in all processes."""
-    if world_size() == 1 or not gradients.is_cuda or gradients.numel() == 0:
-        return torch.stack([distinct.sum(loss) for loss in gradients])
-    # additions on a GPU come in any order, but for those within a bag
-    order, starts = distinct.order, distinct.starts
-    return torch.stack([F.embedding_bag(order, loss, starts, mode="sum") for loss in gradients])
-
-
-def _over_losses(gradients: Tensor) -> Tensor:
-    """Return the sum over the losses; of one there is nothing to add, nor to copy."""
-    return gradients[0] if len(gradients) == 1 else gradients.sum(dim=0)
-
-
-def _rows_of(found: LookedUpRows, distinct: Distinct) -> Tensor:
-    """Return what the tables hold in each slot, `(U, D)`: the row of its first lookup."""
-    width, dtype = found.gradients.shape[-1], wide(found.gradients.dtype)
-    looked_up = [
-        single_rows(part.bag, part.ids) if isinstance(part, PooledRows) else part.detach()
-        for part in found.parts
-    ]
-    parts = [part.reshape(-1, width) for part in looked_up]
-    rows = parts[0] if len(parts) == 1 else torch.cat(parts)  # (T, D)
-    # a slot without a row starts where the lookups end
-    starts = distinct.starts.clamp(max=distinct.order.shape[0] - 1)
-    return rows.index_select(0, distinct.order.index_select(0, starts)).to(dtype)
+        # a recording reads the tables where they lay when it was made
+        homes = tuple(tensor.data_ptr() for tensor in self._tables[number].tensors())
+        inputs = [gradients, found.ids, *rows, *last]
+        gradients, keep = self._recorded[number]((key, homes), answer, inputs)
+        return gradients, keep
 
 
 def _first_slots(table: WatchedTable) -> Tensor:
@@ -383,6 +377,10 @@ def _first_slots(table: WatchedTable) -> Tensor:
         return torch.empty(0, dtype=torch.int64)
     first_rows = table.numbering.first_row.tolist()
     return torch.tensor([first_rows.index(first_row) for first_row in table.group.first_rows])
+
+
+def _scale_of(scaler: GradScaler, device: torch.device) -> Tensor:
+    return _scaled(scaler, torch.ones((), device=device))
 
 
 def _scaled(scaler: GradScaler, tensor: Tensor) -> Tensor:

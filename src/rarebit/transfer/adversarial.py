@@ -78,30 +78,55 @@ class Discriminators(RunningLoss):
 
     def loss(self, batch: TransferBatch) -> Tensor:
         """Return minus the discriminators' loss on the rows that move, `(F,)`."""
-        weight, bias = self.weight.detach(), self.bias.detach()
-        logits = _logits(batch, batch.rows, weight, bias)
-        losses = F.softplus(_mistake(batch, logits))  # (U, M)
-        return -batch.total(batch.share * losses.sum(dim=1))
+        losses = F.softplus(_mistake(batch, self._logits(batch, batch.rows)))  # (U, M)
+        return -batch.total(losses.sum(dim=1)) / batch.divisor
+
+    @torch.no_grad()
+    def loss_and_gradient(self, batch: TransferBatch) -> tuple[Tensor, Tensor]:
+        """Return the same loss, and its gradient, written out: minus sigmoid(logit) w / n."""
+        rows = batch.rows.detach()
+        mistakes = _mistake(batch, self._logits(batch, rows))  # (U, M)
+        losses = -batch.total(F.softplus(mistakes).sum(dim=1)) / batch.divisor
+        steps = _mistake(batch, self.weight.detach().flatten(1)) / batch.divisor.unsqueeze(1)
+        of_rows = (batch.member.T @ steps).reshape(rows.shape)  # zero for rows that do not move
+        return losses, of_rows * torch.sigmoid(mistakes).neg().unsqueeze(-1)
 
     @torch.no_grad()
     def learn(self, batch: TransferBatch) -> Tensor:
         """Take one step; return the share of rows told right before it, both classes alike."""
-        rows, share = batch.rows.detach(), batch.share.unsqueeze(1)
-        moved = _mistake(batch, _logits(batch, rows, self.weight, self.bias))  # (U, M)
-        others = torch.einsum("fsmd,fmd->fsm", batch.others, self.weight) + self.bias.unsqueeze(1)
-        others = _mistake(batch, -others)
+        rows, others = batch.rows.detach(), batch.others
+        moved = self._logits(batch, rows)  # (U, M)
+        weight, bias = self.weight.detach(), self.bias.detach()
+        told = torch.einsum("fsmd,fmd->fsm", others, weight) + bias.unsqueeze(1)
         # the gradient of l_D, written out: autograd would add rows up one by one
-        own = 0.5 * _mistake(batch, share * torch.sigmoid(moved)).unsqueeze(-1)  # (U, M, 1)
-        even = batch.present.reshape(-1, 1, 1) / others.shape[1]
-        theirs = 0.5 * _mistake(batch, -even * torch.sigmoid(others))  # (F, S, M)
-        weight, bias = batch.total(torch.cat([own * rows, own], dim=-1)).split(
-            [rows.shape[-1], 1], -1
-        )
-        self.weight.grad = weight + torch.einsum("fsm,fsmd->fmd", theirs, batch.others)
-        self.bias.grad = bias.squeeze(-1) + theirs.sum(dim=1)
-        self.optimizer.step()
-        right = batch.total(share * (moved < 0)) + (others < 0).to(rows.dtype).mean(dim=1)
+        looks = torch.sigmoid(moved).unsqueeze(-1)  # (U, M, 1)
+        sums = batch.total(torch.cat([looks * rows, looks, (moved < 0).unsqueeze(-1)], dim=-1))
+        means = sums / batch.divisor.reshape(-1, 1, 1)  # (F, M, D + 2)
+        theirs = torch.sigmoid(-told)  # (F, S, M)
+        others = torch.einsum("fsm,fsmd->fmd", theirs, others)
+        gradient = torch.cat([others, theirs.sum(dim=1).unsqueeze(-1)], dim=-1)  # (F, M, D + 1)
+        even = (batch.present / told.shape[1]).reshape(-1, 1, 1)
+        self._descend(0.5 * torch.addcmul(means[..., :-1], even, gradient, value=-1.0))
+        right = means[..., -1] + (told > 0).to(rows.dtype).mean(dim=1)
         return 0.5 * right.mean(dim=1)
+
+    def _logits(self, batch: TransferBatch, rows: Tensor) -> Tensor:
+        """Return how frequent each row looks to the discriminators of its table, `(U, M)`."""
+        weight, bias = self.weight.detach(), self.bias.detach()
+        # against those of all tables, which is one product, and a row of each: (M, U, F)
+        logits = torch.baddbmm(bias.T.unsqueeze(1), rows.transpose(0, 1), weight.permute(1, 2, 0))
+        table = batch.table.reshape(1, -1, 1).expand(len(logits), -1, 1)
+        return logits.gather(2, table).squeeze(2).T
+
+    def _descend(self, gradient: Tensor) -> None:
+        """Take the step of gradient descent that the optimizer's settings say."""
+        # by hand: on a GPU, a call of the optimizer takes as long as several of these
+        settings = self.optimizer.param_groups[0]
+        gradients = gradient[..., :-1], gradient[..., -1]
+        for parameter, own in zip((self.weight, self.bias), gradients, strict=True):
+            if settings["weight_decay"]:
+                own = own + settings["weight_decay"] * parameter  # noqa: PLW2901  # the same gradient
+            parameter.sub_(own, alpha=settings["lr"])
 
     def state_dict(self) -> dict[str, Any]:
         """Return weights and optimizer."""
@@ -122,11 +147,6 @@ class Discriminators(RunningLoss):
                 )
             parameter.copy_(state[name])
         self.optimizer.load_state_dict(dict(state["optimizer"]))
-
-
-def _logits(batch: TransferBatch, rows: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-    """Return how frequent each row looks, `(U, M)`."""
-    return (rows * batch.of_rows(weight)).sum(dim=-1) + batch.of_rows(bias)
 
 
 def _mistake(batch: TransferBatch, logits: Tensor) -> Tensor:

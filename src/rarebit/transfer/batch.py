@@ -1,6 +1,6 @@
 """What a transfer loss sees of a step: the rows that may move, and rows of the other side to move to.
 
-The rows are those of one group of tables (`tables/lookups.py:RowGroup`), each row once, sorted by table.
+The rows are those of one group of tables (`tables/looked_up.py:RowGroup`), each row once, sorted by table.
 Tables are told apart by a number a row, so that all of them are one operation: no loop over fields, and no
 size that depends on the ids. Means are over the rare rows of a table that are in the batch.
 
@@ -27,10 +27,21 @@ class Picked:
 
     index: Tensor
     """Where they are among the rows, `(F, P)`; any row where a table has fewer."""
-    weight: Tensor
-    """What each counts, `(F, P)`: 1 over their number, 0 where there is none."""
-    number: Tensor
-    """How many each table has, `(F,)`."""
+    is_there: Tensor
+    """Which of them there are, `(F, P)`."""
+    rows: Tensor
+    """How many rows that may move each table has, `(F,)`."""
+    dtype: torch.dtype
+
+    @property
+    def number(self) -> Tensor:
+        """How many each table has, `(F,)`."""
+        return self.rows.clamp(max=self.index.shape[1])
+
+    @property
+    def weight(self) -> Tensor:
+        """What each counts, `(F, P)`: 1 over their number, 0 where there is none."""
+        return self.is_there / self.number.clamp(min=1).to(self.dtype).unsqueeze(1)
 
 
 @dataclass(frozen=True)
@@ -63,28 +74,32 @@ class TransferBatch:
 
     @cached_property
     def member(self) -> Tensor:
-        """Which rows are of which table, as numbers 0 and 1, `(F, U)`."""
+        """Which rows that may move are of which table, as numbers 0 and 1, `(F, U)`."""
         tables = torch.arange(self.num_tables, device=self.table.device)
-        return (tables.unsqueeze(1) == self.table).to(self.rows.dtype)
+        return ((tables.unsqueeze(1) == self.table) & self.moves).to(self.rows.dtype)
 
     @cached_property
     def number(self) -> Tensor:
         """How many rows of each table may move, `(F,)`."""
-        return self.member @ self.moves.to(self.rows.dtype)
+        return self.member.sum(dim=1)
+
+    @cached_property
+    def divisor(self) -> Tensor:
+        """What sums over the rows of each table are divided by for a mean, `(F,)`: their number, or 1."""
+        return self.number.clamp(min=1.0)
 
     @cached_property
     def share(self) -> Tensor:
         """What each row counts in the mean of its table, `(U,)`; 0 for rows that do not move."""
-        number = self.number.clamp(min=1.0).index_select(0, self.table)
-        return self.moves.to(self.rows.dtype) / number
+        return self.moves.to(self.rows.dtype) / self.divisor.index_select(0, self.table)
 
-    @property
+    @cached_property
     def present(self) -> Tensor:
         """Which tables have rows to move, as numbers 0 and 1, `(F,)`."""
-        return (self.number > 0).to(self.rows.dtype)
+        return self.number.clamp(max=1.0)
 
     def total(self, values: Tensor) -> Tensor:
-        """Return the sums `(F, ...)` over the rows `(U, ...)` of each table.
+        """Return the sums `(F, ...)` over those rows `(U, ...)` of each table that may move.
 
         As a product of matrices: additions on a GPU come in any order else, and all processes must
         get the same bits.
@@ -99,19 +114,16 @@ class TransferBatch:
 
     def pick(self, most: int) -> Picked:
         """Return at most so many rows of each table that may move, each with the same chance."""
-        number = self.number.long()
-        rank = self.moves.long().cumsum(0)  # one more than the neighbour, within a table as well
-        # neighbours in a ring that begins anywhere: as many as asked, without a size that varies
-        shift = (self.turn * number).long()
-        place = (rank + shift[self.table]) % number.clamp(min=1)[self.table]
-        nowhere = self.num_tables * most
-        place = torch.where(self.moves & (place < most), self.table * most + place, nowhere)
-        index = torch.zeros(nowhere + 1, dtype=torch.int64, device=place.device)
-        index.scatter_(0, place, torch.arange(len(place), device=place.device))
-        number = number.clamp(max=most)
-        is_there = torch.arange(most, device=place.device) < number.unsqueeze(1)
-        weight = is_there.to(self.rows.dtype) / number.clamp(min=1).unsqueeze(1)
-        return Picked(index[:-1].reshape(self.num_tables, most), weight, number)
+        number = self.number.long().unsqueeze(1)  # (F, 1)
+        # The rows that may move have ranks from 1 on, table after table. Of each table's ranks, `most`
+        # neighbours in a ring that begins anywhere are taken: no size varies.
+        rank = self.moves.cumsum(0)
+        before = number.cumsum(0) - number + 1
+        shift = (self.turn.unsqueeze(1) * number).long() + before
+        places = torch.arange(most, device=rank.device)
+        wanted = (places - shift) % number.clamp(min=1) + before  # (F, P)
+        index = torch.searchsorted(rank, wanted).clamp(max=len(rank) - 1)
+        return Picked(index, places < number, number.squeeze(1), self.rows.dtype)
 
     def rows_at(self, index: Tensor) -> Tensor:
         """Return the rows at places of any shape, `(..., M, D)`."""

@@ -34,6 +34,7 @@ class Draws:
     def __init__(self, key: int, device: torch.device) -> None:
         self.key = _signed(key % (1 << 64))
         self.step = torch.zeros((), dtype=torch.int64, device=device)
+        self._known: dict[tuple[int, int], Tensor] = {}
 
     def advance(self) -> None:
         """Go on to the numbers of the next step."""
@@ -42,12 +43,18 @@ class Draws:
     def uniform(self, *shape: int, first: int = 0) -> Tensor:
         """Return numbers in [0, 1), float64; the places of a step begin at `first`."""
         size = torch.Size(shape)
-        places = torch.arange(first, first + size.numel(), device=self.step.device)
-        bits = (self.step * (1 << 32) + places) * _GOLDEN + self.key
+        bits = self.step * _signed((_GOLDEN << 32) % (1 << 64)) + self._keys(first, size.numel())
         bits = (bits ^ _shifted(bits, 30)) * _FIRST
         bits = (bits ^ _shifted(bits, 27)) * _SECOND
         bits = bits ^ _shifted(bits, 31)
         return (_shifted(bits, 11).to(torch.float64) * 2.0**-53).reshape(size)
+
+    def _keys(self, first: int, number: int) -> Tensor:
+        """Return what the places add to the bits in every step, `(number,)`."""
+        if (first, number) not in self._known:
+            places = torch.arange(first, first + number, device=self.step.device)
+            self._known[first, number] = places * _GOLDEN + self.key
+        return self._known[first, number]
 
 
 def _shifted(bits: Tensor, by: int) -> Tensor:

@@ -11,7 +11,7 @@ from rarebit.data.selection import CoOccurrence, FieldSelection, FrequencySplit,
 from rarebit.errors import DataError, TrainingError, UnsupportedTableError
 from rarebit.tables.find import Site, find_sites
 from rarebit.tables.lookups import RowGroup, wide
-from rarebit.tables.row_gradients import RowGradients, RowStep
+from rarebit.tables.row_gradients import RowGradients
 from rarebit.tables.sets import SetsMethod
 from rarebit.tables.table import method_name, methods_of
 from rarebit.transfer.batch import TransferBatch
@@ -24,6 +24,8 @@ __all__ = ["TransferGroup", "start_groups"]
 
 MASKED = frozenset({"masked", "pruned"})
 """Methods whose tables have entries that are zero for good."""
+ABSENT = 3 << 29
+"""Where the places of random numbers begin that say which rare rows outside the batch move."""
 OTHER_SIDE = 1 << 30
 """Where the places of random numbers begin that are drawn for a sample of rare rows."""
 
@@ -58,6 +60,9 @@ class TransferGroup:
         shape = (self._num_sets, self._width)
         tables = LossTables(self.names, *shape, self.device, self.dtype, sides.relatives)
         self.running = loss.start(tables)
+        # one more, which slots without a row have: their id is -1
+        moves = sides.target | sides.source if loss.every_row else sides.target
+        self._may_move = torch.cat([moves, moves.new_zeros(1)]).to(self.device)
         like = torch.empty(0, dtype=self.dtype, device=self.device)
         self.ledger = GroupLedger(self.names, *shape, like)
 
@@ -74,35 +79,36 @@ class TransferGroup:
         rows = self._rows.look_up(self._number, ids)
         return rows.reshape(*ids.shape, self._num_sets, self._width).to(self.dtype)
 
-    def batch(self, step: RowStep, draws: Draws) -> TransferBatch:
-        """Return the rows of a step, and a sample of frequent ones."""
-        is_row, ids = step.ids >= 0, step.ids.clamp(min=0)
-        moves = self.sides.target.index_select(0, ids)
-        if self._every_row:
-            moves = moves | self.sides.source.index_select(0, ids)
-        rows = step.rows.reshape(-1, self._num_sets, self._width)
+    def batch(self, ids: Tensor, rows: Tensor, draws: Draws) -> TransferBatch:
+        """Return the rows of a step, and a sample of frequent ones; the ledger sees its rows again."""
+        rows = rows.reshape(-1, self._num_sets, self._width)
         uniform = draws.uniform(1 + self._samples, len(self.names))
+        sampled = self.sides.frequent.sample(uniform[1:])  # (S, F)
+        # one lookup for both: the sample, and what the ledger wants to see again
+        read = self.look_up(torch.cat([sampled, self.ledger.ids]))
+        self.ledger.compare(read[self._samples :])
         return TransferBatch(
-            ids=step.ids,
+            ids=ids,
             table=torch.bucketize(ids, self.first_rows[1:], right=True),
             rows=rows.detach().requires_grad_(),
-            moves=moves & is_row,
-            others=self.look_up(self.sides.frequent.sample(uniform[1:])).transpose(0, 1),
+            moves=self._may_move[ids],
+            others=read[: self._samples].transpose(0, 1),
             turn=uniform[0],
             draws=draws,
             look_up=self.look_up,
         )
 
-    @torch.enable_grad()
+    def absent_ids(self, draws: Draws, number: int) -> Tensor:
+        """Return ids of so many rare rows of each table, in the batch or not, `(n, F)`."""
+        return self.sides.rare.ring(draws.uniform(len(self.names), first=ABSENT), number)
+
     def transfer(self, batch: TransferBatch) -> tuple[Tensor, Tensor, Tensor | None]:
         """Return the transfer gradient `(U, M, D)`, the loss and the discriminator's accuracy, `(F,)`."""
         accuracy = self.running.learn(batch)
-        losses = self.running.loss(batch)
-        total = losses.sum()
+        losses, gradient = self.running.loss_and_gradient(batch)
         if self._both and not self._every_row:
-            total = total + self.running.loss(self._flipped(batch)).sum()
-        [gradient] = torch.autograd.grad(total, batch.rows)
-        return gradient, losses.detach(), accuracy
+            gradient = gradient + self.running.loss_and_gradient(self._flipped(batch))[1]
+        return gradient, losses, accuracy
 
     def _flipped(self, batch: TransferBatch) -> TransferBatch:
         """Return the batch with the sides exchanged: its frequent rows move to a sample of rare ones."""

@@ -6,7 +6,8 @@
 
 In each step the distinct rows of the batch are there anyway (`tables/row_gradients.py`). The transfer loss
 is computed on them, once an optimizer step, beside a sample of frequent rows; its gradient costs no
-backward through the network, and is the same in all processes. Rows outside the batch do not move. A
+backward through the network, and is the same in all processes. Rows outside the batch do not move unless
+they are asked for, a few in each step: they have no main gradient, so the transfer gradient is theirs. A
 weight that is tied to an output has a gradient for all its rows, so all of them take part.
 
 It works on rows, so it holds for plain, factorised and masked tables alike. Of a masked table only the
@@ -15,10 +16,10 @@ entries that are left count. Each embedding set of a table has a barrier and a d
 Not for thresholds that are still being learned (PEP): the transfer would move those, too.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any, Literal, Self
+from typing import Any, Literal, NamedTuple, Self
 
 import torch
 from torch import Tensor, distributed, nn
@@ -32,9 +33,10 @@ from rarebit.tables.find import TableInfo
 from rarebit.tables.ranks import world_size
 from rarebit.tables.row_gradients import GroupRule, RowGradients, RowStep
 from rarebit.transfer.adversarial import Adversarial
+from rarebit.transfer.batch import Picked, TransferBatch
 from rarebit.transfer.draws import Draws
 from rarebit.transfer.group import TransferGroup, start_groups
-from rarebit.transfer.ledger import Ledger
+from rarebit.transfer.ledger import REMEMBERED, Ledger
 from rarebit.transfer.lexico import Barrier, global_barrier, row_barrier
 from rarebit.transfer.transfer_loss import TransferLoss
 
@@ -68,6 +70,9 @@ class HarmlessTransfer:
     saw is frequent and the others are rare; a `Selection` says it better, and so does `CoOccurrence()` with
     the `data` to count in. By default tables with more than 100 rows are chosen.
 
+    Rows outside the batch stay where they are. `update_absent` is a number of rare rows of each table, drawn
+    anew in each step, that are moved all the same: by the transfer alone.
+
     Make it when the model is on its device, and before it is compiled or wrapped. One that is under DDP
     needs nothing else.
 
@@ -94,6 +99,7 @@ class HarmlessTransfer:
         samples: int = 256,
         both: bool = False,
         seed: int = 0,
+        update_absent: int = 0,
     ) -> None:
         require(rule in _RULES, f"rule must be one of {', '.join(map(repr, _RULES))}, got {rule!r}")
         require(alpha > 0, f"alpha must be above 0, got alpha={alpha}")
@@ -102,9 +108,15 @@ class HarmlessTransfer:
             f"transfer_scale must be at least 0, got transfer_scale={transfer_scale}",
         )
         require(samples >= 1, f"samples must be at least 1, got samples={samples}")
+        require(
+            update_absent >= 0,
+            f"update_absent must be at least 0, got update_absent={update_absent}",
+        )
         self.rule, self.alpha, self.transfer_scale = rule, alpha, transfer_scale
+        self.update_absent = update_absent
         self.ledger = Ledger()
         self._main_loss: Tensor | None = None
+        self._loss_of_step: Tensor | None = None  # always in the same memory
         self.rows = RowGradients(model, _Asked(self), where or _is_large)
         try:
             self.groups = start_groups(
@@ -172,6 +184,7 @@ class HarmlessTransfer:
         for group in self.groups:
             group.running.load_state_dict(state["losses"][group.names[0]])
         self.ledger.load_state_dict(state["ledger"])
+        self.rows.forget_recordings()
 
     def close(self) -> None:
         """Take everything off the model again; raise when a step was left unfinished."""
@@ -195,26 +208,42 @@ class HarmlessTransfer:
             total = self._main_loss.clone()
             distributed.all_reduce(total)
             self._main_loss = total / world_size()
+        kept, loss = self._loss_of_step, self._main_loss
+        if kept is None or (kept.device, kept.dtype) != (loss.device, loss.dtype):
+            kept = self._loss_of_step = torch.empty_like(loss)
+        kept.copy_(loss)
         self.draws.advance()
-        self.ledger.add_step(self._main_loss)
+        self.ledger.add_step(kept)
+
+    def _prepare(self, number: int, ids: Tensor, rows: Tensor) -> "_Prepared":
+        """Return the transfer gradient of rows, and all else that needs no main gradient."""
+        group = self.groups[number]
+        group.check_home(rows)
+        batch = group.batch(ids, rows, self.draws)
+        transfer, losses, accuracy = group.transfer(batch)
+        if group.is_masked:
+            transfer = transfer * (batch.rows.detach() != 0)
+        if self.transfer_scale != 1.0:
+            transfer = transfer * self.transfer_scale
+        return _Prepared(batch, transfer, losses, accuracy, batch.pick(REMEMBERED))
 
     def _answer(self, step: RowStep) -> Tensor:
         """Return one gradient a row, `(U, D)`."""
-        assert self._main_loss is not None
+        assert self._loss_of_step is not None
         group = self.groups[step.number]
-        group.check_home(step.rows)
-        batch = group.batch(step, self.draws)
-        transfer, losses, accuracy = group.transfer(batch)
+        batch, transfer, losses, accuracy, picked = step.prepared
         main = step.gradients[0].reshape(batch.rows.shape)  # (U, M, D)
         if group.is_masked:
-            is_left = batch.rows.detach() != 0
-            main, transfer = main * is_left, transfer * is_left
-        transfer = transfer * self.transfer_scale
-        found = _RULES[self.rule](main, transfer, self._main_loss, self.alpha)
-        group.ledger.compare(group.look_up)
+            main = main * (batch.rows.detach() != 0)
+        found = _RULES[self.rule](main, transfer, self._loss_of_step, self.alpha)
         group.ledger.add(batch, found, transfer, losses, accuracy, alpha=self.alpha)
-        group.ledger.remember(batch, main, found, group.first_rows)
+        group.ledger.remember(batch, picked, main, found, group.first_rows)
         return found.gradient.reshape(step.rows.shape)
+
+    def _settings(self) -> Hashable:
+        """Return what `_answer` depends on but for the step and tensors that stay where they are."""
+        loss = self._loss_of_step
+        return self.rule, self.alpha, self.transfer_scale, loss is not None and loss.data_ptr()
 
     def _explanation(self, group: TransferGroup, number: int, id: int) -> Explanation:
         part = group.parts[number]
@@ -234,14 +263,34 @@ class HarmlessTransfer:
         )
 
 
+class _Prepared(NamedTuple):
+    """What a transfer knows of the rows of a step before their main gradient."""
+
+    batch: TransferBatch
+    transfer: Tensor
+    losses: Tensor
+    accuracy: Tensor | None
+    picked: Picked
+
+
 class _Asked(GroupRule):
     """Passes the rows of a step on to the transfer."""
 
     def __init__(self, transfer: HarmlessTransfer) -> None:
         self.transfer = transfer
 
+    def absent_ids(self, number: int) -> Tensor | None:
+        transfer, absent = self.transfer, self.transfer.update_absent
+        return transfer.groups[number].absent_ids(transfer.draws, absent) if absent else None
+
+    def prepare(self, number: int, ids: Tensor, rows: Tensor) -> Any:
+        return self.transfer._prepare(number, ids, rows)  # noqa: SLF001  # as below
+
     def answer(self, step: RowStep) -> Tensor:
         return self.transfer._answer(step)  # noqa: SLF001  # a part of the same class, kept out of its surface
+
+    def recording_key(self) -> Hashable:
+        return self.transfer._settings()  # noqa: SLF001  # as above
 
 
 def _sum(main: Tensor, transfer: Tensor, loss: Tensor, alpha: float) -> Barrier:

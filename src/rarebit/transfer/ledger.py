@@ -12,16 +12,16 @@ which does not depend on the learning rate: the update at the length that the ru
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from rarebit.transfer.batch import TransferBatch
+from rarebit.transfer.batch import Picked, TransferBatch
 from rarebit.transfer.lexico import Barrier
 
-__all__ = ["GroupLedger", "Ledger"]
+__all__ = ["REMEMBERED", "GroupLedger", "Ledger"]
 
 EDGES = (0.0, 0.25, 0.5, 0.75, 0.999, 1.001, 1.5, 2.0, 5.0, 20.0, 100.0)
 """Where the bins of lambda end, in multiples of alpha; alpha itself has a bin of its own."""
@@ -62,54 +62,47 @@ class GroupLedger:
         alpha: float,
     ) -> None:
         """Add a step: rows `(U, M, ...)` and what is known of each table `(F,)`."""
-        square, coefficient = found.square, found.coefficient
-        counts = (square > 0) & torch.isfinite(square) & batch.moves.unsqueeze(1)  # (U, M)
-        parts = [
-            torch.ones_like(square),
-            found.agreement < 0,
-            found.not_finite,
-            found.barrier < alpha * square,
-            square.sqrt(),
-            transfer.norm(dim=-1),
-        ]
-        several = torch.stack([part.to(square.dtype) for part in parts], dim=-1)
-        spread = (coefficient.unsqueeze(-1) <= alpha * self.edges).to(square.dtype)
-        values = torch.cat([several, spread], dim=-1)
-        values = torch.where(counts.unsqueeze(-1), values, 0.0)
-        self.sums += batch.total(values.sum(dim=1))
-        judged = batch.present if accuracy is not None else torch.zeros_like(losses)
-        told = losses if accuracy is None else accuracy
-        columns = [batch.present, losses, judged, told * judged]
-        self.steps += torch.stack([part.to(losses.dtype) for part in columns], dim=1)
+        square = found.square
+        counts = (square > 0) & (square < math.inf)  # (U, M)
+        several = [counts, found.agreement < 0, found.not_finite, found.barrier < alpha * square]
+        spread = found.coefficient.unsqueeze(-1) <= alpha * self.edges
+        norms = torch.stack([square.sqrt(), transfer.norm(dim=-1)], dim=-1)
+        # first all that is yes or no: joined as such, and made numbers at once
+        answers = torch.cat([torch.stack(several, dim=-1), spread], dim=-1).to(square.dtype)
+        values = torch.cat([answers[..., : len(several)], norms, answers[..., len(several) :]], -1)
+        self.sums += batch.total(torch.where(counts.unsqueeze(-1), values, 0.0)).sum(dim=1)
+        judged = torch.zeros_like(losses) if accuracy is None else batch.present
+        told = judged if accuracy is None else accuracy * judged
+        self.steps += torch.stack([batch.present, losses, judged, told], dim=1)
 
-    def compare(self, look_up: Callable[[Tensor], Tensor]) -> None:
-        """See what the update has made of the rows that are remembered."""
-        moved = self.old - look_up(self.ids).transpose(0, 1).to(self.old.dtype)  # (F, P, M, D)
+    def compare(self, rows: Tensor) -> None:
+        """See what the update has made of the rows that are remembered, `(P, F, M, D)`."""
+        moved = self.old - rows.transpose(0, 1)  # (F, P, M, D)
         phi, length, is_there = self.promise.unbind(dim=-1)
-        way = moved.norm(dim=-1)
-        realised = (moved * self.main).sum(dim=-1) * length / torch.where(way > 0, way, 1.0)
-        counts = (is_there > 0) & (way > 0) & torch.isfinite(realised)
-        columns = [torch.ones_like(phi), realised >= CLOSE * phi, realised, phi]
-        values = torch.stack([part.to(phi.dtype) for part in columns], dim=-1)
+        # not finite where there is no row, and for a row that has not moved
+        way = moved.norm(dim=-1) * is_there
+        realised = (moved * self.main).sum(dim=-1) * length / way
+        counts = realised.abs() < math.inf
+        kept = realised >= CLOSE * phi
+        values = torch.stack([realised, phi], dim=-1)
+        values = torch.cat([torch.stack([counts, kept], dim=-1).to(phi.dtype), values], dim=-1)
         self.realised += torch.where(counts.unsqueeze(-1), values, 0.0).sum(dim=(1, 2))
 
     def remember(
-        self, batch: TransferBatch, main: Tensor, found: Barrier, first_rows: Tensor
+        self, batch: TransferBatch, picked: Picked, main: Tensor, found: Barrier, first_rows: Tensor
     ) -> None:
         """Remember a few rows that are about to be updated."""
-        picked = batch.pick(REMEMBERED)
-        index = picked.index.reshape(-1)
-
-        def at(values: Tensor) -> Tensor:
-            return values.index_select(0, index).reshape(*picked.index.shape, *values.shape[1:])
-
-        ids = at(batch.ids) - first_rows.unsqueeze(1)  # (F, P)
-        self.ids.copy_(torch.where(picked.weight > 0, ids, 0).T)
-        self.old.copy_(at(batch.rows.detach()))
-        self.main.copy_(at(main))
-        is_there = (picked.weight > 0).unsqueeze(-1) & (at(found.square) > 0)
-        length = at(found.gradient.norm(dim=-1))
-        self.promise.copy_(torch.stack([at(found.barrier), length, is_there], dim=-1))
+        index, is_there = picked.index.reshape(-1), picked.is_there
+        torch.index_select(batch.rows.detach(), 0, index, out=self.old.flatten(0, 1))
+        torch.index_select(main, 0, index, out=self.main.flatten(0, 1))
+        ids = batch.ids.index_select(0, index).reshape(is_there.shape) - first_rows.unsqueeze(1)
+        torch.mul(ids.T, is_there.T, out=self.ids)
+        length = found.gradient.index_select(0, index).norm(dim=-1)  # (F P, M)
+        known = torch.stack([found.barrier, found.square], dim=-1).index_select(0, index)
+        barrier, square = known.unbind(dim=-1)
+        is_there = is_there.reshape(-1, 1) & (square > 0)
+        parts = [barrier, length, is_there.to(length.dtype)]
+        torch.stack(parts, dim=-1, out=self.promise.flatten(0, 1))
 
     def tensors(self) -> dict[str, Tensor]:
         """Return all that is kept, by name: the living tensors."""
@@ -128,7 +121,8 @@ class Ledger:
         """Count a step and its main loss."""
         if self.total is None:
             self.total = torch.zeros(2, dtype=torch.float64, device=loss.device)
-        self.total += torch.stack([torch.ones_like(loss), loss])
+        self.total[0].add_(1)
+        self.total[1].add_(loss)
 
     def read(self) -> dict[str, Any]:
         """Return the ledger as plain values, which JSON can hold; waits for the device once.

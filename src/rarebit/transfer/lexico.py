@@ -100,12 +100,11 @@ def _barrier(
 ) -> Barrier:
     # a barrier below zero would let the main loss rise, so a loss below zero counts as none
     barrier = alpha * torch.minimum(square, loss.to(square.dtype).clamp(min=0.0))
-    coefficient = ((barrier - agreement) / square).clamp(min=0.0)
-    is_finite = torch.isfinite(coefficient)
+    wanted = ((barrier - agreement) / square).clamp(min=0.0)
     # without a gradient it is 0 / 0: as it should be, none
-    coefficient = torch.where(is_finite, coefficient, 0.0)
-    gradient = transfer + coefficient.unsqueeze(-1) * main
-    not_finite = (square > 0) & ~is_finite
+    coefficient = wanted.nan_to_num(0.0, 0.0, 0.0)
+    gradient = torch.addcmul(transfer, coefficient.unsqueeze(-1), main)
+    not_finite = (square > 0) & (wanted != coefficient)
     return Barrier(gradient, coefficient, barrier, agreement, square, not_finite)
 
 

@@ -76,27 +76,42 @@ class Listed:
 
     ids: Tensor
     starts: Tensor
+    """Where the list of each table begins, `(F,)`."""
+    ends: Tensor
+    """Its last place, `(F,)`."""
     counts: Tensor
+    """How many each table has, `(F,)`; where it has none, the list has row 0."""
 
     @classmethod
     def of(cls, masks: Sequence[Tensor]) -> "Listed":
         """Return the ids that masks hold."""
         ids = [mask.nonzero()[:, 0] for mask in masks]
         counts = torch.tensor([len(part) for part in ids])
-        # one more, for a last table without any
-        return cls(torch.cat([*ids, counts.new_zeros(1)]), counts.cumsum(0) - counts, counts)
+        # a table without any lists one that is there
+        listed = [part if len(part) else torch.zeros(1, dtype=torch.int64) for part in ids]
+        ends = counts.clamp(min=1).cumsum(0)
+        return cls(torch.cat(listed), ends - counts.clamp(min=1), ends - 1, counts)
 
     def to(self, device: torch.device) -> "Listed":
         """Return the same on another device."""
-        return Listed(self.ids.to(device), self.starts.to(device), self.counts.to(device))
+        tensors = (self.ids, self.starts, self.ends, self.counts)
+        return Listed(*(tensor.to(device) for tensor in tensors))
 
     def sample(self, uniform: Tensor) -> Tensor:
         """Return ids of each table by random numbers in [0, 1), `(S, F)`, with replacement."""
         # a product may be rounded up to the count itself
-        places = torch.minimum((uniform * self.counts).long(), self.counts - 1).clamp(min=0)
-        ids = self.ids.index_select(0, (places + self.starts).reshape(-1)).reshape(places.shape)
-        # a table without any has one that is there
-        return torch.where(self.counts > 0, ids, 0)
+        places = torch.minimum((uniform * self.counts).long() + self.starts, self.ends)
+        return self.ids.index_select(0, places.reshape(-1)).reshape(places.shape)
+
+    def ring(self, turn: Tensor, number: int) -> Tensor:
+        """Return so many different ids of each table, `(n, F)`, below zero where it has fewer.
+
+        They are neighbours in a ring that begins where random numbers `(F,)` in [0, 1) say.
+        """
+        step = torch.arange(number, device=self.ids.device).unsqueeze(1)
+        places = ((turn * self.counts).long() + step) % self.counts.clamp(min=1) + self.starts
+        ids = self.ids.index_select(0, places.reshape(-1)).reshape(places.shape)
+        return torch.where(step < self.counts, ids, -1)
 
 
 def find_selection(

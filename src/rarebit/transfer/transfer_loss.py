@@ -42,6 +42,13 @@ class RunningLoss(ABC):
     def loss(self, batch: TransferBatch) -> Tensor:
         """Return the loss of each table, `(F,)`; 0 for a table without rows to move."""
 
+    @torch.enable_grad()
+    def loss_and_gradient(self, batch: TransferBatch) -> tuple[Tensor, Tensor]:
+        """Return the loss of each table, `(F,)`, and the gradient of their sum for the rows, `(U, M, D)`."""
+        losses = self.loss(batch)
+        [gradient] = torch.autograd.grad(losses.sum(), batch.rows)
+        return losses.detach(), gradient
+
     def learn(self, batch: TransferBatch) -> Tensor | None:
         """Take one step of what the loss itself learns, on rows without a history.
 
