@@ -7,7 +7,7 @@ import pytest
 
 from rarebit.study.plan import read_plan
 
-SLICES = {"multi-embedding", "pep-ml-1m"}
+SLICES = {"harmless-transfer", "multi-embedding", "pep-ml-1m"}
 RECIPES = sorted((Path(__file__).resolve().parent.parent / "recipes").glob("*.toml"))
 
 

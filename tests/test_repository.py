@@ -27,10 +27,10 @@ TOP_LEVEL = ["errors", "settings", "registry", "machine", "tensor_folder", "word
 FOLDERS = [
     "data",
     "tables",
+    "transfer",
     "methods",
     "interactions",
     "models",
-    "transfer",
     "training",
     "study",
     "diagnosis",

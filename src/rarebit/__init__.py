@@ -13,6 +13,7 @@ from rarebit.diagnosis.report import Diagnosis
 from rarebit.methods._budget import set_threshold_, take_ticket
 from rarebit.methods._shrinkage_model import estimate_c_, set_counts_
 from rarebit.methods.aligned_sets import AlignedSets
+from rarebit.methods.harmless_transfer import Transfer
 from rarebit.methods.hashing import Hashing
 from rarebit.methods.low_rank import LowRank
 from rarebit.methods.masked import Masked
@@ -120,6 +121,7 @@ __all__ = [
     "TextFormat",
     "Ticket",
     "Training",
+    "Transfer",
     "__version__",
     "apply_",
     "check",

@@ -147,7 +147,7 @@ def test_a_method_may_name_another_as_its_control(monkeypatch):
     [
         (
             "narow",
-            "control must be own, narrow, matched-rate, magnitude, wide, ensemble, baseline or a method: unknown method 'narow'",
+            "control must be own, narrow, matched-rate, magnitude, wide, ensemble, plain-sum, doubled-rows, baseline or a method: unknown method 'narow'",
         ),
         ("low-rank,hashing", "one for all, got 'low-rank,hashing'"),
         ("low-rank:rnk=2", "control must be .*: method low-rank: unknown setting 'rnk'"),

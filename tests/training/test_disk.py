@@ -7,6 +7,7 @@ import signal
 import stat
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -207,6 +208,24 @@ def test_a_holder_that_wrote_nonsense_is_not_named(tmp_path):
         path.write_bytes(b"\xff" * 100)
         with pytest.raises(CheckpointError, match="in use by another process"), file_lock(path):
             pass
+
+
+def test_a_lock_that_another_has_can_be_waited_for(tmp_path):
+    path, order = tmp_path / "lock", []
+    asked = threading.Event()
+
+    def wait_for_it():
+        asked.set()
+        with file_lock(path, wait=True):
+            order.append("second")
+
+    other = threading.Thread(target=wait_for_it)
+    with file_lock(path):
+        other.start()
+        asked.wait()
+        order.append("first")
+    other.join()
+    assert order == ["first", "second"]
 
 
 def test_a_lock_that_is_a_link_or_a_folder_is_refused(tmp_path):

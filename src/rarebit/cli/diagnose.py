@@ -1,9 +1,10 @@
 """`rarebit diagnose`: what is wrong with the tables of a run, or of a bare file of weights."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich import box
@@ -16,9 +17,10 @@ from rarebit.data.dataset import Dataset, Splits
 from rarebit.diagnosis.diagnose import diagnose, diagnose_file
 from rarebit.diagnosis.report import TRAINED_AS_PRODUCTS, Diagnosis
 from rarebit.diagnosis.text import explanation, reweighting_cells, table_cells
+from rarebit.diagnosis.transfer import LEDGER_TITLE, barrier_cells, ledger_cells, ledger_notes
 from rarebit.errors import DataError, ModelFileError, SettingsError
 from rarebit.training.model_file import load_model
-from rarebit.training.run import read_run
+from rarebit.training.run import read_reports, read_run
 from rarebit.training.run_settings import load_splits
 
 __all__ = ["diagnose_command", "show_diagnosis"]
@@ -86,6 +88,8 @@ def show_diagnosis(found: Diagnosis, *, title: str, to: Console = console) -> No
         to.print(Text(f"\n{TRAINED_AS_PRODUCTS}", style="bold"))
         to.print(_figures(headers, lines))
         to.print(Text(explanation(headers), style="dim"))
+    if found.transfer is not None:
+        _show_ledger(found.transfer, to)
     if found.findings:
         to.print(Text("\nWhat is wasted, and what to try", style="bold"))
     for number, finding in enumerate(found.findings[:MOST_FINDINGS], start=1):
@@ -101,16 +105,34 @@ def show_diagnosis(found: Diagnosis, *, title: str, to: Console = console) -> No
         to.print(Text(note))
 
 
+def _show_ledger(ledger: Mapping[str, Any], to: Console) -> None:
+    to.print(Text(f"\n{LEDGER_TITLE}", style="bold"))
+    for headers, lines in (ledger_cells(ledger), barrier_cells(ledger)):
+        if lines:
+            to.print(_figures(headers, lines))
+            to.print(Text(explanation(headers), style="dim"))
+    for note in ledger_notes(ledger):
+        to.print(Text(note))
+
+
 def _diagnose(target: Path, data: Path | None) -> Diagnosis:
     if target.is_dir():
         model = load_model(target)
-        return diagnose(model, _training_data(target, data))
+        return replace(diagnose(model, _training_data(target, data)), reports=_reports(target))
     if data is not None and target.exists():
         raise SettingsError(
             f"--data goes with the folder of a run, and {str(target)!r} is a file of weights, which "
             "does not say which of them belong to which field"
         )
     return diagnose_file(target)
+
+
+def _reports(run: Path) -> dict[str, Any]:
+    """Return what methods tell of a run; none of a model that was saved by hand."""
+    try:
+        return read_reports(run)
+    except ModelFileError:  # what is wrong with it is told where its data is looked for
+        return {}
 
 
 def _training_data(run: Path, data: Path | None) -> Splits | None:

@@ -19,6 +19,7 @@ CONTROLS = {
     "baseline": "plain tables",
     "magnitude": "the smallest trained entries cut at once, to the same number",
     "matched-rate": "plain tables with other learning rates and starts",
+    "plain-sum": "the same transfer with both gradients added, the best of several scales",
     "narrow": "plain tables made narrower until they have the same bytes",
     "wide": "plain tables as wide as all embedding sets together",
 }
@@ -87,7 +88,7 @@ def _about(method: type[Method]) -> Table:
 
 def _pairs_table() -> Table:
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
-    table.add_column("combination", overflow="fold")
+    table.add_column("combination", no_wrap=True)
     table.add_column("")
     table.add_column("what it means, or why it is refused")
     by_allowed = sorted(method_pairs().items(), key=lambda item: not item[1].allowed)

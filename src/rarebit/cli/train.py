@@ -17,6 +17,8 @@ from rarebit.cli.common import (
 )
 from rarebit.cli.show import BarProgress, console, errors, how_to_call, show_run
 from rarebit.errors import SettingsError
+from rarebit.methods import method_to_mapping
+from rarebit.methods._expression import parse_methods
 from rarebit.models import model_names
 from rarebit.settings import read_toml
 from rarebit.training.run import RunResult, read_run, run
@@ -33,6 +35,12 @@ def train(  # noqa: PLR0917  # typer calls it by name
         str | None,
         typer.Option(
             help="A folder made by rarebit data prepare; or synthetic, the built-in click log."
+        ),
+    ] = None,
+    methods: Annotated[
+        str | None,
+        typer.Option(
+            help="Methods joined by +, with settings after colons, as low-rank:rank=4. See rarebit methods."
         ),
     ] = None,
     config: Annotated[
@@ -63,7 +71,7 @@ def train(  # noqa: PLR0917  # typer calls it by name
     device: DeviceOption = "auto",
 ) -> None:
     """Train a ranking model and keep it in a folder. Options win over the settings file."""
-    values = _first_settings(config, resume, out)
+    values = _first_settings(config, resume, out, methods)
     training = {
         "epochs": epochs,
         "batch_size": batch_size,
@@ -73,6 +81,8 @@ def train(  # noqa: PLR0917  # typer calls it by name
     }
     override_run(values, model=model, data=data, training=training, assignments=set_)
     override(values, "data", "rows", rows)
+    if methods is not None:
+        values["methods"] = _read_methods(methods)
     settings = RunSettings.from_mapping(values)
     folder = resume or out or new_folder(settings.model)
     result = _train(settings, folder, device, resume=resume is not None)
@@ -81,14 +91,33 @@ def train(  # noqa: PLR0917  # typer calls it by name
     console.print(f"  {how_to_call()} predict --model {place}", soft_wrap=True, markup=False)
 
 
-def _first_settings(config: Path | None, resume: Path | None, out: Path | None) -> dict[str, Any]:
+def _first_settings(
+    config: Path | None, resume: Path | None, out: Path | None, methods: str | None
+) -> dict[str, Any]:
     """Return the settings that options change: of a file, of the run to go on with, or none."""
     if resume is None:
         return read_toml(config) if config is not None else {}
-    for name, given in {"--config": config, "--out": out}.items():
+    for name, given in {"--config": config, "--out": out, "--methods": methods}.items():
         if given is not None:
             raise SettingsError(f"{name} has no place beside --resume: the run has its own")
     return read_run(resume).to_mapping()
+
+
+def _read_methods(text: str) -> list[dict[str, Any]]:
+    """Return the methods of one run, as a settings file holds them."""
+    found = parse_methods(text)
+    if len(found) != 1:
+        raise SettingsError(
+            f"--methods is one combination for a run, got {len(found)}: {text!r}; join methods by +, or "
+            "compare them: rarebit compare"
+        )
+    for part in found[0].parts:
+        if not part.is_sized:
+            raise SettingsError(
+                f"a run needs the size of {part.name}, got {part.text!r}; give it after a colon: see rarebit "
+                "methods"
+            )
+    return [method_to_mapping(part.build()) for part in found[0].parts]
 
 
 def _train(settings: RunSettings, folder: Path, device: str, *, resume: bool = False) -> RunResult:

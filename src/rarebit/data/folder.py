@@ -42,6 +42,8 @@ __all__ = [
 
 FORMAT = 1
 MANIFEST, ENCODER, SCHEMA, BAD_ROWS = "manifest.json", "encoder", "schema.toml", "bad_rows.jsonl"
+SELECTIONS = "selections"
+"""What runs computed of the log and keep beside it; it goes with the log."""
 _at_work: set[Path] = set()
 """Folders that this process is filling now."""
 
@@ -234,7 +236,7 @@ def _refuse_strangers(folder: Path) -> None:
     ours = {folder / name for name in (MANIFEST, SCHEMA, BAD_ROWS, *listed)}
     ours |= {parent for path in ours for parent in path.parents}
     for path in sorted(folder.rglob("*")):
-        if path not in ours:
+        if path not in ours and path.relative_to(folder).parts[0] != SELECTIONS:
             raise DataError(
                 f"overwriting {str(folder)!r} would delete {path.relative_to(folder).as_posix()!r}, "
                 "which is no part of the prepared log; move it away, or choose another folder"

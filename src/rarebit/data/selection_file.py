@@ -2,24 +2,40 @@
 
 selection.json                the fields by name, the settings, and the checksum of the data it was made of
 tensors-<name>.safetensors    counts, masks, similarities and relatives of each field
+
+In the folder of a prepared log, selections/DIGEST/ is the selection by some settings of some fields.
 """
 
 import dataclasses
+import hashlib
+import json
 import os
-from collections.abc import Mapping
+import shutil
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from rarebit.data.selection import CoOccurrence, FieldSelection, FrequencySplit, Selection
+from rarebit.data.dataset import Dataset
+from rarebit.data.selection import (
+    CoOccurrence,
+    FieldSelection,
+    FrequencySplit,
+    Selection,
+    select,
+)
 from rarebit.errors import DataError, SettingsError
 from rarebit.settings import from_mapping, to_mapping
 from rarebit.tensor_folder import TensorFolder
 
-__all__ = ["DESCRIPTION", "load_selection", "save_selection"]
+__all__ = ["DESCRIPTION", "SELECTIONS", "load_selection", "save_selection", "stored_selection"]
 
 DESCRIPTION = "selection.json"
+SELECTIONS = "selections"
+"""The folder of selections in that of a prepared log."""
+DIGITS = 20
 FOLDER = TensorFolder(
     "selection", DESCRIPTION, DataError, "select again", "choose a folder that you may write to"
 )
@@ -87,6 +103,72 @@ def load_selection(
     except (LookupError, SettingsError, TypeError) as error:
         raise FOLDER.unreadable(folder, error) from None
     return Selection(fields, settings, description["data_sha256"])
+
+
+def stored_selection(
+    train: Dataset,
+    settings: CoOccurrence | FrequencySplit = CoOccurrence(),
+    *,
+    fields: Sequence[str],
+    folder: str | os.PathLike[str] | None = None,
+    data_checksum: str = "",
+) -> Selection:
+    """Return the selection of training rows; in the folder of a prepared log it is made once and kept.
+
+    Several processes may ask at once: whoever is done first leaves his there. A folder that cannot be
+    written to is no reason to stop, and neither is a selection there that cannot be read.
+
+    >>> import tempfile
+    >>> train = Dataset.from_columns({"user": [0, 0, 1], "item": [0, 1, 1]}, label=[0, 1, 0])
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     made = stored_selection(train, fields=["user"], folder=folder, data_checksum="abc")
+    ...     kept = stored_selection(train, fields=["user"], folder=folder, data_checksum="abc")
+    >>> kept["user"].source
+    tensor([ True, False])
+    """
+    counts = {name: count.cpu() for name, count in train.counts().items()}
+    place = None if folder is None else Path(folder) / SELECTIONS / _digest(settings, fields)
+    if place is not None:
+        with suppress(DataError):
+            found = load_selection(place, data_checksum=data_checksum)
+            if _is_of(found, settings, {name: counts[name] for name in fields}):
+                return found
+    selection = select(
+        train.to("cpu"), counts, settings, fields=fields, data_checksum=data_checksum
+    )
+    if place is not None:
+        _keep(selection, place)
+    return selection
+
+
+def _digest(settings: CoOccurrence | FrequencySplit, fields: Sequence[str]) -> str:
+    values = [type(settings).__name__, to_mapping(settings), list(fields)]
+    return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:DIGITS]
+
+
+def _is_of(
+    found: Selection, settings: CoOccurrence | FrequencySplit, counts: Mapping[str, Tensor]
+) -> bool:
+    """Return whether a selection is of these settings and rows: a part of a log has other counts."""
+    return found.settings == settings and all(
+        name in found.fields and torch.equal(found.fields[name].counts, count)
+        for name, count in counts.items()
+    )
+
+
+def _keep(selection: Selection, place: Path) -> None:
+    """Put a selection into its place, whole or not at all."""
+    partial = place.with_name(f".{place.name}.{os.getpid()}.partial")
+    try:
+        save_selection(selection, partial)
+        if place.exists():  # one that cannot be read, or is of other rows
+            save_selection(selection, place)
+        else:
+            partial.rename(place)
+    except (DataError, OSError):  # another process was first, or the folder is not ours to write to
+        pass
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
 
 
 def _field(index: int, tensors: Mapping[str, Tensor]) -> FieldSelection:

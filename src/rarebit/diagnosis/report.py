@@ -2,7 +2,8 @@
 
 import json
 import os
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from rarebit.diagnosis.plots import draw_plots
 from rarebit.diagnosis.sub_embeddings import SubEmbeddings
 from rarebit.diagnosis.table import TableDiagnosis
 from rarebit.diagnosis.text import explanation, reweighting_cells, table_cells, text_table
+from rarebit.diagnosis.transfer import LEDGER_TITLE, barrier_cells, ledger_cells, ledger_notes
 from rarebit.errors import ModelFileError
 from rarebit.settings import to_mapping
 from rarebit.words import size
@@ -52,6 +54,13 @@ class Diagnosis:
     """What is wasted and what to try, the worst first."""
     left_alone: tuple[LeftAlone, ...] = ()
     """What was not looked at, and why."""
+    reports: Mapping[str, Any] = field(default_factory=dict)
+    """What methods that took part in the training tell of it, by their names."""
+
+    @property
+    def transfer(self) -> Mapping[str, Any] | None:
+        """The ledger of harmless transfer, where the run had one."""
+        return self.reports.get("harmless-transfer")
 
     @property
     def wide_tables(self) -> tuple[TableDiagnosis, ...]:
@@ -92,6 +101,8 @@ class Diagnosis:
         products = reweighting_cells(self.tables)
         if products[1]:
             parts += ["", TRAINED_AS_PRODUCTS, text_table(products), explanation(products[0]), ""]
+        if self.transfer is not None:
+            parts += ["", *_ledger_text(self.transfer), ""]
         parts += [f"- {finding}" for finding in self.findings]
         return "\n".join([*parts, *self.notes])
 
@@ -103,6 +114,7 @@ class Diagnosis:
             "sub_embeddings": [matrix.to_mapping() for matrix in self.sub_embeddings],
             "findings": [finding.to_mapping() for finding in self.findings],
             "left_alone": [to_mapping(thing) for thing in self.left_alone],
+            **({"reports": dict(self.reports)} if self.reports else {}),
         }
 
     def save(self, folder: str | os.PathLike[str], *, plots: bool = True) -> list[Path]:
@@ -128,3 +140,9 @@ class Diagnosis:
                 "you may write to"
             ) from None
         return written
+
+
+def _ledger_text(ledger: Mapping[str, Any]) -> list[str]:
+    both = [cells for cells in (ledger_cells(ledger), barrier_cells(ledger)) if cells[1]]
+    shown = [line for cells in both for line in (text_table(cells), explanation(cells[0]))]
+    return [LEDGER_TITLE, *shown, *ledger_notes(ledger)]

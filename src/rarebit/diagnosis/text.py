@@ -34,6 +34,15 @@ MEANINGS = {
     "mean": "the same, the mean of all directions",
     "learned": "directions that are learned at all",
     "shared": "those of them that carry what is learned of one id to others",
+    "rare": "rare rows with a main gradient, counted in each step",
+    "opposed": "those whose transfer gradient points against the main one",
+    "realised": "how far the update went along the main gradient, over what the barrier asked for",
+    "met": "rows of which it went that far",
+    "strength": "length of the transfer gradient over that of the main one",
+    "loss": "mean transfer loss",
+    "told": "rows that the discriminator told right; 50 % is chance",
+    "lambda of": "how many times the main gradient is added to the transfer gradient, in multiples of alpha: "
+    "0 is transfer alone, alpha the barrier without any transfer",
 }
 
 

@@ -4,6 +4,7 @@
     runs/KEY/scores.npy      the model's score of every test row
     runs/KEY/model/          the model, where it was asked for
     runs/KEY/result.json     written last: a folder with it holds a finished run
+    pruning/KEY/             a first stage that several runs have together, until the study is complete
 
 The key is a hash of the settings and of the data, so that a run that exists is found again from any
 plan; the commit, the device and the versions are recorded beside it.
@@ -15,7 +16,7 @@ import json
 import math
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -27,11 +28,13 @@ from rarebit.data.synthetic import SyntheticLog
 from rarebit.errors import StudyError
 from rarebit.methods import method_text
 from rarebit.settings import from_mapping, require, to_mapping
+from rarebit.tables.training_method import TrainingMethod
 from rarebit.training.evaluate import Evaluation
 from rarebit.training.run_settings import PreparedLog, RunSettings
 from rarebit.training.settings import Training
+from rarebit.training.stages import pruning_of
 
-__all__ = ["RunFolder", "RunRecord", "identify", "run_key", "write_json"]
+__all__ = ["RunFolder", "RunRecord", "identify", "pruning_key", "run_key", "write_json"]
 
 FORMAT = 1
 RESULT, SCORES, CHECKPOINTS, MODEL = "result.json", "scores.npy", "checkpoints", "model"
@@ -68,6 +71,8 @@ class RunRecord:
     """On the fifth of the test rows whose values were seen most in training."""
     abundance: float | None = None
     """Information abundance of the tables, or of each of their embedding sets: the mean over all."""
+    reports: Mapping[str, Any] = field(default_factory=dict)
+    """What methods that took part in training tell of it, by their names."""
 
     def __post_init__(self) -> None:
         for name in ("auc", "logloss", "valid_auc", "microseconds_a_row"):
@@ -95,6 +100,7 @@ def together(members: Sequence[RunRecord], seed: int, measured: Evaluation) -> R
         table_bytes=sum(record.table_bytes for record in members),
         microseconds_a_row=sum(record.microseconds_a_row for record in members),
         abundance=statistics.fmean(abundances) if abundances else None,
+        reports={},
     )
 
 
@@ -131,6 +137,24 @@ def run_key(settings: RunSettings) -> str:
     }
     text = json.dumps(values, sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:KEY_DIGITS]
+
+
+def pruning_key(settings: RunSettings) -> str | None:
+    """Return the name of the first stage of a run that prunes; runs with one differ in their second stage.
+
+    None for a run without one, and for one that is all first stage.
+
+    >>> from rarebit.methods.harmless_transfer import Transfer
+    >>> pruned = RunSettings.from_mapping({"methods": [{"method": "pruned", "keep": 9}]})
+    >>> with_transfer = dataclasses.replace(pruned, methods=(*pruned.methods, Transfer()))
+    >>> pruning_key(pruned) == pruning_key(with_transfer), pruning_key(RunSettings())
+    (True, None)
+    """
+    pruned = pruning_of(settings)
+    if pruned is None or pruned.start == "trained":
+        return None
+    methods = tuple(m for m in settings.methods if not isinstance(m, TrainingMethod))
+    return run_key(dataclasses.replace(settings, methods=methods))
 
 
 def _given(settings: object, defaults: object) -> dict[str, Any]:

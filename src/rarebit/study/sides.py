@@ -6,12 +6,15 @@
     magnitude       the budget of a method that prunes, met by cutting the smallest trained entries
     wide            plain tables, as wide as all embedding sets of the method together
     ensemble        as many models as the method has embedding sets, each trained by itself, mean score
+    plain-sum       the same transfer with both gradients added, the best of several scales on validation
+    doubled-rows    the same transfer with a transfer gradient of zero: what its barrier does by itself
     a method        on the same model, sized by the plan's share where it has a size
 
 Narrower tables are the strongest simple control of a method that makes tables smaller: what do its bytes
 buy that fewer columns would not? A matched rate is that of a method which moves rows faster: is it more than
 a larger learning rate? Cutting at once is that of pruning in training: does it find better entries? Wide tables and
 ensembles are those of several embedding sets, which have the weights of the first and average like the second.
+The plain sum is that of harmless transfer: does it gain by its barrier, or would a weight on the transfer do?
 """
 
 import dataclasses
@@ -32,9 +35,19 @@ from rarebit.methods.pruned import Pruned
 from rarebit.models._base import RankingModel
 from rarebit.settings import require
 from rarebit.study.plan import OWN, StudyPlan
+from rarebit.study.transfer_sides import (
+    DOUBLED_ROWS,
+    PLAIN_SUM,
+    doubled_rows,
+    has_barrier,
+    plain_sums,
+    require_transfer,
+    without_transfer,
+)
 from rarebit.tables.find import find_tables, table_bytes
 from rarebit.tables.sets import SetsMethod
 from rarebit.tables.table import Method
+from rarebit.tables.training_method import TrainingMethod
 from rarebit.training.run_settings import RunSettings
 from rarebit.training.stages import finish_model, pruning_of, start_model
 
@@ -45,7 +58,7 @@ Rate: TypeAlias = Callable[[RunSettings], float]
 
 BASELINE, NARROW, MATCHED_RATE = "baseline", "narrow", "matched-rate"
 MAGNITUDE, WIDE, ENSEMBLE = "magnitude", "wide", "ensemble"
-CONTROLS = (NARROW, MATCHED_RATE, MAGNITUDE, WIDE, ENSEMBLE)
+CONTROLS = (NARROW, MATCHED_RATE, MAGNITUDE, WIDE, ENSEMBLE, PLAIN_SUM, DOUBLED_ROWS)
 """Controls that are made to fit what is held against them."""
 
 RATE_FACTORS = (1.0, 2.0, 4.0, 8.0, 16.0)
@@ -126,24 +139,37 @@ class _Sides:
         wanted = self.plan.settings.control
         if wanted == OWN:
             wanted = settings.methods[-1].control
+        if wanted in (PLAIN_SUM, DOUBLED_ROWS):
+            require_transfer(name, settings, wanted)
         if wanted == NARROW:
             return self._narrow(kept)
         if wanted == MATCHED_RATE:
             return self._matched_rate(settings)
         if wanted == ENSEMBLE:
             return self._ensemble(name, settings)
-        if wanted == MAGNITUDE:
-            control, its_settings = self._by_magnitude(name, settings)
-        elif wanted == WIDE:
-            control, its_settings = self._wide(name, settings)
-        else:
-            control, its_settings = self._method_side(_read_control(wanted))
-            its_settings = _as_many_sets(its_settings, settings)
-            control = _name(its_settings)
+        if wanted == PLAIN_SUM and has_barrier(settings):
+            return self._plain_sum(settings)
+        control, its_settings = self._one_control(wanted, name, settings)
         if control == name:  # nothing is held against itself
             return BASELINE
         self._add(control, its_settings)
         return control
+
+    def _one_control(
+        self, wanted: str, name: str, settings: RunSettings
+    ) -> tuple[str, RunSettings]:
+        """Return a control that has the settings of one run, and its name."""
+        if wanted == MAGNITUDE:
+            return self._by_magnitude(name, settings)
+        if wanted == WIDE:
+            return self._wide(name, settings)
+        if wanted == DOUBLED_ROWS:
+            return doubled_rows(settings)
+        if wanted == PLAIN_SUM:  # of a sum it is what the transfer was added to
+            found = without_transfer(settings)
+        else:
+            found = _as_many_sets(self._method_side(_read_control(wanted))[1], settings)
+        return _name(found), found
 
     def _by_magnitude(self, name: str, settings: RunSettings) -> tuple[str, RunSettings]:
         """Return the same budget met by cutting the smallest entries of trained tables at once."""
@@ -178,7 +204,7 @@ class _Sides:
         """
         measured = [] if self.rate is None else [self.rate(settings)]
         training = self.base.training
-        others = [m for m in settings.methods if not (m.training_only or m.after_training)]
+        others = [m for m in settings.methods if _stays_beside_plain_tables(m)]
         starts = [m.same_start for m in settings.methods if m.same_start is not None]
         trials = tuple(
             dataclasses.replace(
@@ -190,6 +216,13 @@ class _Sides:
             for factor in dict.fromkeys([*measured, *RATE_FACTORS])
         )
         name = ":".join([MATCHED_RATE, *(f"x={factor:g}" for factor in measured)])
+        name = "+".join([name, *(method_text(m) for m in others if isinstance(m, TrainingMethod))])
+        self.found.setdefault(name, Side(name, None, trials))
+        return name
+
+    def _plain_sum(self, settings: RunSettings) -> str:
+        """Add the same transfer without its barrier, at several scales."""
+        name, trials = plain_sums(settings)
         self.found.setdefault(name, Side(name, None, trials))
         return name
 
@@ -246,6 +279,11 @@ class _Sides:
             return model
 
 
+def _stays_beside_plain_tables(method: Method) -> bool:
+    """Return whether a method does the same for tables without the others, before training or in it."""
+    return isinstance(method, TrainingMethod) or not (method.training_only or method.after_training)
+
+
 def _num_sets(name: str, settings: RunSettings, control: str) -> int:
     found = [method.num_sets for method in settings.methods if isinstance(method, SetsMethod)]
     require(
@@ -272,9 +310,7 @@ def _name(settings: RunSettings) -> str:
 
 
 def _read_control(text: str) -> Expression:
-    expected = (
-        "control must be own, narrow, matched-rate, magnitude, wide, ensemble, baseline or a method"
-    )
+    expected = f"control must be own, {', '.join(CONTROLS)}, baseline or a method"
     try:
         found = parse_methods(text)
     except SettingsError as error:

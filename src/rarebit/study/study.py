@@ -5,7 +5,9 @@ rows. Each side gets the same number of trials; validation picks, test reports.
 """
 
 import os
+import shutil
 import time
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -20,8 +22,9 @@ from rarebit.study.plan import StudyPlan
 from rarebit.study.pool import Answer, Pool, Task
 from rarebit.study.progress import StudyLines, StudyProgress, StudySilence
 from rarebit.study.results import RESULTS, StudyResult
-from rarebit.study.runs import write_json
+from rarebit.study.runs import pruning_key, write_json
 from rarebit.training.disk import file_lock
+from rarebit.training.stages import PRUNING
 
 __all__ = ["study"]
 
@@ -81,6 +84,8 @@ def study(
                 by_seed = ((cell, seed) for seed in cells[0].seeds for cell in cells)
                 runner.make([run for cell, seed in by_seed for run in stage(cell, seed)])
         result = StudyResult(plan=plan.to_mapping(), cells=tuple(cell.result() for cell in cells))
+        if result.is_complete:
+            shutil.rmtree(where / PRUNING, ignore_errors=True)
         took = {"minutes": round((time.monotonic() - start) / 60, 2), "runs_made": runner.made}
         write_json(where / RESULTS, {"machine": facts | took, "study": result.to_mapping()})
     if pool.interrupted:
@@ -105,12 +110,16 @@ class _Runner:
     ) -> None:
         self.pool, self.folder, self.tell, self.deadline = pool, folder, tell, deadline
         self.failures, self.keep_models = failures, keep_models
+        self.shared: set[str] = set()
+        """First stages of pruning that several runs have together."""
         self.made = 0
         """Runs finished in this call."""
 
     def make(self, runs: Sequence[PlannedRun]) -> None:
         """Make runs side by side; one that several sides share is made once."""
-        distinct = {run.folder.key: run for run in runs}
+        distinct = {run.folder.key: run for run in _makers_first(runs)}
+        stages = Counter(pruning_key(run.settings) for run in distinct.values())
+        self.shared = {stage for stage, number in stages.items() if stage and number > 1}
         missing = {key: run for key, run in distinct.items() if not self._is_there(run)}
         if not distinct or self.pool.stopping.is_set():
             return
@@ -125,10 +134,12 @@ class _Runner:
         return run.record is not None and (not self.keep_models or run.folder.model.exists())
 
     def _task(self, run: PlannedRun) -> dict[str, Any]:
+        folder, stage = self.folder.absolute(), pruning_key(run.settings)
         return {
-            "folder": str(self.folder.absolute()),
+            "folder": str(folder),
             "settings": run.settings.to_mapping(),
             "keep_model": self.keep_models,
+            "pruning": str(folder / PRUNING / stage) if stage in self.shared else None,
         }
 
     def _hear(self, run: PlannedRun, answer: Answer) -> None:
@@ -145,6 +156,19 @@ class _Runner:
                 self.tell.fail(run.name, why)
             case {"epoch": _}:
                 self.tell.epoch(run.name, answer.values)
+
+
+def _makers_first(runs: Sequence[PlannedRun]) -> list[PlannedRun]:
+    """Return runs with those last in their seed that need a first stage which another one of it makes."""
+    seeds = {run.settings.training.seed: None for run in runs}
+    places = {seed: place for place, seed in enumerate(seeds)}
+    made: set[str | None] = {None}
+    order = []
+    for run in runs:
+        stage = pruning_key(run.settings)
+        order.append((places[run.settings.training.seed], stage is not None and stage in made))
+        made.add(stage)
+    return [runs[n] for n in sorted(range(len(runs)), key=order.__getitem__)]
 
 
 def _plan(plan: StudyPlan | None, values: dict[str, Any]) -> StudyPlan:

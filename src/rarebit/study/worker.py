@@ -2,7 +2,7 @@
 
     python -m rarebit.study.worker DEVICE THREADS
 
-    in     {"folder": STUDY, "settings": {...}, "keep_model": false}
+    in     {"folder": STUDY, "settings": {...}, "keep_model": false, "pruning": null}
     out    {"epoch": 1, "epochs": 10, "valid_auc": 0.8}      as it goes
            {"done": true} | {"failed": "why"} | {"stopped": true}
 
@@ -39,9 +39,16 @@ from rarebit.training.loop import History
 from rarebit.training.model_file import save_model
 from rarebit.training.progress import EpochRecord, Silence
 from rarebit.training.run_settings import RunSettings, load_splits
-from rarebit.training.stages import PRUNING, finish_model, num_parameters, train_model
+from rarebit.training.stages import (
+    PRUNING,
+    SharedPruning,
+    finish_model,
+    num_parameters,
+    pruning_of,
+    train_model,
+)
 
-__all__ = ["Log", "make_run", "open_log"]
+__all__ = ["Log", "make_run", "open_log", "shortened"]
 
 Tell = Callable[[Mapping[str, Any]], None]
 
@@ -69,9 +76,13 @@ def make_run(
     *,
     device: torch.device,
     keep_model: bool = False,
+    pruning: Path | None = None,
     tell: Tell | None = None,
 ) -> RunRecord:
-    """Train, measure and write one run, or go on with it where it was stopped."""
+    """Train, measure and write one run, or go on with it where it was stopped.
+
+    `pruning` is the folder of a first stage that it has together with other runs.
+    """
     train, valid, test = log.splits
     model, history = train_model(
         settings,
@@ -82,6 +93,7 @@ def make_run(
         device=device,
         progress=_Epochs(settings.training.epochs, tell) if tell else False,
         say=_say_nothing,
+        shared=_shared(settings, pruning),
     )
     best = history.best_epoch
     assert best is not None, "a study trains with validation rows"
@@ -111,6 +123,7 @@ def make_run(
         rarest_pr_auc=measured.rarest.pr_auc if measured.rarest else None,
         frequent_pr_auc=measured.frequent.pr_auc if measured.frequent else None,
         abundance=mean_abundance(model),
+        reports=shortened(history.reports),
     )
     if keep_model:
         save_model(model, folder.model)
@@ -118,6 +131,24 @@ def make_run(
     for done in (folder.checkpoints, folder.path / PRUNING):
         shutil.rmtree(done, ignore_errors=True)
     return record
+
+
+def _shared(settings: RunSettings, folder: Path | None) -> SharedPruning | None:
+    pruned = pruning_of(settings)
+    if pruned is None or folder is None:
+        return None
+    return SharedPruning(folder, (pruned.keep,), as_ticket=True)
+
+
+def shortened(report: Any) -> Any:
+    """Return nested values with numbers of a few digits: a study has hundreds of them.
+
+    >>> shortened({"user": {"opposed": 0.123456789, "rows": 1234567}})
+    {'user': {'opposed': 0.12346, 'rows': 1234567}}
+    """
+    if isinstance(report, Mapping):
+        return {key: shortened(value) for key, value in report.items()}
+    return float(f"{report:.5g}") if isinstance(report, float) else report
 
 
 def _microseconds(history: History) -> float:
@@ -188,6 +219,7 @@ class Worker:
                 RunFolder(Path(task["folder"]), run_key(settings)),
                 device=self.device,
                 keep_model=task["keep_model"],
+                pruning=None if task.get("pruning") is None else Path(task["pruning"]),
                 tell=self.tell,
             )
         except TrainingInterrupted:

@@ -8,8 +8,9 @@ but there is no table to wrap, and nothing of them is served.
 """
 
 from abc import abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, ClassVar, NoReturn
 
 from torch import Tensor, nn
@@ -30,6 +31,10 @@ class TrainingData:
     batch_size: int
     steps_per_epoch: int
     seed: int
+    folder: Path | None = None
+    """The folder of the prepared log, where what is computed of its rows may be kept for the next run."""
+    checksum: str = ""
+    """What tells this log from any other; empty where that is not known."""
 
 
 class Attached:
@@ -71,6 +76,10 @@ class TrainingMethod(Method):
     @abstractmethod
     def attach(self, model: nn.Module, data: TrainingData) -> Attached:
         """Take part in the training of a model that is on its device, with all other methods applied."""
+
+    def check_beside(self, methods: Sequence[Method]) -> None:
+        """Raise where it cannot take part in a run with these methods; pairs alone do not tell all."""
+        del methods
 
     def wrap(self, base: AnyTable) -> NoReturn:
         """Raise: there is nothing to wrap."""

@@ -127,8 +127,10 @@ def open_file(name: str, folder: int) -> Iterator[tuple[BufferedReader, int]]:
 
 
 @contextmanager
-def file_lock(path: Path) -> Iterator[None]:
+def file_lock(path: Path, *, wait: bool = False) -> Iterator[None]:
     """Hold a lock that one process at a time has; the system lifts it when that process ends.
+
+    Where another one has it, that is an error, or it is waited for.
 
     >>> import tempfile
     >>> with tempfile.TemporaryDirectory() as folder:
@@ -145,7 +147,7 @@ def file_lock(path: Path) -> Iterator[None]:
         raise _no_lock(path, plain_words(error, 0)) from None
     try:
         try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(lock, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             holder = re.match(rb"[0-9]{1,9}\n", os.pread(lock, 16, 0))
             who = f"process {int(holder[0])}" if holder else "another process"

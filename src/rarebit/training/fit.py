@@ -1,7 +1,7 @@
 """Train a model: check everything first, then run the loop, and leave nothing behind."""
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -21,7 +21,7 @@ from rarebit.training.checks import check_labels, check_schema
 from rarebit.training.ema import EMA
 from rarebit.training.evaluate import Forward, device_of
 from rarebit.training.identity import describe_run
-from rarebit.training.loop import AfterStep, History, NoKeeper, TrainingLoop
+from rarebit.training.loop import AfterStep, History, NoKeeper, Stateful, TrainingLoop
 from rarebit.training.memory import estimate_memory
 from rarebit.training.not_finite import find_source
 from rarebit.training.optimizers import Kind
@@ -68,10 +68,11 @@ def fit(
     Any setting of `Training` can be given by name. With validation data the best epoch's weights
     are kept. `forward=lambda model, batch: ...` calls a model that does not take a batch;
     `backward=rows.backward` trains with row gradients. `after_step` is called between two steps with how
-    many were made since the start, and ends training by returning true; what it keeps beyond the model is
-    its own affair. With a `folder`, checkpoints are written there, Ctrl-C and SIGTERM stop after the step
-    with nothing lost, and `resume=True` goes on from the newest one, to the same bits as without the
-    break.
+    many were made since the start, and ends training by returning true. With a `folder`, checkpoints are
+    written there, Ctrl-C and SIGTERM stop after the step with nothing lost, and `resume=True` goes on from
+    the newest one, to the same bits as without the break. Where `backward` or `after_step` is a method of
+    an object with `state_dict` and `load_state_dict`, that state is in the checkpoints, too; anything else
+    they keep beyond the model is their own affair.
 
     >>> from rarebit.models.fm import FM
     >>> data = Dataset.from_columns({"user": [0, 1, 2, 1]}, label=[0, 1, 0, 1])
@@ -123,12 +124,28 @@ def fit(
         try:
             with _averaging(step, settings) as ema:
                 steps = _steps(step, train, settings, tell)
-                loop = TrainingLoop(steps, valid, settings, tell, ema=ema, after_step=after_step)
+                loop = TrainingLoop(
+                    steps,
+                    valid,
+                    settings,
+                    tell,
+                    ema=ema,
+                    after_step=after_step,
+                    others=_with_state(backward, after_step),
+                )
                 if folder is None:
                     return loop.run(NoKeeper())
                 return _train_in(CheckpointFolder(folder), loop, resume=resume)
         finally:
             step.release()
+
+
+def _with_state(*given: Callable[..., object] | None) -> list[Stateful]:
+    """Return the objects that functions are methods of and that have a state, each once."""
+    owners = [getattr(function, "__self__", None) for function in given]
+    # a model is written down by itself
+    found = [x for x in owners if isinstance(x, Stateful) and not isinstance(x, nn.Module)]
+    return list({id(owner): owner for owner in found}.values())
 
 
 def _train_in(folder: CheckpointFolder, loop: TrainingLoop, *, resume: bool) -> History:

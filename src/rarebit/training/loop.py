@@ -9,17 +9,19 @@ they are the only thing that differs after a break.
 
 import dataclasses
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
-from typing import Any, Protocol, TypeAlias
+from typing import Any, Protocol, TypeAlias, runtime_checkable
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from rarebit.data.dataset import Dataset
 from rarebit.data.order import batch_bounds
+from rarebit.errors import CheckpointError
 from rarebit.training.ema import EMA
 from rarebit.training.evaluate import evaluate
 from rarebit.training.metrics import Metrics
@@ -29,7 +31,7 @@ from rarebit.training.settings import Training
 from rarebit.training.step import TrainingStep
 from rarebit.training.steps import Steps
 
-__all__ = ["AfterStep", "Best", "History", "Keeper", "NoKeeper", "TrainingLoop"]
+__all__ = ["AfterStep", "Best", "History", "Keeper", "NoKeeper", "Stateful", "TrainingLoop"]
 
 AfterStep: TypeAlias = Callable[[int], bool | None]
 """Called between two steps with how many were made since the start of training; true ends it."""
@@ -49,12 +51,25 @@ class History:
     """The epoch whose weights the model has, from 1; None without validation data."""
     stopped_early: bool = False
     """Whether training ended before its last step."""
+    reports: dict[str, Any] = field(default_factory=dict)
+    """What the methods that took part in it tell of it, by their names."""
 
     @property
     def samples_per_second(self) -> float:
         """Median over the epochs, training steps only."""
         speeds = sorted(record.samples_per_second for record in self.epochs)
         return speeds[len(speeds) // 2]
+
+
+@runtime_checkable
+class Stateful(Protocol):
+    """Something that the coming steps depend on."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return tensors and plain values."""
+
+    def load_state_dict(self, state: Mapping[str, Any], /) -> object:
+        """Go on from what `state_dict` returned."""
 
 
 class Keeper(Protocol):
@@ -89,9 +104,12 @@ class TrainingLoop:
         *,
         ema: EMA | None = None,
         after_step: AfterStep | None = None,
+        others: Sequence[Stateful] = (),
     ) -> None:
         self.steps, self.valid, self.settings, self.tell = steps, valid, settings, tell
         self.ema, self.after_step = ema, after_step
+        self.others = tuple(others)
+        """What has a state of its own beside the model."""
         self.bounds = batch_bounds(len(steps.train), settings.batch_size)
         self.best = Best(self.step.model, self.step.optimizer, settings)
         self.history = History()
@@ -200,6 +218,7 @@ class TrainingLoop:
                 "stopped_early": self.history.stopped_early,
             },
             "random": random_state(),
+            "others": [other.state_dict() for other in self.others],
         }
 
     def load(self, state: Mapping[str, Any], best_weights: Mapping[str, Tensor] | None) -> None:
@@ -210,11 +229,21 @@ class TrainingLoop:
         if self.ema is not None:
             self.ema.load_training_state(state["ema"])
         self.best.load(state["best"], best_weights)
+        self._load_others(state.get("others", []))  # checkpoints of older versions have none
         records = [_record(values) for values in state["history"]["epochs"]]
         self.history = History(records, stopped_early=state["history"]["stopped_early"])
         self.epoch, self.batch = state["position"]["epoch"], state["position"]["batch"]
         self.seconds = state["position"]["seconds"]
         set_random_state(state["random"])
+
+    def _load_others(self, states: Sequence[Mapping[str, Any]]) -> None:
+        if len(states) != len(self.others):
+            raise CheckpointError(
+                f"the checkpoint has the state of {len(states)} things that took part in training, and now "
+                f"there are {len(self.others)}; use the same methods, or choose another folder"
+            )
+        for other, state in zip(self.others, states, strict=True):
+            other.load_state_dict(_on(self.steps.device, state))
 
 
 class Best:
@@ -273,6 +302,18 @@ class Best:
                 self.weights[name].copy_(weight)
             else:
                 self.weights[name] = weight.detach().clone()
+
+
+def _on(device: torch.device, tree: Any) -> Any:
+    """Return nested values with their tensors on a device: they were written from there."""
+    if isinstance(tree, Tensor):
+        return tree.to(device)
+    if isinstance(tree, Mapping):
+        return {key: _on(device, value) for key, value in tree.items()}
+    if isinstance(tree, list | tuple):
+        moved = [_on(device, value) for value in tree]
+        return moved if isinstance(tree, list) else tuple(moved)
+    return tree
 
 
 def _record(values: Mapping[str, Any]) -> EpochRecord:

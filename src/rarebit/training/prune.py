@@ -47,6 +47,7 @@ __all__ = [
     "Pruning",
     "TicketFolder",
     "Trained",
+    "masked_model",
     "prune",
     "read_scans",
     "retrain",
@@ -171,9 +172,7 @@ def retrain(
         start == "build" or bool(ticket.start),
         "the ticket has no first values to start from; use one that prune returned, or start='build'",
     )
-    model = build()
-    masked = Masked(ticket if start == "ticket" else ticket.with_start(None))
-    apply_(model, masked, where=lambda info: info.name in ticket.kept, verbose=False)
+    model = masked_model(build, ticket if start == "ticket" else ticket.with_start(None))
     history = fit(
         model,
         train,
@@ -185,6 +184,18 @@ def retrain(
         **overrides,
     )
     return Trained(model, history)
+
+
+def masked_model(build: Callable[[], nn.Module], ticket: Ticket) -> nn.Module:
+    """Build a model and hold the entries that a ticket cuts at zero; the others start where it says.
+
+    >>> ticket = Ticket({"0": torch.eye(3).bool()})
+    >>> masked_model(lambda: nn.Sequential(nn.Embedding(3, 3)), ticket)(torch.tensor(1)).count_nonzero()
+    tensor(1)
+    """
+    model = build()
+    apply_(model, Masked(ticket), where=lambda info: info.name in ticket.kept, verbose=False)
+    return model
 
 
 def read_scans(folder: str | os.PathLike[str]) -> list[dict[str, Any]]:

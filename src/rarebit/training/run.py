@@ -37,6 +37,7 @@ from rarebit.training.stages import (
 __all__ = [
     "RunResult",
     "make_folder",
+    "read_reports",
     "read_run",
     "run",
     "stored_settings",
@@ -119,17 +120,43 @@ def run(
 
 def read_run(folder: str | os.PathLike[str]) -> RunSettings:
     """Return the settings of the run that wrote a folder."""
+    try:
+        return RunSettings.from_mapping(_read_values(folder)["settings"])
+    except (ValueError, KeyError, TypeError) as error:
+        raise _damaged(folder, error) from None
+
+
+def read_reports(folder: str | os.PathLike[str]) -> dict[str, Any]:
+    """Return what the methods that took part in a run tell of it, by their names; none of an older run.
+
+    >>> read_reports("nowhere")
+    Traceback (most recent call last):
+    rarebit.errors.ModelFileError: 'nowhere' holds no run: run.json is missing; train one with rarebit train
+    """
+    try:
+        return dict(_read_values(folder).get("reports", {}))
+    except (ValueError, TypeError) as error:
+        raise _damaged(folder, error) from None
+
+
+def _read_values(folder: str | os.PathLike[str]) -> dict[str, Any]:
     path = Path(folder) / RUN_FILE
     try:
-        return RunSettings.from_mapping(json.loads(path.read_text(encoding="utf-8"))["settings"])
+        return dict(json.loads(path.read_text(encoding="utf-8")))
     except FileNotFoundError:
         raise ModelFileError(
             f"{str(folder)!r} holds no run: {RUN_FILE} is missing; train one with rarebit train"
         ) from None
     except OSError as error:
         raise ModelFileError(f"cannot read {str(path)!r}: {error.strerror}") from None
-    except (ValueError, KeyError, TypeError) as error:
-        raise ModelFileError(f"{str(path)!r} is damaged: {error}") from None
+    except (ValueError, TypeError) as error:
+        raise _damaged(folder, error) from None
+
+
+def _damaged(folder: str | os.PathLike[str], error: Exception) -> ModelFileError:
+    if isinstance(error, ModelFileError):
+        return error
+    return ModelFileError(f"{str(Path(folder) / RUN_FILE)!r} is damaged: {error}")
 
 
 def with_checksum(settings: RunSettings) -> RunSettings:
@@ -152,10 +179,13 @@ def stored_settings(settings: RunSettings) -> dict[str, Any]:
 def _describe(settings: RunSettings, result: RunResult) -> dict[str, Any]:
     from rarebit import __version__
 
+    history = dataclasses.asdict(result.history)
+    reports = history.pop("reports")
     return {
         "settings": stored_settings(settings),
         "test": dataclasses.asdict(result.test),
-        "history": dataclasses.asdict(result.history),
+        "history": history,
+        "reports": reports,
         "num_parameters": result.num_parameters,
         "table_bytes": result.table_bytes,
         "versions": {

@@ -12,6 +12,7 @@ from rarebit.methods import method_from_mapping, method_to_mapping
 from rarebit.models import model_settings
 from rarebit.settings import check_types, from_mapping, require, suggest, to_mapping
 from rarebit.tables.table import Method
+from rarebit.tables.training_method import TrainingMethod
 from rarebit.training.settings import Training
 
 __all__ = ["PreparedLog", "RunSettings", "load_splits"]
@@ -60,6 +61,9 @@ class RunSettings:
 
     def __post_init__(self) -> None:
         model_settings(self.model, self.model_settings)
+        for method in self.methods:
+            if isinstance(method, TrainingMethod):
+                method.check_beside(self.methods)
 
     @classmethod
     def from_mapping(cls, values: Mapping[str, Any]) -> "RunSettings":

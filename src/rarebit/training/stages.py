@@ -4,9 +4,11 @@
     train_model     train it; with `Pruned`, first find which entries survive, then train those again
     finish_model    what is served: folded, and with the methods that come after training
 
-Pruning keeps what it needs to go on in a folder beside that of the checkpoints.
+Pruning keeps what it needs to go on in a folder beside that of the checkpoints. Methods that only take part in
+training (`TrainingMethod`) do so in the last stage, so the first is that of the same run without them.
 """
 
+import shutil
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -24,17 +26,24 @@ from rarebit.methods.pep import PEP
 from rarebit.methods.pruned import Pruned
 from rarebit.models import build_model
 from rarebit.models._base import RankingModel
+from rarebit.settings import require
 from rarebit.tables.apply import apply_, end_training_
 from rarebit.tables.find import find_sites, find_tables, table_parameters
 from rarebit.tables.magnitude import keep_largest
-from rarebit.tables.table import AnyTable, full_table
-from rarebit.tables.ticket import Ticket
-from rarebit.training.evaluate import evaluate
-from rarebit.training.fit import fit
+from rarebit.tables.table import AnyTable, full_table, method_name
+from rarebit.tables.ticket import DESCRIPTION, Ticket, load_ticket, save_ticket
+from rarebit.tables.training_method import TrainingMethod
+from rarebit.training.disk import file_lock
 from rarebit.training.progress import Progress
-from rarebit.training.prune import CHECKPOINTS, Trained, prune, retrain
+from rarebit.training.prune import CHECKPOINTS, Trained, masked_model, prune
 from rarebit.training.run_settings import RunSettings
 from rarebit.training.settings import Training
+from rarebit.training.taking_part import (
+    fit_with_methods,
+    measured,
+    taking_part,
+    training_data,
+)
 
 __all__ = [
     "PRUNING",
@@ -49,6 +58,8 @@ __all__ = [
 
 PRUNING = "pruning"
 """The folder of the first stage, beside that of the checkpoints."""
+LOCK, TICKET = "lock", "ticket"
+"""In the folder of a first stage that several runs have together."""
 OTHER_DRAW = 1_000_003
 """Added to the seed where tables are to start from other values than before."""
 
@@ -57,12 +68,15 @@ Say = Callable[[str], object]
 
 @dataclass(frozen=True)
 class SharedPruning:
-    """A first stage of pruning that meets the budgets of several runs."""
+    """A first stage of pruning that several runs have together."""
 
     folder: Path
     """Where it is kept."""
     budgets: tuple[int, ...]
     """How many entries the runs keep."""
+    as_ticket: bool = False
+    """Whether all that is kept of it is which entries survive, for runs that differ in their second stage
+    alone. Those may run side by side: one makes it, and the others wait."""
 
 
 def start_model(settings: RunSettings, schema: Schema, *, say: Say = print) -> RankingModel:
@@ -79,7 +93,7 @@ def start_model(settings: RunSettings, schema: Schema, *, say: Say = print) -> R
     torch.manual_seed(settings.training.seed)
     model = build_model(settings.model, schema, settings.model_settings)
     for method in settings.methods:
-        if not method.after_training:
+        if not (method.after_training or isinstance(method, TrainingMethod)):
             say(str(apply_(model, method, verbose=False)))
     torch.manual_seed(settings.training.seed)
     return model
@@ -134,20 +148,14 @@ def train_model(
     """
     pruned = pruning_of(settings)
     if pruned is not None:
+        _refuse_no_last_stage(settings, pruned)
         stages = _Stages(settings, pruned, train, valid, device, progress, say, shared)
         return stages.run(folder, resume=resume)
     model = start_model(settings, train.schema, say=say).to(device)
     count_rows_(model, train)
-    history = fit(
-        model,
-        train,
-        valid,
-        settings=settings.training,
-        folder=folder,
-        resume=resume,
-        progress=progress,
+    return fit_with_methods(
+        model, settings, train, valid, folder=folder, resume=resume, progress=progress
     )
-    return Trained(model, history)
 
 
 def finish_model(settings: RunSettings, model: nn.Module, *, say: Say = print) -> bool:
@@ -191,19 +199,41 @@ class _Stages:
         first = None if folder is None else folder.parent / PRUNING
         if self.shared is not None:
             first = self.shared.folder
-        stage = self._by_magnitude if self.pruned.by == "magnitude" else self._by_threshold
-        trained, ticket = stage(first, resume=resume or self.shared is not None)
+        if self.shared is not None and self.shared.as_ticket:
+            return self._trained_again(
+                self._shared_ticket(self.shared.folder), folder, resume=resume
+            )
+        trained, ticket = self._first_stage(first, resume=resume or self.shared is not None)
         if self.pruned.start == "trained":
             self._cut(trained.model, ticket)
-            return self._measured(trained)
+            return measured(trained, self.valid, epoch=len(trained.history.epochs))
+        return self._trained_again(ticket, folder, resume=resume)
+
+    def _trained_again(self, ticket: Ticket, folder: Path | None, *, resume: bool) -> Trained:
         self.say(f"training the {ticket.num_kept:,} entries that are left again")
         trained = self._retrain(ticket, folder, resume=resume)
         self._cut(trained.model, ticket)
         return trained
 
+    def _first_stage(self, folder: Path | None, *, resume: bool) -> tuple[Trained, Ticket]:
+        stage = self._by_magnitude if self.pruned.by == "magnitude" else self._by_threshold
+        return stage(folder, resume=resume)
+
+    def _shared_ticket(self, folder: Path) -> Ticket:
+        """Return which entries survive, as the first of several runs has found out."""
+        folder.mkdir(parents=True, exist_ok=True)
+        with file_lock(folder / LOCK, wait=True):
+            if (folder / TICKET / DESCRIPTION).exists():
+                return load_ticket(folder / TICKET)
+            _, ticket = self._first_stage(folder / PRUNING, resume=True)
+            save_ticket(ticket, folder / TICKET)
+            shutil.rmtree(folder / PRUNING, ignore_errors=True)
+        return ticket
+
     def _by_threshold(self, folder: Path | None, *, resume: bool) -> tuple[Trained, Ticket]:
         """Train while a threshold cuts entries, until the budget is met."""
         model, training = self._start(), self._first_training
+        self._refuse_taking_part(model)
         if not threshold_parameters(model):
             # by rows, weight decay leaves a row alone that is never seen
             training = replace(training, tables="rowwise")
@@ -219,22 +249,31 @@ class _Stages:
         [ticket] = [t for t in pruning.tickets if t.facts["budget"] == self.pruned.keep]
         return Trained(model, pruning.history), ticket
 
+    def _refuse_taking_part(self, model: nn.Module) -> None:
+        """Raise where a table is to be learned in a way that a rising threshold leaves no room for."""
+        settings = _without_pruning(self.settings)
+        data = training_data(settings, self.train, self.valid)
+        with taking_part(settings.methods, model, data) as part:
+            require(
+                not part.attached,
+                f"{', '.join(part.settings.values())} takes part in training, which pruning by a threshold has "
+                "no room for; use pruned with by='magnitude', or other settings",
+            )
+
     def _by_magnitude(self, folder: Path | None, *, resume: bool) -> tuple[Trained, Ticket]:
         """Train to the best epoch, and cut all but the largest entries."""
         model = self._start()
         start = {name: full_table(table).cpu().clone() for name, table in _wide(model).items()}
-        history = fit(
+        trained = fit_with_methods(
             model,
+            replace(_without_pruning(self.settings), training=self._first_training),
             self.train,
             self.valid,
-            settings=self._first_training,
             folder=None if folder is None else folder / CHECKPOINTS,
             resume=resume,
             progress=self.progress,
         )
-        return Trained(model, history), keep_largest(_wide(model), self.pruned.keep).with_start(
-            start
-        )
+        return trained, keep_largest(_wide(model), self.pruned.keep).with_start(start)
 
     def _retrain(self, ticket: Ticket, folder: Path | None, *, resume: bool) -> Trained:
         """Train what has survived, from where it started or from other values."""
@@ -249,17 +288,17 @@ class _Stages:
                 start_model(_without_thresholds(other), self.train.schema, say=_say_nothing)
             )
             ticket = ticket.with_start({name: full_table(drawn[name]) for name in ticket.kept})
-        model, history = retrain(
-            self._start_plain,
-            ticket,
+        # what changes tables was folded; what takes part in training does so now
+        methods = tuple(m for m in self.settings.methods if isinstance(m, TrainingMethod))
+        return fit_with_methods(
+            masked_model(self._start_plain, ticket),
+            replace(self.settings, methods=methods),
             self.train,
             self.valid,
-            settings=self.settings.training,
             folder=folder,
             resume=resume,
             progress=self.progress,
         )
-        return Trained(model, history)
 
     def _cut(self, model: nn.Module, ticket: Ticket) -> None:
         """Fold what was trained, and let its tables be what is left of them."""
@@ -291,18 +330,18 @@ class _Stages:
         end_training_(model)
         return model
 
-    def _measured(self, trained: Trained) -> Trained:
-        """Return a model as pruning left it, with what it is worth on validation rows."""
-        model, history = trained
-        valid = None if self.valid is None else evaluate(model, self.valid).overall
-        last = len(history.epochs)
-        records = [*history.epochs[:-1], replace(history.epochs[-1], valid=valid)]
-        best = last if valid is not None else None
-        return Trained(model, replace(history, epochs=records, best_epoch=best))
+
+def _refuse_no_last_stage(settings: RunSettings, pruned: Pruned) -> None:
+    late = [method_name(m) for m in settings.methods if isinstance(m, TrainingMethod)]
+    require(
+        not late or pruned.start != "trained",
+        f"{', '.join(late)} takes part when pruned tables are trained again, and start='trained' leaves that "
+        "out; use start='ticket'",
+    )
 
 
 def _without_pruning(settings: RunSettings) -> RunSettings:
-    methods = tuple(method for method in settings.methods if not isinstance(method, Pruned))
+    methods = tuple(m for m in settings.methods if not isinstance(m, Pruned | TrainingMethod))
     return replace(settings, methods=methods)
 
 

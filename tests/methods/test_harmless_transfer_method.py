@@ -1,0 +1,259 @@
+"""Harmless transfer as a method of runs: what it attaches, beside which methods, and its limit cases."""
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+
+import rarebit as rb
+from rarebit.errors import NoTableError, SettingsError
+from rarebit.methods import method_class, method_name, method_names, method_pairs, method_text
+from rarebit.methods._expression import parse_methods
+from rarebit.methods.harmless_transfer import Transfer
+from rarebit.tables.training_method import TrainingData
+from rarebit.training.run_settings import RunSettings, load_splits
+from rarebit.training.stages import start_model, train_model
+
+SETTINGS = RunSettings(
+    model="fm",
+    model_settings={"dim": 4},
+    data=rb.SyntheticLog(rows=1500),
+    training=rb.Training(epochs=2, batch_size=128, lr=0.02),
+)
+TRAIN, VALID, _ = load_splits(SETTINGS.data)
+LARGE = {"user", "item", "brand", "city", "tags"}
+"""Fields of the generated log with more than 100 values."""
+TRANSFER = "harmless-transfer"
+
+
+def silence(line):
+    del line
+
+
+def settings_with(*methods, **others):
+    return replace(SETTINGS, methods=methods, **others)
+
+
+def train(*methods, **others):
+    settings = settings_with(*methods, **others)
+    return train_model(settings, TRAIN, VALID, progress=False, say=silence)
+
+
+def assert_same_weights(one, other):
+    ours, theirs = one.state_dict(), other.state_dict()
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+
+
+def test_a_run_is_what_the_same_loop_by_hand_is():
+    found, history = train(Transfer(loss="mmd", alpha=3.0, samples=64))
+    model = start_model(SETTINGS, TRAIN.schema, say=silence)
+    selection = rb.select(TRAIN, TRAIN.counts(), rb.CoOccurrence())
+    transfer = rb.HarmlessTransfer(
+        model,
+        select=selection,
+        loss=rb.MMD(),
+        where=lambda t: t.rows > 100 and t.width > 1,
+        alpha=3.0,
+        samples=64,
+    )
+    with transfer:
+        rb.fit(
+            model,
+            TRAIN,
+            VALID,
+            settings=SETTINGS.training,
+            backward=transfer.backward,
+            progress=False,
+        )
+    assert_same_weights(found, model)
+    assert history.reports == {TRANSFER: transfer.ledger.read()}
+
+
+def test_a_sum_without_transfer_is_plain_training_to_the_last_bit():
+    plain, _ = train()
+    assert_same_weights(train(Transfer(rule="sum", scale=0.0))[0], plain)
+
+
+def test_the_barrier_alone_is_not_plain_training():
+    plain, found = train()[0].state_dict(), train(Transfer(scale=0.0))[0].state_dict()
+    assert any(not torch.equal(found[name], plain[name]) for name in plain)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"loss": "cos-reg"},
+        {"loss": "moments"},
+        {"loss": "sliced-wasserstein"},
+        {"loss": "relatives"},
+        {"select": "frequency"},
+        {"rule": "global"},
+        {"scale": 10.0},
+        {"alpha": 0.5},
+        {"lr": 0.5},
+        {"samples": 3},
+        {"both": True},
+        {"fields": "item"},
+    ],
+    ids=str,
+)
+def test_every_setting_changes_the_training(changes):
+    usual, found = train(Transfer())[0].state_dict(), train(Transfer(**changes))[0].state_dict()
+    assert any(not torch.equal(found[name], usual[name]) for name in usual)
+
+
+def attached(method, seed):
+    model = start_model(SETTINGS, TRAIN.schema, say=silence)
+    data = TrainingData(train=TRAIN, valid=None, batch_size=9, steps_per_epoch=1, seed=seed)
+    return model, method.attach(model, data)
+
+
+def test_the_seed_of_the_run_is_that_of_the_discriminators():
+    def first_weights(seed):
+        _, found = attached(Transfer(fields="item"), seed)
+        [state] = found.state_dict()["losses"].values()
+        found.close()
+        return state["weight"]
+
+    assert torch.equal(first_weights(3), first_weights(3))
+    assert not torch.equal(first_weights(3), first_weights(4))
+
+
+def test_the_seed_of_the_run_is_that_of_the_samples():
+    def gradient(seed):
+        model, found = attached(Transfer(loss="moments", fields="item", samples=2), seed)
+        found.backward(model(TRAIN[slice(200)]).square().mean())
+        found.close()
+        return torch.cat([parameter.grad.flatten() for parameter in model.parameters()])
+
+    assert torch.equal(gradient(3), gradient(3))
+    assert not torch.equal(gradient(3), gradient(4))
+
+
+def tables_in(history):
+    return set(history.reports[TRANSFER]["tables"])
+
+
+def test_large_fields_take_part_and_first_order_weights_do_not():
+    _, history = train(Transfer())
+    assert tables_in(history) == {f"backbone.tables.{name}" for name in LARGE}
+
+
+@pytest.mark.parametrize("fields", ["device", ("item", "device")])
+def test_fields_that_are_named_take_part_however_small(fields):
+    _, history = train(Transfer(fields=fields))
+    names = (fields,) if isinstance(fields, str) else fields
+    assert tables_in(history) == {f"backbone.tables.{name}" for name in names}
+
+
+def test_a_field_that_is_not_there_is_told_with_the_nearest():
+    with pytest.raises(SettingsError, match="there is no table for 'itm'; did you mean 'item'"):
+        train(Transfer(fields="itm"))
+
+
+def test_a_model_of_small_fields_has_no_rare_ones():
+    small = rb.Dataset.from_columns({"a": [0, 1, 2, 1], "b": [1, 0, 1, 0]}, label=[0, 1, 0, 1])
+    with pytest.raises(NoTableError, match=r"more than 100 values.*or name fields: a, b"):
+        train_model(settings_with(Transfer()), small, None, progress=False, say=silence)
+
+
+@pytest.mark.parametrize(
+    ("text", "fields"),
+    [
+        ("harmless-transfer:fields=zip", "zip"),
+        ('harmless-transfer:fields=["zip"]', "zip"),
+        ('harmless-transfer:fields=["zip","item"]', ("zip", "item")),
+        ("harmless-transfer", ()),
+    ],
+)
+def test_fields_can_be_typed(text, fields):
+    [expression] = parse_methods(text)
+    [method] = expression.methods([], 0.5)
+    assert method.fields == fields
+    [again] = parse_methods(method_text(method))
+    assert again.methods([], 0.5) == (method,)
+
+
+def test_a_settings_file_holds_it():
+    values = {"methods": [{"method": TRANSFER, "fields": ["zip", "item"], "scale": 1}]}
+    settings = RunSettings.from_mapping(values)
+    assert settings.methods == (Transfer(fields=("zip", "item"), scale=1.0),)
+    assert RunSettings.from_mapping(settings.to_mapping()) == settings
+
+
+def test_thresholds_that_are_learned_to_the_end_are_refused():
+    with pytest.raises(SettingsError, match=r"still being learned; .*pep\+pruned\+harmless"):
+        settings_with(rb.PEP(), Transfer())
+    settings_with(rb.PEP(), rb.Pruned(keep=10), Transfer())
+
+
+SMALL = {
+    "aligned-sets": rb.AlignedSets(num_sets=2),
+    "hashing": rb.Hashing(buckets=50),
+    "low-rank": rb.LowRank(rank=2, after_training=False),
+    "masked": rb.Masked(),
+    "mlet": rb.MLET(inner_dim=6),
+    "multi-embedding": rb.MultiEmbedding(num_sets=2),
+    "product-start": rb.ProductStart(inner_dim=6),
+    "pruned": rb.Pruned(keep=3000),
+    "quantize": rb.Quantize(bits=8),
+    "row-rate": rb.RowRate(),
+    "shared-sets": rb.SharedSets(num_sets=2),
+    "shrinkage": rb.Shrinkage(),
+}
+OF_SETS = {"aligned-sets", "multi-embedding", "shared-sets"}
+
+
+@pytest.mark.parametrize("name", SMALL)
+@pytest.mark.parametrize("is_first", [True, False], ids=["before", "after"])
+def test_an_allowed_pair_trains_whatever_the_order(name, is_first):
+    first, then = (TRANSFER, name) if is_first else (name, TRANSFER)
+    assert method_pairs()[first, then].allowed
+    methods = (Transfer(), SMALL[name]) if is_first else (SMALL[name], Transfer())
+    model = {"model": "dcn_v2", "model_settings": {"dim": 4, "hidden": (4,)}}
+    _, history = train(*methods, **(model if name in OF_SETS else {}))
+    ledger = history.reports[TRANSFER]
+    assert {table.rpartition(".")[2] for table in ledger["tables"]} == LARGE
+    assert all(table["rows"] > 0 for table in ledger["tables"].values())
+    assert math.isfinite(ledger["main_loss"])
+
+
+def test_all_pairs_are_tried():
+    tried = {*SMALL, "pep", TRANSFER}
+    neighbours = {"frequency-decay", "fresh-tables", "group-stopping", "id-dropout"}
+    names = {method_name(method_class(name)) for name in method_names()}
+    assert names - neighbours == tried
+
+
+@pytest.mark.parametrize("other", [TRANSFER])
+def test_a_refused_pair_is_told_why(other):
+    words = method_pairs()[other, TRANSFER].words
+    with pytest.raises(SettingsError, match=f"{other}\\+{TRANSFER} is refused: {words}"):
+        parse_methods(f"{other}+{TRANSFER}")
+
+
+def masked_but(*fields):
+    """Return a method that leaves the first seven rows of some fields, and nothing of the others."""
+    model = start_model(SETTINGS, TRAIN.schema, say=silence)
+    kept = {
+        info.name: torch.arange(info.rows).unsqueeze(1).expand(-1, info.width)
+        < 7 * (info.field in fields)
+        for info in rb.find_tables(model)
+        if info.width > 1
+    }
+    return rb.Masked(rb.Ticket(kept))
+
+
+def test_a_table_of_which_no_frequent_row_is_left_takes_no_part_and_is_told():
+    _, history = train(masked_but("item"), Transfer())
+    assert tables_in(history) == {"backbone.tables.item"}
+    left_out = history.reports[TRANSFER]["left_out"]
+    assert set(left_out) == {f"backbone.tables.{name}" for name in LARGE - {"item"}}
+
+
+def test_where_nothing_is_left_to_learn_from_the_run_is_a_plain_one():
+    model, history = train(masked_but(), Transfer())
+    assert_same_weights(model, train(masked_but())[0])
+    report = history.reports[TRANSFER]
+    assert (report["steps"], report["tables"], len(report["left_out"])) == (0, {}, len(LARGE))

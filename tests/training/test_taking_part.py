@@ -1,0 +1,391 @@
+"""Methods that take part in training: when they are called, what is written down, what is shared."""
+
+import os
+import subprocess
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import rarebit as rb
+from rarebit.errors import CheckpointError, SettingsError
+from rarebit.methods.harmless_transfer import Transfer
+from rarebit.tables.ticket import load_ticket, save_ticket
+from rarebit.tables.training_method import Attached, TrainingMethod
+from rarebit.training.checkpoint_file import CheckpointFolder
+from rarebit.training.fit import _with_state
+from rarebit.training.progress import Silence
+from rarebit.training.prune_run import PruneSettings, prune_run
+from rarebit.training.run_settings import RunSettings, load_splits
+from rarebit.training.stages import SharedPruning, train_model
+from rarebit.training.taking_part import training_data
+
+SETTINGS = RunSettings(
+    model="fm",
+    model_settings={"dim": 4},
+    data=rb.SyntheticLog(rows=1500),
+    training=rb.Training(epochs=2, batch_size=64, lr=0.02),
+)
+TRAIN, VALID, _ = load_splits(SETTINGS.data)
+STEPS = 2 * 19
+PRUNED = rb.Pruned(keep=3000)
+SRC = Path(rb.__file__).parents[1]
+
+
+def silence(line):
+    del line
+
+
+def train(*methods, data=(TRAIN, VALID), **options):
+    settings = replace(SETTINGS, methods=methods)
+    return train_model(settings, *data, **({"progress": False, "say": silence} | options))
+
+
+def assert_same_weights(one, other):
+    ours, theirs = one.state_dict(), other.state_dict()
+    assert list(ours) == list(theirs)
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+
+
+LOG: list[str] = []
+"""What was asked of those who took part."""
+
+
+@pytest.fixture(autouse=True)
+def _empty_log():
+    LOG.clear()
+
+
+class Noted(Attached):
+    """Notes what is asked of it."""
+
+    def __init__(self, toy, model):
+        self.toy, self.model, self.steps = toy, model, 0
+        if toy.has_backward:
+            self.backward = torch.Tensor.backward
+
+    def after_step(self, num_steps):
+        self.steps += 1
+        if self.toy.fault == "step":
+            raise ValueError("a fault of its own")
+        if num_steps == STEPS:
+            LOG.append(f"{self.toy.name} saw the last of {self.steps} steps")
+
+    def report(self):
+        return {"steps": self.steps}
+
+    def state_dict(self):
+        return {"steps": self.steps}
+
+    def load_state_dict(self, state: Mapping):
+        self.steps = state["steps"]
+
+    def close(self):
+        LOG.append(f"{self.toy.name} is closed")
+
+
+class Zeroing(Noted):
+    """Has a last word: the weights of the model become zero."""
+
+    @torch.no_grad()
+    def finish(self):
+        LOG.append(f"{self.toy.name} finishes")
+        for parameter in self.model.parameters():
+            parameter.zero_()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Toy(TrainingMethod):
+    """Takes part and notes it."""
+
+    name: str = "one"
+    has_backward: bool = False
+    fault: str = ""
+
+    def attach(self, model, data):
+        del data
+        if self.fault == "attach":
+            raise ValueError("a fault of its own")
+        return Zeroing(self, model) if self.name == "zero" else Noted(self, model)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Other(Toy):
+    """Another method."""
+
+    name: str = "two"
+
+
+def test_all_of_them_see_every_step_and_are_closed_in_the_end():
+    plain, _ = train()
+    model, history = train(Toy(), Other())
+    assert [
+        f"one saw the last of {STEPS} steps",
+        f"two saw the last of {STEPS} steps",
+        "two is closed",
+        "one is closed",
+    ] == LOG
+    assert history.reports == {"Toy": {"steps": STEPS}, "Other": {"steps": STEPS}}
+    assert_same_weights(model, plain)
+
+
+def test_one_way_to_turn_the_loss_into_gradients_is_enough():
+    with pytest.raises(SettingsError, match="Toy and Other both turn the loss into gradients"):
+        train(Toy(has_backward=True), Other(has_backward=True))
+    assert LOG == ["two is closed", "one is closed"]
+    plain, _ = train()
+    assert_same_weights(train(Toy(has_backward=True), Other())[0], plain)
+
+
+@pytest.mark.parametrize(
+    ("fault", "closed"),
+    [("attach", ["one is closed"]), ("step", ["two is closed", "one is closed"])],
+)
+def test_they_are_closed_after_an_error(fault, closed):
+    with pytest.raises(ValueError, match="a fault of its own"):
+        train(Toy(), Other(fault=fault))
+    assert closed == LOG
+
+
+def test_the_last_word_comes_after_the_best_weights_and_is_measured():
+    model, history = train(Toy(name="zero"))
+    assert LOG[-2:] == ["zero finishes", "zero is closed"]
+    assert not any(bool(parameter.any()) for parameter in model.parameters())
+    kept = history.epochs[history.best_epoch - 1].valid
+    assert kept == rb.evaluate(model, VALID).overall
+    assert kept.auc == 0.5
+
+
+def test_without_validation_rows_the_last_word_is_not_measured():
+    _, history = train(Toy(name="zero"), data=(TRAIN, None))
+    assert history.best_epoch is None
+    assert [record.valid for record in history.epochs] == [None, None]
+
+
+def test_another_method_does_not_go_on_with_the_state_of_this_one(tmp_path):
+    train(Toy(), folder=tmp_path / "run")
+    with pytest.raises(CheckpointError, match="with Toy, and now there is Toy:name=three; use the"):
+        train(Toy(name="three"), folder=tmp_path / "run", resume=True)
+
+
+def test_a_run_with_and_one_without_are_not_taken_for_each_other(tmp_path):
+    train(Toy(), folder=tmp_path / "with")
+    with pytest.raises(CheckpointError, match=r"state of 1 things .* and now there are 0"):
+        train(folder=tmp_path / "with", resume=True)
+    train(folder=tmp_path / "without")
+    with pytest.raises(CheckpointError, match=r"state of 0 things .* and now there are 1"):
+        train(Toy(), folder=tmp_path / "without", resume=True)
+
+
+def test_a_checkpoint_from_before_there_were_others_still_loads(tmp_path):
+    whole, _ = train(folder=tmp_path / "run")
+    folder = CheckpointFolder(tmp_path / "run")
+    state = folder.newest("at-").state
+    assert state.pop("others") == []
+    folder.write("at-999999-0000000000", state)
+    assert_same_weights(train(folder=tmp_path / "run", resume=True)[0], whole)
+
+
+class Keeps:
+    """Something with a state, not a module."""
+
+    def state_dict(self):
+        return {}
+
+    def load_state_dict(self, state):
+        del state
+
+    def call(self, *_):
+        return None
+
+
+class Module(nn.Module, Keeps):
+    """The same as a module: part of the model, or the user's affair."""
+
+
+def test_what_is_written_down_is_the_owner_of_a_bound_method_once():
+    one, two = Keeps(), Keeps()
+    assert _with_state(one.call, two.call) == [one, two]
+    assert _with_state(one.call, one.call) == [one]
+    assert _with_state(Module().call, [].append) == []
+    assert _with_state(None, print) == []
+
+
+KILLED = """
+import os, signal, sys
+from dataclasses import replace
+from pathlib import Path
+sys.path.insert(0, sys.argv[2])
+from training.test_taking_part import SETTINGS, TRAIN, VALID, Silence, Transfer, train_model
+
+class Kill(Silence):
+    calls = 0
+    def advance(self, rows):
+        self.calls += 1
+        if self.calls == 5:  # at the start and the end of an epoch, and in between: in the second
+            os.kill(os.getpid(), signal.SIGKILL)
+
+training = replace(SETTINGS.training, checkpoint_minutes=1e-9)
+settings = replace(SETTINGS, training=training, methods=(Transfer(),))
+train_model(settings, TRAIN, VALID, folder=Path(sys.argv[1]), progress=Kill(), say=len)
+"""
+
+
+def test_a_killed_process_with_a_discriminator_goes_on_to_the_same_bits(tmp_path):
+    folder = tmp_path / "run"
+    tests = Path(__file__).parents[1]
+    done = subprocess.run(
+        [sys.executable, "-c", KILLED, str(folder), str(tests)],
+        env=os.environ | {"PYTHONPATH": str(SRC), "OMP_NUM_THREADS": "1"},
+        check=False,
+    )
+    assert done.returncode == -9
+    assert max(path.name for path in folder.glob("at-*")) > "at-000002-0000000005"
+    again, history = train(Transfer(), folder=folder, resume=True)
+    whole, its_history = train(Transfer())
+    assert_same_weights(again, whole)
+    assert history.reports == its_history.reports
+
+
+def test_the_state_in_a_checkpoint_is_what_makes_the_bits_the_same(tmp_path):
+    class Stop(Silence):
+        def advance(self, rows):
+            if rows == 640:
+                raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        train(Transfer(lr=1.0), folder=tmp_path / "run", progress=Stop(), say=silence)
+    # the same with discriminators that start anew ends elsewhere: the state is needed
+    whole, _ = train(Transfer(lr=1.0))
+    folder = CheckpointFolder(tmp_path / "run")
+    state = folder.newest("at-").state
+    [losses] = state["others"][0]["harmless-transfer"]["state"]["losses"].values()
+    losses["weight"] = torch.ones_like(losses["weight"])
+    folder.write("at-999999-0000000000", state)
+    other, _ = train(Transfer(lr=1.0), folder=tmp_path / "run", resume=True)
+    same = [torch.equal(other.state_dict()[n], w) for n, w in whole.state_dict().items()]
+    assert not all(same)
+
+
+def report(trained):
+    return trained.history.reports["harmless-transfer"]
+
+
+@pytest.mark.parametrize("by", ["threshold", "magnitude"])
+def test_pruning_is_without_transfer_and_the_second_stage_with_it(tmp_path, by):
+    pruned = rb.Pruned(keep=3000, by=by)
+    plain = train(pruned, folder=tmp_path / "plain" / "checkpoints")
+    found = train(pruned, Transfer(), folder=tmp_path / "with" / "checkpoints")
+    assert report(found)["steps"] == STEPS
+    kept = [
+        {name: rows != 0 for name, rows in _rows(trained.model).items()}
+        for trained in (plain, found)
+    ]
+    assert all(torch.equal(kept[0][name], kept[1][name]) for name in kept[0])
+    differ = [not torch.equal(a, _rows(found.model)[n]) for n, a in _rows(plain.model).items()]
+    assert any(differ)
+
+
+def _rows(model):
+    return {
+        field.name: table.weight.detach()
+        for field, table in zip(
+            model.backbone.tables.fields, model.backbone.tables.tables(), strict=True
+        )
+    }
+
+
+def test_tables_that_are_not_trained_again_have_no_place_for_a_transfer():
+    with pytest.raises(SettingsError, match="start='trained' leaves that out; use start='ticket'"):
+        train(rb.Pruned(keep=3000, start="trained"), Transfer())
+
+
+@pytest.mark.parametrize("by", ["threshold", "magnitude"])
+def test_a_first_stage_that_is_shared_gives_the_same_bits(tmp_path, by):
+    pruned = rb.Pruned(keep=3000, by=by)
+    alone, _ = train(pruned, Transfer())
+    shared = SharedPruning(tmp_path / "stage", (3000,), as_ticket=True)
+    train(pruned, shared=shared, folder=tmp_path / "a" / "checkpoints")
+    left = sorted(path.name for path in (tmp_path / "stage").iterdir())
+    assert left == ["lock", "ticket"]
+    found, _ = train(pruned, Transfer(), shared=shared, folder=tmp_path / "b" / "checkpoints")
+    assert_same_weights(found, alone)
+
+
+def test_a_first_stage_that_is_there_is_not_made_again(tmp_path):
+    shared = SharedPruning(tmp_path / "stage", (3000,), as_ticket=True)
+    train(PRUNED, shared=shared, folder=tmp_path / "a" / "checkpoints")
+    ticket = load_ticket(tmp_path / "stage" / "ticket")
+    kept = {name: torch.zeros_like(mask) for name, mask in ticket.kept.items()}
+    kept["backbone.tables.item"][:7] = True
+    save_ticket(rb.Ticket(kept, start=ticket.start), tmp_path / "stage" / "ticket")
+    model, _ = train(PRUNED, shared=shared, folder=tmp_path / "b" / "checkpoints")
+    assert {name: int((rows != 0).any(1).sum()) for name, rows in _rows(model).items()} == {
+        name: 7 * (name == "item") for name in _rows(model)
+    }
+
+
+def test_a_rising_threshold_leaves_no_room_for_tables_that_take_part():
+    class Shrinking(rb.Shrinkage):
+        """The same with a part of its own in training."""
+
+        def attach(self, model, data):
+            del data
+            return Noted(Toy(), model)
+
+    with pytest.raises(SettingsError, match="no room for; use pruned with by='magnitude'"):
+        train(Shrinking(), PRUNED)
+
+
+def test_several_budgets_are_pruned_once_and_each_is_trained_again_with_transfer(tmp_path):
+    settings = replace(SETTINGS, methods=(Transfer(),))
+    found = prune_run(
+        settings,
+        PruneSettings(budgets=(3000, 500)),
+        folder=tmp_path,
+        progress=False,
+        say=silence,
+    )
+    runs = [found.unpruned, *found.pruned.values()]
+    assert [run.history.reports["harmless-transfer"]["steps"] for run in runs] == [STEPS] * 3
+    left = [
+        sum(int((rows != 0).sum()) for rows in _rows(run.model).values())
+        for run in found.pruned.values()
+    ]
+    assert left == [3000, 500]
+
+
+def test_methods_know_the_training_and_the_folder_of_a_prepared_log():
+    known = rb.PreparedLog(folder="logs/clicks", checksum="abc")
+    data = training_data(replace(SETTINGS, data=known), TRAIN, VALID)
+    assert (data.train, data.valid, data.batch_size) == (TRAIN, VALID, 64)
+    assert (data.steps_per_epoch, data.seed) == (STEPS // 2, 0)
+    assert (data.folder, data.checksum) == (Path("logs/clicks"), "abc")
+    for log in (SETTINGS.data, rb.PreparedLog(folder="logs/clicks")):
+        data = training_data(replace(SETTINGS, data=log), TRAIN, VALID)
+        assert (data.folder, data.checksum) == (None, "")
+
+
+def test_a_selection_is_kept_with_a_prepared_log_for_the_next_run(tmp_path):
+    log = rb.PreparedLog(folder=str(tmp_path), checksum="abc")
+    settings = replace(SETTINGS, data=log, methods=(Transfer(),))
+
+    def run():
+        return train_model(settings, TRAIN, VALID, progress=False, say=silence)
+
+    first = run()
+    [kept] = (tmp_path / "selections").iterdir()
+    found = rb.load_selection(kept, data_checksum="abc")
+    assert_same_weights(run().model, first.model)
+    # nobody is to learn any more: the next run reads that
+    fields = {
+        name: replace(part, target=torch.zeros_like(part.target))
+        for name, part in found.fields.items()
+    }
+    rb.save_selection(replace(found, fields=fields), kept)
+    tables = report(run())["tables"].values()
+    assert [table["rows"] for table in tables] == [0] * 5
