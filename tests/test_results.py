@@ -372,3 +372,19 @@ def test_the_page_of_pruning_has_the_figures_of_packed_tables_and_of_a_step():
     assert f"takes {packed['ratio_90']:.2f} times as long as `F.embedding` at 90 %" in page
     assert max(packed[f"ratio_{name}"] for name in ("97", "99", "99_9")) < packed["ratio_90"]
     assert f"{pep['ratio']:.2f} and {pep['ratio_learned']:.2f} times (`rarebit bench pep`)" in page
+
+
+def test_the_page_of_transfer_has_the_perplexities_of_wikitext():
+    page = (ROOT / "docs/transfer.md").read_text("utf-8")
+    found = {arm: runs["0"] for arm, runs in stored("wikitext")["results"].items() if runs}
+    assert len(found) == 5
+    for arm, run in found.items():
+        valid, test = run["valid"], run["test"]
+        figures = (
+            f"{valid['all']:.1f} | {test['all']:.1f} | {test['head']:.1f} | {test['tail']:,.0f}"
+        )
+        told = "| |"
+        if run["ledger"] is not None:
+            table = run["ledger"]["tables"]["embedding"]
+            told = f"{table['opposed']:.0%} | {table['realised_over_promised']:.0%} |"
+        assert f"| `{arm}` | {figures} | {told.replace('%', ' %')}" in page
