@@ -13,8 +13,12 @@ from rarebit.diagnosis.report import Diagnosis
 from rarebit.methods._budget import set_threshold_, take_ticket
 from rarebit.methods._shrinkage_model import estimate_c_, set_counts_
 from rarebit.methods.aligned_sets import AlignedSets
+from rarebit.methods.frequency_decay import FrequencyDecay
+from rarebit.methods.fresh_tables import FreshTables
+from rarebit.methods.group_stopping import GroupStopping
 from rarebit.methods.harmless_transfer import Transfer
 from rarebit.methods.hashing import Hashing
+from rarebit.methods.id_dropout import IdDropout
 from rarebit.methods.low_rank import LowRank
 from rarebit.methods.masked import Masked
 from rarebit.methods.mlet import MLET
@@ -78,10 +82,14 @@ __all__ = [
     "Diagnosis",
     "Evaluation",
     "Field",
+    "FrequencyDecay",
     "FrequencySplit",
+    "FreshTables",
+    "GroupStopping",
     "HarmlessTransfer",
     "Hashing",
     "History",
+    "IdDropout",
     "LearnedPruner",
     "LogSchema",
     "LowRank",

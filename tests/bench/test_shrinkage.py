@@ -6,6 +6,7 @@ import torch
 import rarebit as rb
 from rarebit.bench import shrinkage
 from rarebit.bench._frame import measure
+from rarebit.methods.shrinkage import AUTO
 
 
 @pytest.fixture
@@ -22,7 +23,7 @@ def test_all_sides_train_the_same_model_on_the_same_batches(data, monkeypatch):
     assert torch.equal(first[0], first[1])
     assert torch.equal(first[0], first[2])
     methods = [{info.methods for info in rb.find_tables(side.step.model)} for side in sides]
-    assert methods == [{()}, {(str(rb.Shrinkage()),)}, {(str(rb.RowRate()),)}]
+    assert methods == [{()}, {(str(rb.Shrinkage(c=AUTO)),)}, {(str(rb.RowRate()),)}]
 
 
 def test_the_figures_are_named(data, monkeypatch):

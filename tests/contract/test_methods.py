@@ -1,7 +1,8 @@
 """The contract that every file in `rarebit.methods` keeps. A new method needs one line in METHODS.
 
 What is promised of tables holds for methods that change tables one by one. Those that give a model several
-embedding sets change it as a whole; they are held to the promises on models.
+embedding sets change it as a whole; they are held to the promises on models. Those that take part in training
+leave tables as they are; what they promise of a training is in `test_training_methods.py`.
 """
 
 import json
@@ -19,6 +20,7 @@ from rarebit.errors import SettingsError
 from rarebit.methods import method_class, method_from_mapping, method_names, method_to_mapping
 from rarebit.models.dcn_v2 import DCNv2
 from rarebit.tables.sets import SetsMethod
+from rarebit.tables.training_method import TrainingMethod
 
 EXPECTED = 2
 """Methods there are at least: a search that finds none must not pass."""
@@ -46,6 +48,59 @@ METHODS = {
             ({"weight": float("inf")}, "weight must be 0 or more and finite, got weight=inf"),
         ),
     ),
+    "frequency_decay": Line(
+        settings={"strength": 0.5, "c": 3.0},
+        stored=lambda rows, width: rows * width,
+        bad=(
+            ({"strength": -1.0}, "strength must be 0 or more and finite, got strength=-1.0"),
+            ({"c": float("inf")}, "c must be 0 or more and finite, got c=inf"),
+        ),
+    ),
+    "fresh_tables": Line(
+        settings={"keep": 0.25},
+        stored=lambda rows, width: rows * width,
+        bad=(
+            ({"keep": -0.1}, "keep must be from 0 to 1, got keep=-0.1"),
+            ({"keep": 1.5}, "keep must be from 0 to 1, got keep=1.5"),
+        ),
+    ),
+    "group_stopping": Line(
+        settings={"groups": 3},
+        stored=lambda rows, width: rows * width,
+        bad=(
+            ({"groups": 0}, "groups must be at least 1, got groups=0"),
+            ({"groups": 2.5}, "groups must be int, got 2.5"),
+        ),
+    ),
+    "harmless_transfer": Line(
+        settings={
+            "loss": "adversarial",
+            "select": "frequency",
+            "rule": "global",
+            "scale": 0.5,
+            "alpha": 3.0,
+            "lr": 0.1,
+            "samples": 20,
+            "both": True,
+            "fields": ["item", "user"],
+        },
+        stored=lambda rows, width: rows * width,
+        bad=(
+            ({"loss": "gan"}, "loss must be one of 'adversarial', 'cos-reg'.* got 'gan'"),
+            ({"select": "all"}, "select must be one of 'co-occurrence', 'frequency', got 'all'"),
+            ({"rule": "mean"}, "rule must be one of 'lexico', 'global', 'sum', got 'mean'"),
+            ({"scale": -1.0}, "scale must be 0 or more and finite, got scale=-1.0"),
+            ({"alpha": 0.0}, "alpha must be above 0 and finite, got alpha=0.0"),
+            ({"lr": 0.0}, "lr must be above 0 and finite, got lr=0.0"),
+            ({"samples": 0}, "samples must be at least 1, got samples=0"),
+            ({"fields": [1]}, "fields must be str or tuple, got"),
+            ({"loss": "mmd", "lr": 0.1}, "lr is that of the discriminator, and loss='mmd' has"),
+            (
+                {"loss": "relatives", "select": "frequency"},
+                "loss='relatives' needs to know the relatives, which select='co-occurrence' finds",
+            ),
+        ),
+    ),
     "hashing": Line(
         settings={"buckets": 5},
         stored=lambda rows, width: 5 * width,
@@ -55,6 +110,11 @@ METHODS = {
             ({"buckets": 2.5}, "buckets must be int, got 2.5"),
             ({"buckets": "5"}, "buckets must be int, got '5'"),
         ),
+    ),
+    "id_dropout": Line(
+        settings={"c": 2.0},
+        stored=lambda rows, width: rows * width,
+        bad=(({"c": -1.0}, "c must be 0 or more and finite, got c=-1.0"),),
     ),
     "low_rank": Line(
         settings={"rank": 2, "after_training": False},
@@ -148,7 +208,7 @@ METHODS = {
         bad=(({"num_sets": -1}, "num_sets must be at least 1, got num_sets=-1"),),
     ),
     "shrinkage": Line(
-        settings={"counts": 7, "c": 3.0, "prior": "mean"},
+        settings={"counts": 7, "c": 3.0, "prior": "mean", "parent": None, "parent_rows": None},
         stored=lambda rows, width: (rows + 1) * width,
         bad=(
             ({"counts": -1}, "counts must be 0 or more, got counts=-1"),
@@ -157,7 +217,8 @@ METHODS = {
             ({"c": float("inf")}, "c must be 0 or more and finite, got c=inf"),
             ({"c": {"user": "learned"}}, "c must be a number for each table, got 'learned'"),
             ({"c": "best"}, "c must be .*, got 'best'"),
-            ({"prior": "median"}, "prior must be one of 'mean', 'zero', got 'median'"),
+            ({"prior": "median"}, "prior must be one of 'mean', 'zero', 'hashed'.* got 'median'"),
+            ({"prior": "parent"}, "prior='parent' goes with the name of the parent field, got"),
         ),
     ),
 }
@@ -177,9 +238,13 @@ def method_of(name: str) -> rb.Method:
 
 
 SETS_METHODS = [name for name in method_names() if issubclass(method_class(name), SetsMethod)]
-TABLE_METHODS = [name for name in method_names() if name not in SETS_METHODS]
+TRAINING_METHODS = [
+    name for name in method_names() if issubclass(method_class(name), TrainingMethod)
+]
+TABLE_METHODS = [name for name in method_names() if name not in (*SETS_METHODS, *TRAINING_METHODS)]
 every_method = pytest.mark.parametrize("name", method_names())
 every_table_method = pytest.mark.parametrize("name", TABLE_METHODS)
+every_applied_method = pytest.mark.parametrize("name", [*SETS_METHODS, *TABLE_METHODS])
 every_sets_method = pytest.mark.parametrize("name", SETS_METHODS)
 
 
@@ -291,7 +356,7 @@ def test_a_method_is_public_and_its_file_says_what_it_computes(name):
     assert "=" in (__import__(cls.__module__, fromlist=["_"]).__doc__ or "")
 
 
-@every_method
+@every_applied_method
 def test_a_saved_model_comes_back_with_its_tables(name, tmp_path):
     method = method_of(name)
     model, batch = checks.zoo_model(method), checks.zoo_batch()

@@ -13,7 +13,6 @@ from torch.testing import assert_close
 
 import rarebit as rb
 from rarebit.errors import DataError, SettingsError
-from rarebit.methods._shrinkage_parts import FieldMean, Prior
 from rarebit.methods.shrinkage import Shrinkage, ShrunkStack, ShrunkTable
 from rarebit.tables.table import full_table
 
@@ -156,7 +155,7 @@ def test_counts_are_exact_in_half_precision():
     assert bool(full_table(seen_often).isfinite().all())
 
 
-@pytest.mark.parametrize("c", [C, "learned", "auto", 5.0])
+@pytest.mark.parametrize("c", [C, "learned", "estimated", "held-out", "first-pass", "auto", 5.0])
 @pytest.mark.parametrize("prior", ["mean", "zero"])
 def test_one_lookup_of_all_fields_equals_the_loop_over_tables(c, prior):
     model = deepfm(Shrinkage(counts=counts_by_field(), c=c, prior=prior)).double()
@@ -222,11 +221,6 @@ def test_choosing_some_fields_leaves_the_others_plain():
     rb.apply_(model, shrinkage, where=lambda t: t.field == "item", verbose=False)
     kinds = [isinstance(table, ShrunkTable) for table in model.backbone.tables.tables()]
     assert kinds == [False, False, True]
-
-
-def test_a_prior_is_anything_with_rows():
-    assert isinstance(FieldMean(nn.Parameter(torch.zeros(3))), Prior)
-    assert not isinstance(nn.Linear(3, 3), Prior)
 
 
 def test_settings_with_a_strength_for_each_table_are_equal_and_hashable():

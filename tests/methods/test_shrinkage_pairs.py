@@ -49,7 +49,7 @@ def test_after_training_the_tables_are_plain():
 
 
 def test_a_saved_model_has_its_counts_its_strengths_and_its_means(tmp_path):
-    for c in (C, "learned", "auto"):
+    for c in (C, "learned", "estimated", "held-out"):
         model, batch = deepfm(Shrinkage(counts=counts_by_field(), c=c)), batch_of()
         copied = rb.load_model(rb.save_model(model, tmp_path))
         assert torch.equal(copied(batch), model(batch))

@@ -37,7 +37,7 @@ def noisy_rows(counts: Tensor, tau: float, sigma: float, width: int, mean: float
 
 def auto(weight: Tensor, counts: Tensor, **settings: object) -> nn.Sequential:
     model = nn.Sequential(nn.Embedding.from_pretrained(weight, freeze=False))
-    rb.apply_(model, Shrinkage(counts=counts, **{"c": "auto", **settings}), verbose=False)
+    rb.apply_(model, Shrinkage(counts=counts, **{"c": "estimated", **settings}), verbose=False)
     return model
 
 
@@ -123,7 +123,9 @@ def test_rows_never_seen_and_padding_say_nothing():
         model[0].weight.copy_(spread.sqrt().unsqueeze(1))
         model[0].weight[3] = 0.0
     rb.apply_(
-        model, Shrinkage(counts=counts + torch.tensor([0, 0, 0, 50, 0]), c="auto"), verbose=False
+        model,
+        Shrinkage(counts=counts + torch.tensor([0, 0, 0, 50, 0]), c="estimated"),
+        verbose=False,
     )
     assert estimate_c_(model)["0"] == pytest.approx(6.0, rel=1e-5)
 
@@ -143,7 +145,7 @@ def test_where_rows_tell_nothing_the_strength_stays(weight, counts):
 
 def test_each_field_gets_a_strength_of_its_own_and_lookups_use_it():
     model = DeepFM(SCHEMA, dim=4, hidden=(8,))
-    rb.apply_(model, Shrinkage(counts=7, c="auto"), verbose=False)
+    rb.apply_(model, Shrinkage(counts=7, c="estimated"), verbose=False)
     weights = [table.inner.weight for table in model.backbone.tables.tables()]
     set_counts_(model, {f.name: 4 ** torch.arange(f.rows).clamp(max=9) for f in SCHEMA.fields})
     with torch.no_grad():
@@ -168,17 +170,19 @@ def test_only_strengths_that_are_to_be_estimated_are():
     counts = torch.tensor([1, 2, 4, 8])
     rb.apply_(model, Shrinkage(counts=counts, c=5.0), where=lambda t: t.name == "a", verbose=False)
     rb.apply_(
-        model, Shrinkage(counts=counts, c="auto"), where=lambda t: t.name == "b", verbose=False
+        model, Shrinkage(counts=counts, c="estimated"), where=lambda t: t.name == "b", verbose=False
     )
     assert list(estimate_c_(model)) == ["b"]
     assert model["a"].evidence.c.item() == 5.0
-    with pytest.raises(NoTableError, match=r'no table .* c to estimate; use Shrinkage\(c="auto"\)'):
+    with pytest.raises(
+        NoTableError, match=r'no table .* c to estimate; use Shrinkage\(c="estimated"\)'
+    ):
         estimate_c_(nn.Sequential(nn.Embedding(4, 3)))
 
 
 def test_nothing_is_estimated_without_counts():
     model = nn.Sequential(nn.Embedding(4, 3))
-    rb.apply_(model, Shrinkage(c="auto"), verbose=False)
+    rb.apply_(model, Shrinkage(c="estimated"), verbose=False)
     with pytest.raises(DataError, match=r"'0' does not know how often .* use set_counts_ first"):
         estimate_c_(model)
 
@@ -209,7 +213,7 @@ def test_counts_that_are_set_are_those_that_were_given_at_once(before, after):
 def test_counts_of_sets_are_set_and_estimated_set_by_set():
     model = DCNv2(SCHEMA, dim=4, hidden=(8,))
     rb.apply_(model, rb.MultiEmbedding(num_sets=2), verbose=False)
-    rb.apply_(model, Shrinkage(c="auto"), verbose=False)
+    rb.apply_(model, Shrinkage(c="estimated"), verbose=False)
     counts = {field.name: torch.randint(1, 50, (field.rows,)) for field in SCHEMA.fields}
     set_counts_(model, counts)
     for field, table in zip(SCHEMA.fields, model.backbone.tables.tables(), strict=True):
@@ -220,7 +224,7 @@ def test_counts_of_sets_are_set_and_estimated_set_by_set():
 
 def test_counts_that_do_not_fit_change_nothing():
     model = nn.ModuleDict({"a": nn.Embedding(4, 3), "b": nn.Embedding(5, 3)})
-    rb.apply_(model, Shrinkage(counts=2, c="auto"), verbose=False)
+    rb.apply_(model, Shrinkage(counts=2, c="estimated"), verbose=False)
     with pytest.raises(DataError, match="there are no counts of 'b', only of a"):
         set_counts_(model, {"a": torch.arange(4)})
     assert model["a"].evidence.counts.tolist() == [2, 2, 2, 2]
@@ -230,9 +234,9 @@ def test_counts_that_do_not_fit_change_nothing():
 
 def test_a_loaded_model_that_never_had_counts_still_says_so():
     model = nn.Sequential(nn.Embedding(4, 3))
-    rb.apply_(model, Shrinkage(c="auto"), verbose=False)
+    rb.apply_(model, Shrinkage(c="estimated"), verbose=False)
     other = nn.Sequential(nn.Embedding(4, 3))
-    rb.apply_(other, Shrinkage(counts=3, c="auto"), verbose=False)
+    rb.apply_(other, Shrinkage(counts=3, c="estimated"), verbose=False)
     other.load_state_dict(model.state_dict())
     with pytest.raises(DataError, match="does not know how often"):
         other(torch.tensor([1]))

@@ -68,7 +68,7 @@ def set_counts_(model: nn.Module, counts: Counts) -> None:
 
 @torch.no_grad()
 def estimate_c_(model: nn.Module) -> dict[str, float]:
-    """Estimate c of all tables with `Shrinkage(c="auto")`, in place, and return it by table.
+    """Estimate c of all tables with `Shrinkage(c="estimated")`, in place, and return it by table.
 
     Call it between epochs. A table whose rows tell nothing keeps the c it has: where all were seen about
     equally often, or all are at the prior. It looks at each row once.
@@ -77,13 +77,13 @@ def estimate_c_(model: nn.Module) -> dict[str, float]:
     >>> model = nn.ModuleDict({"user": nn.Embedding(4, 8)})
     >>> model["user"].weight.data = torch.tensor([[2.0], [-2.0], [1.0], [-1.0]]).expand(4, 8).clone()
     >>> counts = torch.tensor([1, 1, 4, 4])  # squares of 4 and 1: tau² = 0, all of it is noise
-    >>> changes = apply_(model, Shrinkage(counts=counts, c="auto"), verbose=False)
+    >>> changes = apply_(model, Shrinkage(counts=counts, c="estimated"), verbose=False)
     >>> estimate_c_(model)
     {'user': 1000000.0}
     """
     found = {}
     for site in find_sites(model):
-        tables = [table for table in counted_in(site.table) if _is_auto(table)]
+        tables = [table for table in counted_in(site.table) if _is_estimated(table)]
         for number, table in enumerate(tables):
             if not table.evidence.is_known:
                 raise DataError(
@@ -95,7 +95,9 @@ def estimate_c_(model: nn.Module) -> dict[str, float]:
             name = site.info.name if len(tables) == 1 else f"{site.info.name}, set {number}"
             found[name] = float(table.evidence.c)
     if not found:
-        raise NoTableError('no table of the model has a c to estimate; use Shrinkage(c="auto")')
+        raise NoTableError(
+            'no table of the model has a c to estimate; use Shrinkage(c="estimated")'
+        )
     return found
 
 
@@ -150,10 +152,10 @@ def _spread(table: ShrunkTable) -> Tensor:
     spread = []
     for ids in torch.arange(table.num_embeddings, device=home_of(table)).split(CHUNK):
         rows = table.inner(ids)
-        away = rows if table.prior is None else rows - table.prior.rows(ids)
+        away = rows if table.prior is None else rows - table.prior.rows(ids, table.inner)
         spread.append(away.double().square().mean(dim=-1).cpu())
     return torch.cat(spread)
 
 
-def _is_auto(table: CountedTable) -> TypeGuard[ShrunkTable]:
-    return isinstance(table.method, Shrinkage) and table.method.c == "auto"
+def _is_estimated(table: CountedTable) -> TypeGuard[ShrunkTable]:
+    return isinstance(table.method, Shrinkage) and table.method.c == "estimated"

@@ -1,15 +1,12 @@
-"""What a shrunk table has besides its rows: the evidence for each of them, and the prior.
+"""What a shrunk table has besides its rows and its prior: the evidence for each of them.
 
-    CountedTable  a table that has evidence for its rows; `CountedStack` several
-    Evidence      counts n and strengths c, of one table or of a stack: w = n / (n + c)
-    Prior         what a row is without evidence; `FieldMean` of a table, `FieldMeans` of a stack
-
-A prior that needs more than the table has its place here: all that is asked of it is `rows(ids)`.
+CountedTable  a table that has evidence for its rows; `CountedStack` several
+Evidence      counts n and strengths c, of one table or of a stack: w = n / (n + c)
 """
 
 from collections.abc import Sequence
 from itertools import accumulate
-from typing import Any, Protocol, Self, runtime_checkable
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -23,9 +20,6 @@ __all__ = [
     "CountedStack",
     "CountedTable",
     "Evidence",
-    "FieldMean",
-    "FieldMeans",
-    "Prior",
     "counted_in",
     "unknown_counts",
 ]
@@ -169,48 +163,3 @@ def counted_in(table: AnyTable) -> list[CountedTable]:
     []
     """
     return [part for part in table.modules() if isinstance(part, CountedTable)]
-
-
-@runtime_checkable
-class Prior(Protocol):
-    """What rows are without evidence."""
-
-    def rows(self, ids: Tensor) -> Tensor:
-        """Return the rows of these ids, in a shape that goes with `(..., D)`."""
-
-
-class FieldMean(nn.Module):
-    """One learned row `(D,)` for all ids of a table."""
-
-    def __init__(self, mean: nn.Parameter) -> None:
-        super().__init__()
-        self.mean = mean
-
-    def rows(self, ids: Tensor) -> Tensor:
-        """Return the mean, whatever the ids."""
-        del ids
-        return self.mean
-
-
-class FieldMeans(nn.Module):
-    """The learned rows `(F, D)` of several tables."""
-
-    field_of_slot: Tensor
-
-    def __init__(self, priors: Sequence[FieldMean], field_of_slot: Tensor) -> None:
-        super().__init__()
-        means = torch.stack([prior.mean.detach() for prior in priors])
-        self.means = nn.Parameter(means, requires_grad=priors[0].mean.requires_grad)
-        self.register_buffer("field_of_slot", field_of_slot, persistent=False)
-
-    def rows(self, ids: Tensor) -> Tensor:
-        """Return the mean of each slot, `(S, D)`."""
-        del ids
-        return F.embedding(self.field_of_slot, self.means)
-
-    def split(self) -> list[FieldMean]:
-        """Return the means table by table."""
-        trained = self.means.requires_grad
-        return [
-            FieldMean(nn.Parameter(mean, requires_grad=trained)) for mean in self.means.detach()
-        ]

@@ -1,0 +1,71 @@
+"""The neighbours of shrinkage beside every method they may be used with: a step is made, and nothing is left."""
+
+import pytest
+import torch
+from contract.method_checks import zoo_model
+from contract.test_methods import method_of
+from torch.nn import functional as F
+
+import rarebit as rb
+from rarebit.methods import method_pairs
+from rarebit.methods._neighbour_pairs import BEFORE, NEIGHBOURS
+from rarebit.models._base import RankingModel
+from rarebit.tables.find import find_sites
+from rarebit.tables.training_method import TrainingData, TrainingMethod
+
+PAIRS = [
+    (name, other) for name in NEIGHBOURS for other in BEFORE if method_pairs()[other, name].allowed
+]
+
+
+def data_of(model: RankingModel) -> TrainingData:
+    rows = [
+        torch.cat(
+            [torch.randint(f.rows, (40, f.max_length)) for f in model.schema.table_fields], dim=1
+        )
+        for _ in range(2)
+    ]
+    train, valid = (
+        rb.Dataset(model.schema, ids, torch.randn(40, 1), torch.arange(40) % 2) for ids in rows
+    )
+    return TrainingData(train=train, valid=valid, batch_size=20, steps_per_epoch=2, seed=0)
+
+
+@pytest.mark.parametrize(("name", "other"), PAIRS, ids=["+".join(pair) for pair in PAIRS])
+def test_a_pair_that_is_allowed_trains_and_leaves_nothing_behind(name, other):
+    first = method_of(other.replace("-", "_"))
+    model = zoo_model(first).train()
+    data = data_of(model)
+    taking_part = [first] if isinstance(first, TrainingMethod) else []
+    if not taking_part and not first.after_training:
+        rb.apply_(model, first, verbose=False)
+    names = list(model.state_dict())
+    parts = [m.attach(model, data) for m in (*taking_part, method_of(name.replace("-", "_")))]
+    backward = next((part.backward for part in parts if part.backward), torch.Tensor.backward)
+    optimizer = rb.optimizer(model, lr=0.1, kind="sgd")
+    batch = data.train[:20]
+    before = [parameter.detach().clone() for parameter in model.parameters()]
+    for number in range(1, 5):
+        loss = F.binary_cross_entropy_with_logits(model(batch), batch.label)
+        assert bool(loss.isfinite())
+        backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        for part in parts:
+            part.after_step(number)
+    assert any(not torch.equal(p, b) for p, b in zip(model.parameters(), before, strict=True))
+    for part in parts:
+        part.finish()
+        part.close()
+    assert list(model.state_dict()) == names
+    assert not any(module._forward_hooks for module in model.modules())
+    rb.merge_(model, verbose=False)
+    assert all(bool(site.table.weight.isfinite().all()) for site in find_sites(model))
+
+
+@pytest.mark.parametrize("name", NEIGHBOURS)
+def test_neighbours_are_used_one_at_a_time(name):
+    for other in NEIGHBOURS:
+        pair = method_pairs()[other, name]
+        assert not pair.allowed
+        assert "use one of them" in pair.words

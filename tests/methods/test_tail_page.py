@@ -1,0 +1,36 @@
+"""The example on docs/tail.md runs, and the page names every form of shrinkage and every neighbour."""
+
+import re
+import typing
+from pathlib import Path
+
+import pytest
+
+from rarebit.methods import method_names
+from rarebit.methods.shrinkage import Found, Shrinkage
+
+PAGE = (Path(__file__).resolve().parents[2] / "docs" / "tail.md").read_text("utf-8")
+EXAMPLES = re.findall(r"```python\n(.*?)```", PAGE, flags=re.DOTALL)
+FORMS = [*typing.get_args(Found), *typing.get_args(typing.get_type_hints(Shrinkage)["prior"])]
+
+
+@pytest.mark.parametrize("example", EXAMPLES)
+def test_the_examples_run(example, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    exec(compile(example, "docs/tail.md", "exec"), {})  # noqa: S102  # our own page
+    assert "backbone.tables" in capsys.readouterr().out
+
+
+def test_there_is_an_example():
+    assert len(EXAMPLES) == 1
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_every_form_has_a_line_in_a_table(form):
+    assert re.search(rf'^\| `"{form}"` \|', PAGE, flags=re.MULTILINE)
+
+
+def test_the_methods_it_names_are_there():
+    named = re.findall(r"methods\.md#([a-z-]+)\)", PAGE)
+    assert len(named) > 4
+    assert {name.replace("-", "_") for name in named} <= set(method_names())
