@@ -4,8 +4,8 @@ import math
 
 import pytest
 import torch
-from torch.nn import functional as F
 from capabilities import needs_cuda
+from torch.nn import functional as F
 
 from rarebit import Field, LowRank, Schema, apply_
 from rarebit.diagnosis.diagnose import diagnose
