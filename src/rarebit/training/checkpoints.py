@@ -1,4 +1,4 @@
-"""Write a training loop down every few minutes and after every epoch, and take it up again.
+"""Write a training loop down every few minutes and after every longer epoch, and take it up again.
 
     at-000003-0000000400/    the loop before batch 400 of epoch 3
     best-000002/             the weights of the best epoch, which the states after it refer to
@@ -27,6 +27,9 @@ __all__ = ["Checkpoints"]
 STATE, BEST = "at-", "best-"
 KEEP = 2
 """States that are kept."""
+SHORT = 1 / 60
+"""An epoch that ends within this part of the time between two checkpoints after the last one is not written:
+where epochs take a second, writing them would take longer than they do."""
 
 
 class Checkpoints:
@@ -44,6 +47,8 @@ class Checkpoints:
         self.folder, self.run, self.stop, self.say = folder, run, stop, say
         self.seconds = 60.0 * minutes
         self.due = time.monotonic() + self.seconds
+        self.written_at = -float("inf")
+        """When the last one was begun."""
         self.best_epoch: int | None = None
         """The best epoch whose weights are written."""
         self._writer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
@@ -57,8 +62,9 @@ class Checkpoints:
             self.save(loop)
 
     def after_epoch(self, loop: TrainingLoop) -> None:
-        """Write the loop down; the last epoch's is on the disk when training ends."""
-        self.save(loop)
+        """Write the loop down after a longer epoch; the last one's is on the disk when training ends."""
+        if loop.is_finished or time.monotonic() - self.written_at >= SHORT * self.seconds:
+            self.save(loop)
         if loop.is_finished:
             self.wait()
         elif self.stop.requested:
@@ -78,7 +84,8 @@ class Checkpoints:
             "environment": describe_environment(),
         }
         self._written = self._writer.submit(self._write, name, state, best)
-        self.due = time.monotonic() + self.seconds
+        self.written_at = time.monotonic()
+        self.due = self.written_at + self.seconds
 
     def wait(self) -> None:
         """Wait until what was begun is written; raise what went wrong with it."""

@@ -61,7 +61,8 @@ class Training:
     plateau_patience: int = 1
     """Epochs without a better one before the learning rate is cut."""
     checkpoint_minutes: float = 10.0
-    """Write a checkpoint so often, besides one after every epoch, where there is a folder for them."""
+    """Write a checkpoint so often, where there is a folder for them, besides one after each epoch that ends
+    later than a sixtieth of this after the last one."""
     seed: int = 0
     """Order of the rows, with the epoch."""
 
