@@ -129,7 +129,12 @@ def test_the_same_seed_gives_the_same_run_and_another_one_another(call):
 def test_demo_says_what_to_try_next(call):
     code, out, _ = call("demo", "--rows", "2000", "--seeds", "1")
     assert code == 0
-    for words in ("deepfm on synthetic-0", "Difference to the control", "What to try next"):
+    for words in (
+        "dcn_v2 on synthetic-0",
+        "nothing is tuned",
+        "Difference to the control",
+        "What to try next",
+    ):
         assert words in out
     code, shown, _ = call("compare", "--show", "studies/demo")
     assert code == 0

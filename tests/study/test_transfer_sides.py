@@ -49,6 +49,14 @@ def test_the_control_is_the_plain_sum_at_the_best_of_four_scales():
     ]
 
 
+def test_without_sweeps_controls_have_the_first_of_their_settings():
+    found = sides("harmless-transfer,mlet:inner_dim=8", sweeps=False)
+    swept = sides("harmless-transfer,mlet:inner_dim=8")
+    for name in ("plain-sum", "matched-rate"):
+        assert len(swept[name].trials) > 1
+        assert found[name].trials == swept[name].trials[:1]
+
+
 def test_transfers_that_differ_in_their_barrier_alone_share_the_plain_sum():
     found = controls("harmless-transfer,harmless-transfer:rule=global,harmless-transfer:alpha=1.0")
     assert [name for name, control in found.items() if control is None] == ["baseline", "plain-sum"]

@@ -157,6 +157,19 @@ def test_two_states_and_their_best_weights_are_kept(tmp_path):
     assert 1 <= len([name for name in names if name.startswith("best-")]) <= 2
 
 
+@pytest.mark.parametrize(("minutes", "written"), [(10.0, {1, 4}), (1e-9, {1, 2, 3, 4})])
+def test_an_epoch_of_seconds_is_not_written_but_for_the_last(tmp_path, minutes, written):
+    names = set()
+
+    def look(_):
+        names.update(path.name for path in tmp_path.glob("at-*"))
+
+    train(tmp_path, epochs=3, checkpoint_minutes=minutes, after_step=look)
+    look(0)
+    epochs = {int(name.split("-")[1]) for name in names if name.endswith("-0000000000")}
+    assert epochs == written
+
+
 def test_a_folder_with_checkpoints_is_not_overwritten(tmp_path):
     train(tmp_path / "run", epochs=1)
     with pytest.raises(CheckpointError, match="holds the checkpoints of a run; go on with it by"):

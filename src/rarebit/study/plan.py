@@ -49,6 +49,9 @@ class StudySettings:
     """Settings tried for each side, the same number for all; the best on validation is compared."""
     tuning_seeds: int = 1
     """Seeds on which trials are tried: the first ones."""
+    sweeps: bool = True
+    """Whether controls with a dial of their own, matched-rate and plain-sum, try several values; else they have
+    the first: a quick look, which may be unfair to them."""
     share: float = 0.5
     """Bytes of the tables that a method which shrinks them may keep, where its size is not given."""
     control: str = OWN

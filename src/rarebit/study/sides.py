@@ -217,13 +217,16 @@ class _Sides:
         )
         name = ":".join([MATCHED_RATE, *(f"x={factor:g}" for factor in measured)])
         name = "+".join([name, *(method_text(m) for m in others if isinstance(m, TrainingMethod))])
-        self.found.setdefault(name, Side(name, None, trials))
-        return name
+        return self._add_swept(name, trials)
 
     def _plain_sum(self, settings: RunSettings) -> str:
         """Add the same transfer without its barrier, at several scales."""
-        name, trials = plain_sums(settings)
-        self.found.setdefault(name, Side(name, None, trials))
+        return self._add_swept(*plain_sums(settings))
+
+    def _add_swept(self, name: str, trials: tuple[RunSettings, ...]) -> str:
+        """Add a control with a dial of its own, once."""
+        chosen = trials if self.plan.settings.sweeps else trials[:1]
+        self.found.setdefault(name, Side(name, None, chosen))
         return name
 
     def _wide(self, name: str, settings: RunSettings) -> tuple[str, RunSettings]:
