@@ -3,6 +3,7 @@
 import json
 import math
 import re
+import statistics
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ import pytest
 from rarebit.models import model_names
 from rarebit.study.results import read_result
 from rarebit.study.tables import comparison_table, side_table
+from rarebit.study.verdict import judge
 
 ROOT = Path(__file__).resolve().parent.parent
 README = (ROOT / "README.md").read_text("utf-8")
@@ -388,3 +390,38 @@ def test_the_page_of_transfer_has_the_perplexities_of_wikitext():
             table = run["ledger"]["tables"]["embedding"]
             told = f"{table['opposed']:.0%} | {table['realised_over_promised']:.0%} |"
         assert f"| `{arm}` | {figures} | {told.replace('%', ' %')}" in page
+
+
+TRANSFERS = {
+    "plain-sum": "adversarial, plain sum at its best weight",
+    "harmless-transfer": "adversarial, with the barrier",
+    "plain-sum:loss=relatives": "relatives, plain sum at its best weight",
+    "harmless-transfer:loss=relatives": "relatives, with the barrier",
+}
+
+
+@pytest.mark.parametrize("name", TRANSFERS)
+def test_the_page_of_transfer_has_the_study_on_generated_logs(name):
+    page = (ROOT / "docs/transfer.md").read_text("utf-8")
+    result = read_result(ROOT / "benchmarks/results/study-harmless-transfer-generator.json")
+    assert result.is_complete
+    for cell in result.cells:
+        ours, plain = cell.side(name), cell.side("baseline")
+        pairs = {
+            figure: [
+                value - plain.figures(figure)[seed] for seed, value in ours.figures(figure).items()
+            ]
+            for figure in ("auc", "rarest_auc")
+        }
+        found = judge({name: pairs["auc"]}, minimum_effect=result.minimum_effect)[name]
+        tables = [
+            t for run in ours.runs for t in run.reports["harmless-transfer"]["tables"].values()
+        ]
+        right = [table["discriminator_accuracy"] for table in tables]
+        told = "" if None in right else f"{statistics.fmean(right):.0%}".replace("%", " %")
+        line = (
+            f"| {TRANSFERS[name]} | {statistics.fmean(ours.figures('auc').values()):.4f} "
+            f"| {found.mean:+.4f} ({found.low:+.4f} to {found.high:+.4f}) "
+            f"| {statistics.fmean(pairs['rarest_auc']):+.4f} | {told} |"
+        )
+        assert line in page
