@@ -425,3 +425,37 @@ def test_the_page_of_transfer_has_the_study_on_generated_logs(name):
             f"| {statistics.fmean(pairs['rarest_auc']):+.4f} | {told} |"
         )
         assert line in page
+
+
+SEARCHED = {
+    "adversarial, discriminator at 1": ("", ":lr=1.0"),
+    "adversarial, discriminator at 20": ("", ":lr=20.0"),
+    "relatives, weight 0.1": (":loss=relatives", ":scale=0.1"),
+    "relatives, weight 1": (":loss=relatives", ""),
+    "relatives, weight 10": (":loss=relatives", ":scale=10.0"),
+    "MMD, weight 0.1": (":loss=mmd", ":scale=0.1"),
+    "MMD, weight 1": (":loss=mmd", ""),
+    "moments, weight 1": (":loss=moments", ""),
+}
+
+
+def test_the_page_of_transfer_has_what_was_looked_for():
+    page = (ROOT / "docs/transfer.md").read_text("utf-8")
+    result = read_result(ROOT / "benchmarks/results/study-harmless-transfer-search.json")
+    pairs = []
+    for words, (loss, dial) in SEARCHED.items():
+        figures = []
+        for cell in result.cells:
+            plain, barrier, plain_sum = (
+                cell.side(name).runs[0].valid_auc
+                for name in (
+                    "baseline",
+                    f"harmless-transfer{loss}{dial}",
+                    f"harmless-transfer{loss}:rule=sum{dial}",
+                )
+            )
+            figures += [barrier - plain, plain_sum - plain]
+            pairs.append((barrier - plain, plain_sum - plain))
+        assert f"| {words} | {' | '.join(f'{figure:+.4f}' for figure in figures)} |" in page
+    lossy = [barrier > plain_sum for barrier, plain_sum in pairs if plain_sum <= -0.001]
+    assert f"behind the barrier in {sum(lossy)} of {len(lossy)} cases" in page
