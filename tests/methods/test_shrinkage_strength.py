@@ -13,6 +13,7 @@ from rarebit.methods._shrinkage_parts import counted_in
 from rarebit.methods.shrinkage import Shrinkage
 from rarebit.models.dcn_v2 import DCNv2
 from rarebit.models.deepfm import DeepFM
+from rarebit.tables.table import full_table
 
 SCHEMA = rb.Schema(
     (
@@ -240,3 +241,41 @@ def test_a_loaded_model_that_never_had_counts_still_says_so():
     other.load_state_dict(model.state_dict())
     with pytest.raises(DataError, match="does not know how often"):
         other(torch.tensor([1]))
+
+
+def test_a_typical_strength_is_the_median_of_the_counts_of_ids_that_were_seen():
+    model = nn.ModuleDict({"user": nn.Embedding(6, 4), "item": nn.Embedding(4, 4)})
+    rb.apply_(model, Shrinkage(c="typical"), verbose=False)
+    counts = {"user": torch.tensor([0, 1, 2, 9, 40, 0]), "item": torch.tensor([0, 0, 7, 0])}
+    set_counts_(model, counts)
+    assert [float(model[name].evidence.c) for name in counts] == [2.0, 7.0]
+    fixed = nn.ModuleDict({"user": nn.Embedding(6, 4), "item": nn.Embedding(4, 4)})
+    fixed.load_state_dict({f"{name}.weight": full_table(model[name].inner) for name in counts})
+    rb.apply_(fixed, Shrinkage(counts=counts, c={"user": 2.0, "item": 7.0}), verbose=False)
+    for name in counts:
+        assert torch.equal(full_table(model[name]), full_table(fixed[name]))
+
+
+def test_a_typical_strength_grows_with_the_counts_and_is_known_at_once_where_they_are():
+    model = nn.ModuleDict({"user": nn.Embedding(3, 4)})
+    rb.apply_(model, Shrinkage(counts={"user": torch.tensor([1, 5, 5])}), verbose=False)
+    assert float(model["user"].evidence.c) == 5.0
+    set_counts_(model, {"user": torch.tensor([10, 50, 70])})
+    assert float(model["user"].evidence.c) == 50.0
+
+
+def test_without_any_id_seen_a_typical_strength_is_one_and_all_rows_are_the_prior():
+    model = nn.ModuleDict({"user": nn.Embedding(3, 4)})
+    rb.apply_(model, Shrinkage(counts={"user": torch.zeros(3, dtype=torch.int64)}), verbose=False)
+    assert float(model["user"].evidence.c) == 1.0
+    assert torch.equal(full_table(model["user"]), torch.zeros(3, 4))
+
+
+def test_each_field_of_a_stack_has_a_typical_strength_of_its_own():
+    model = DeepFM(SCHEMA, dim=4, hidden=(8,))
+    rb.apply_(model, Shrinkage(), verbose=False)
+    set_counts_(model, {f.name: 1 + 10 * torch.arange(f.rows) for f in SCHEMA.fields})
+    for site in rb.find_tables(model):
+        assert site.methods == (str(Shrinkage(c="typical")),)
+    for table, field in zip(model.backbone.tables.tables(), SCHEMA.fields, strict=True):
+        assert float(table.evidence.c) == 1 + 10 * ((field.rows - 1) // 2)

@@ -21,6 +21,7 @@ __all__ = [
     "CountedTable",
     "Evidence",
     "counted_in",
+    "typical_count",
     "unknown_counts",
 ]
 
@@ -154,6 +155,16 @@ class CountedStack(Stack):
     def weights(self, ids: Tensor) -> Tensor:
         """Return n / (n + c) of the rows of each field."""
         return self.evidence.weights(ids + self.offsets, self.field_of_slot)
+
+
+def typical_count(counts: Tensor) -> float:
+    """Return how often an id that was seen at all was seen, the median; 1 where none was.
+
+    >>> typical_count(torch.tensor([0, 0, 1, 4, 9]))
+    4.0
+    """
+    seen = counts[counts > 0]
+    return float(seen.median()) if seen.numel() else 1.0
 
 
 def counted_in(table: AnyTable) -> list[CountedTable]:

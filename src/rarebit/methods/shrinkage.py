@@ -32,6 +32,7 @@ from rarebit.methods._shrinkage_parts import (
     CountedTable,
     Evidence,
     counted_in,
+    typical_count,
     unknown_counts,
 )
 from rarebit.methods._shrinkage_priors import (
@@ -63,12 +64,12 @@ from rarebit.tables.training_method import Attached, TrainingData
 
 __all__ = ["Shrinkage", "ShrunkStack", "ShrunkTable", "Strength"]
 
-Found: TypeAlias = Literal["learned", "estimated", "held-out", "first-pass", "auto"]
+Found: TypeAlias = Literal["typical", "learned", "estimated", "held-out", "first-pass", "auto"]
 """How one c for each table is found."""
 Strength: TypeAlias = float | Mapping[str, float] | Found
 """One c for all tables, one for each by name, or one for each that is found."""
 
-AUTO: Found = "learned"
+AUTO: Found = "typical"
 """What c="auto" stands for."""
 
 START = 10.0
@@ -105,7 +106,7 @@ class Shrinkage(Method):
         "nothing"
     )
     knobs: ClassVar[Mapping[str, tuple[object, ...]]] = {
-        "c": (30.0, 3.0, 100.0, "learned", "held-out", "first-pass"),
+        "c": ("typical", 30.0, 3.0, 100.0, "learned", "held-out", "first-pass"),
         "prior": ("mean", "zero", "hashed", "relatives"),
     }
     training_only: ClassVar[bool] = True
@@ -169,7 +170,8 @@ class Shrinkage(Method):
     by itself; or one number for all rows. None: `set_counts_` gives them before training."""
     c: Strength = "auto"
     """How often an id must be seen to be half its own row: a number; one for each table, by name; or one
-    for each that is found. "learned" by the gradient of training; "held-out" by that of validation rows,
+    for each that is found. "typical" is the median of the counts of its ids, of those that training saw;
+    "learned" by the gradient of training; "held-out" by that of validation rows,
     and "first-pass" by that of training rows before they are trained on, in the first epoch, both in runs
     or where `attach` is called; "estimated" by `estimate_c_`. "auto" is the best of these."""
     prior: Literal["mean", "zero", "hashed", "parent", "relatives"] = "mean"
@@ -253,10 +255,10 @@ class Shrinkage(Method):
         made = {name: wrap(table, method) for name, table in tables.items()}
         for name, table in made.items():
             for shrunk in counted_in(table):
-                if name in counts:
-                    shrunk.set_counts_(counts[name])
                 if not isinstance(shrunk.evidence.strength, nn.Parameter):
                     shrunk.evidence.strength.fill_(strengths[name])
+                if name in counts:
+                    shrunk.set_counts_(counts[name])
         return list(made.values())
 
     def stack(self, tables: Sequence[Table], lengths: Sequence[int]) -> Stack:
@@ -329,6 +331,12 @@ class ShrunkTable(CountedTable):
     ) -> None:
         super().__init__(method, inner, evidence)
         self.prior = prior  # p
+
+    def set_counts_(self, counts: Tensor) -> None:
+        """Replace the counts `(N,)`, in place, and a c that comes from them."""
+        super().set_counts_(counts)
+        if isinstance(self.method, Shrinkage) and self.method.c == "typical":
+            self.evidence.strength.fill_(typical_count(counts))
 
     def rows(self, ids: Tensor) -> Tensor:
         """Return w_i v_i + (1 - w_i) p(i)."""
