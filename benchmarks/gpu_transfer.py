@@ -3,8 +3,8 @@
     python benchmarks/gpu_transfer.py --out benchmarks/results/gpu-transfer.json
 
 Width 16, batches of 4096, lazy Adam, float32, data on the device, the adversarial loss on every table of more
-than 100 rows. First both sides have their step recorded as a CUDA graph, then both are run operation by
-operation, as in a loop of one's own. The sides take turns; a time is the median over the rounds. Last comes how
+than 100 rows. First both sides have their step recorded as a CUDA graph, then so with the transfer compiled,
+then both are run operation by operation, as in a loop of one's own. The sides take turns; a time is the median over the rounds. Last comes how
 many kernels a step of each side starts.
 """
 
@@ -31,14 +31,14 @@ from rarebit.transfer.harmless_transfer import HarmlessTransfer
 BATCH, LR = 4096, 1e-3
 WARM_UP = 20
 """Steps before any is timed: kernels are chosen, and the step is recorded."""
-STEPS = {"recorded": 100, "eager": 40}
+STEPS = {"recorded": 100, "compiled": 100, "eager": 40}
 """Steps of a side in a round."""
 MOST_KERNELS = 40
 """Names that are listed with `--kernels`."""
 
 
 def main() -> None:
-    """Measure both sides in both ways and write the result."""
+    """Measure both sides in each way and write the result."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
     parser.add_argument("--rows", type=int, default=300_000, help="rows of the generated log")
     parser.add_argument("--seconds", type=float, default=10.0, help="time of each way")
@@ -75,8 +75,10 @@ class Side:
         self.step = TrainingStep(model, optimizer(model, lr=LR, tables="rowwise"), say=complain)
         if with_transfer:
             counts = {name: count.cpu() for name, count in data.counts().items()}
-            self.step.backward = HarmlessTransfer(model, counts=counts).backward
-        is_recorded = way == "recorded" and data.device.type == "cuda"
+            self.step.backward = HarmlessTransfer(
+                model, counts=counts, compile=way == "compiled", say=complain
+            ).backward
+        is_recorded = way != "eager" and data.device.type == "cuda"
         self.steps = (
             RecordedSteps(self.step, data, BATCH, complain)
             if is_recorded

@@ -459,3 +459,15 @@ def test_the_page_of_transfer_has_what_was_looked_for():
         assert f"| {words} | {' | '.join(f'{figure:+.4f}' for figure in figures)} |" in page
     lossy = [barrier > plain_sum for barrier, plain_sum in pairs if plain_sum <= -0.001]
     assert f"behind the barrier in {sum(lossy)} of {len(lossy)} cases" in page
+
+
+def test_the_page_of_transfer_has_the_time_of_a_step_on_a_gpu():
+    page = " ".join((ROOT / "docs/transfer.md").read_text("utf-8").split())
+    found = stored("gpu-transfer")["results"]
+    recorded, eager = found["recorded"], found["eager"]
+    assert (
+        f"4096 (`python benchmarks/gpu_transfer.py`): {recorded['ratio']:.2f} times the plain step"
+        in page
+    )
+    assert f"{eager['ratio']:.2f} times where both are run operation by operation" in page
+    assert f"kernels, {recorded['transfer_kernels']} for {recorded['plain_kernels']};" in page

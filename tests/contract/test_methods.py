@@ -82,6 +82,7 @@ METHODS = {
             "lr": 0.1,
             "samples": 20,
             "both": True,
+            "compile": True,
             "fields": ["item", "user"],
         },
         stored=lambda rows, width: rows * width,

@@ -2,7 +2,7 @@
 
     g_i = d(main loss) / d e_i        t_i = scale · d(transfer loss) / d e_i
     mu_i = t_i + lambda_i g_i         lambda_i = max((phi_i - <g_i, t_i>) / ||g_i||^2, 0)
-    phi_i = min(alpha ||g_i||^2, main loss)
+    phi_i = alpha min(||g_i||^2, main loss)
 
     mu_i    what the optimizer gets of row i in place of g_i; <mu_i, g_i> >= phi_i
 
@@ -123,6 +123,8 @@ class Transfer(TrainingMethod):
     """Whether frequent rows move as well, towards rare ones."""
     fields: str | tuple[str, ...] = ()
     """Fields whose tables take part; those with more than 100 values if not given."""
+    compile: bool = False
+    """Whether torch compiles what the transfer does in a step: fewer kernels on a GPU."""
 
     def __post_init__(self) -> None:
         check_types(self)
@@ -176,6 +178,7 @@ class Transfer(TrainingMethod):
             samples=self.samples,
             both=self.both,
             seed=data.seed,
+            compile=self.compile,
         )
         return _Running(transfer, left_out)
 

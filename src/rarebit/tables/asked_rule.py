@@ -11,7 +11,7 @@ from rarebit.tables.distinct import find_distinct
 from rarebit.tables.group_rule import GroupRule, RowStep, Rule
 from rarebit.tables.looked_up import LookedUpRows
 from rarebit.tables.ranks import world_size
-from rarebit.tables.row_sums import KnownRows, leaves_zeros, over_losses, rows_of, sum_lookups
+from rarebit.tables.row_sums import KnownRows, over_losses, places_of, rows_of, sum_lookups
 from rarebit.tables.tied import TiedTable
 
 __all__ = ["AskedRule"]
@@ -36,7 +36,9 @@ class AskedRule:
         if isinstance(self.rule, GroupRule) and ids.shape[0] > skip:
             rows = rows_of(found, distinct)
             prepared = self._ask_to_prepare(self.rule, number, ids[skip:], rows[skip:])
-        return KnownRows(found.keys, distinct, ids, rows, skip, prepared)
+        has_no_rule = found.keys < 0
+        places = places_of(distinct, has_no_rule)
+        return KnownRows(distinct, ids, ids < 0, has_no_rule, places, rows, skip, prepared)
 
     @torch.no_grad()
     def answer(
@@ -46,14 +48,13 @@ class AskedRule:
 
         The rule's answer goes to the first lookup of a row, zero to its others.
         """
-        keys, distinct, is_row = known.keys, known.distinct, known.ids >= 0
-        sums = sum_lookups(distinct, gradients, keys)
-        if self._is_static(keys) and not leaves_zeros(gradients):
-            sums = torch.where(is_row.unsqueeze(-1), sums, 0.0)
+        distinct, keep, leave = known.distinct, known.has_no_rule, known.is_empty
+        sums = sum_lookups(known, gradients)
+        if self._is_static(keep) and known.places is None:
+            sums = sums.masked_fill(leave.unsqueeze(-1), 0.0)
         rows = sums[0] if known.rows is None else known.rows
         step = RowStep(number, known.ids, sums, rows, known.prepared)
         answer, is_sum = self._ask(step, scale, skip=known.skip)
-        keep, leave = keys < 0, ~is_row
         if is_sum is not None:
             keep = keep | is_sum.index_select(0, distinct.slot_of)
             leave = leave | is_sum

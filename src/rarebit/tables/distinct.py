@@ -80,12 +80,13 @@ def find_distinct(ids: Tensor, *, static: bool | None = None, most: int | None =
     """
     static = ids.is_cuda if static is None else static
     ids, order = torch.sort(ids, stable=True)
-    is_start = torch.ones_like(ids, dtype=torch.bool)
-    torch.ne(ids[1:], ids[:-1], out=is_start[1:])
-    slot = is_start.cumsum(0) - 1  # of each lookup, in sorted order
+    is_next = torch.zeros_like(ids, dtype=torch.bool)  # where another slot begins than the first
+    torch.ne(ids[1:], ids[:-1], out=is_next[1:])
+    slot = is_next.cumsum(0)  # of each lookup, in sorted order
     slot_of = torch.empty_like(slot).scatter_(0, order, slot)
     if not static:
-        starts = is_start.nonzero().squeeze(1)
+        is_next[:1] = True
+        starts = is_next.nonzero().squeeze(1)
         return Distinct(ids.index_select(0, starts), order, starts, slot_of)
     size = ids.shape[0] if most is None else min(most, ids.shape[0])
     starts = torch.searchsorted(slot, torch.arange(size, device=ids.device))

@@ -36,21 +36,22 @@ class Numbering:
     def __init__(self, first_row: Sequence[int] | int, padding: Sequence[int] | int) -> None:
         self.first_row = torch.tensor(first_row)  # of each slot's table; below zero: not chosen
         self.padding = torch.tensor(padding)  # of each slot's table; below zero: it has none
-        self._is_chosen = self.first_row >= 0
-        self._all_chosen = bool(self._is_chosen.all())
+        self._is_left_out = self.first_row < 0
+        self._all_chosen = not bool(self._is_left_out.any())
         self._has_padding = bool((self.padding >= 0).any())
         self._first_rows = self.first_row.reshape(-1).tolist()
 
-    def keys(self, ids: Tensor) -> Tensor:
+    def keys(self, ids: Tensor, dtype: torch.dtype = torch.int64) -> Tensor:
         """Return the key of each id; for a stack the last axis is its slots."""
         if self.first_row.device != ids.device:
             self.first_row = self.first_row.to(ids.device)
             self.padding = self.padding.to(ids.device)
-            self._is_chosen = self._is_chosen.to(ids.device)
-        keys = ids + self.first_row
+            self._is_left_out = self._is_left_out.to(ids.device)
+        # in place from here on: each would be a kernel more
+        keys = torch.add(ids, self.first_row, out=ids.new_empty(ids.shape, dtype=dtype))
         if not self._all_chosen:
-            keys = torch.where(self._is_chosen, keys, NO_ROW)
-        return torch.where(ids != self.padding, keys, NO_ROW) if self._has_padding else keys
+            keys.masked_fill_(self._is_left_out, NO_ROW)
+        return keys.masked_fill_(ids == self.padding, NO_ROW) if self._has_padding else keys
 
     def most(self, num_lookups: int, group: RowGroup) -> int:
         """Return how many keys, no row being one, so many lookups in each slot can have at most."""
@@ -72,8 +73,8 @@ class LookedUpRows:
     @cached_property
     def keys(self) -> Tensor:
         """The key of each lookup, `(T,)`."""
-        keys = self.numbering.keys(self.ids).reshape(-1)
-        return keys.int() if self.group.num_rows < SHORT_KEYS else keys.long()
+        dtype = torch.int32 if self.group.num_rows < SHORT_KEYS else torch.int64
+        return self.numbering.keys(self.ids, dtype).reshape(-1)
 
     @property
     def most_keys(self) -> int:

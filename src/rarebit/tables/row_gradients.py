@@ -48,6 +48,7 @@ from rarebit.tables.lookups import Lookup, RowGroup, Watch, Watched, WatchedTabl
 from rarebit.tables.ranks import gather_counts, ignore_in_ddp, keep_from_ddp, world_size
 from rarebit.tables.recorded import Recorded, aside, is_recording, join
 from rarebit.tables.row_sums import KnownRows
+from rarebit.tables.stack import PlainStack
 from rarebit.tables.tied import add_gradient
 from rarebit.tables.watching import choose_sites, watch_tables, watch_tied
 
@@ -135,7 +136,10 @@ class RowGradients:
         self._slots[number] = slots
         if slots.numel() == 0:
             return table.look_up(ids.reshape(-1)).unsqueeze(1)
-        # a stack reads all its slots, whichever of its tables are asked
+        stack = table.module
+        if isinstance(stack, PlainStack):
+            return F.embedding(ids + stack.offsets.index_select(0, slots), stack.embedding.weight)
+        # any other stack reads all its slots, whichever of its tables are asked
         of_slots = ids.new_zeros(len(ids), table.numbering.first_row.shape[0])
         rows = table.look_up(of_slots.index_copy_(1, slots, ids))
         return rows.index_select(1, slots)

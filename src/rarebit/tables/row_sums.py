@@ -13,7 +13,7 @@ from rarebit.tables.looked_up import LookedUpRows
 from rarebit.tables.lookups import wide
 from rarebit.tables.ranks import world_size
 
-__all__ = ["KnownRows", "leaves_zeros", "over_losses", "rows_of", "sum_lookups"]
+__all__ = ["KnownRows", "over_losses", "places_of", "rows_of", "sum_lookups"]
 
 SPREAD = 1024
 """Places that take what is added up for no row."""
@@ -23,11 +23,15 @@ SPREAD = 1024
 class KnownRows:
     """What is known of the rows of a step before their gradients."""
 
-    keys: Tensor
-    """The key of each lookup, `(T,)`."""
     distinct: Distinct
     ids: Tensor
     """The number of each slot's row in its group, `(U,)`; -1 in slots without a row."""
+    is_empty: Tensor
+    """Which slots are without a row, `(U,)`."""
+    has_no_rule: Tensor
+    """Which lookups keep their own gradient, `(T,)`."""
+    places: Tensor | None
+    """Where each lookup is added up, `(T,)`: its slot, or one of some behind the last; None: by `distinct`."""
     rows: Tensor | None
     """What the tables hold, `(U, D)`, where the rule wants to know."""
     skip: int
@@ -36,18 +40,24 @@ class KnownRows:
     """What the rule prepared for the slots that it is asked for."""
 
 
-def sum_lookups(distinct: Distinct, gradients: Tensor, keys: Tensor) -> Tensor:
+def places_of(distinct: Distinct, has_no_rule: Tensor) -> Tensor | None:
+    """Return `KnownRows.places`, where additions may come in any order."""
+    if not has_no_rule.is_cuda or world_size() > 1:
+        return None
+    # lookups without a rule would wait for each other at one slot: they are spread behind the last
+    behind = torch.arange(len(has_no_rule), device=has_no_rule.device) % SPREAD + len(distinct.ids)
+    return torch.where(has_no_rule, behind, distinct.slot_of)
+
+
+def sum_lookups(known: KnownRows, gradients: Tensor) -> Tensor:
     """Return the sum of each row's lookups `(K, U, D)`, the same bits in all processes."""
+    distinct, size = known.distinct, len(known.ids)
     if gradients.numel() == 0:
         sums = [gradients[0]] * len(gradients)
-    elif leaves_zeros(gradients):
-        # lookups without a rule would wait for each other at one slot: they are spread behind the last
-        size = len(distinct.ids)
-        behind = torch.arange(len(keys), device=keys.device) % SPREAD + size
-        places = torch.where(keys < 0, behind, distinct.slot_of)
+    elif known.places is not None:
         zeros = [loss.new_zeros(size + SPREAD, loss.shape[1]) for loss in gradients]
         sums = [
-            zero.index_add_(0, places, loss)[:size]
+            zero.index_add_(0, known.places, loss)[:size]
             for zero, loss in zip(zeros, gradients, strict=True)
         ]
     elif gradients.is_cuda:
@@ -57,11 +67,6 @@ def sum_lookups(distinct: Distinct, gradients: Tensor, keys: Tensor) -> Tensor:
     else:
         sums = [distinct.sum(loss) for loss in gradients]
     return sums[0].unsqueeze(0) if len(sums) == 1 else torch.stack(sums)
-
-
-def leaves_zeros(gradients: Tensor) -> bool:
-    """Return whether `sum_lookups` leaves zeros in slots without a row."""
-    return gradients.is_cuda and world_size() == 1
 
 
 def over_losses(gradients: Tensor) -> Tensor:

@@ -86,29 +86,41 @@ class Discriminators(RunningLoss):
         """Return the same loss, and its gradient, written out: minus sigmoid(logit) w / n."""
         rows = batch.rows.detach()
         mistakes = _mistake(batch, self._logits(batch, rows))  # (U, M)
-        losses = -batch.total(F.softplus(mistakes).sum(dim=1)) / batch.divisor
-        steps = _mistake(batch, self.weight.detach().flatten(1)) / batch.divisor.unsqueeze(1)
+        minus = -batch.divisor
+        losses = batch.total(F.softplus(mistakes).sum(dim=1)) / minus
+        steps = _mistake(batch, self.weight.detach().flatten(1)) / minus.unsqueeze(1)
         of_rows = (batch.member.T @ steps).reshape(rows.shape)  # zero for rows that do not move
-        return losses, of_rows * torch.sigmoid(mistakes).neg().unsqueeze(-1)
+        return losses, of_rows * torch.sigmoid(mistakes).unsqueeze(-1)
 
     @torch.no_grad()
     def learn(self, batch: TransferBatch) -> Tensor:
         """Take one step; return the share of rows told right before it, both classes alike."""
-        rows, others = batch.rows.detach(), batch.others
+        rows = batch.rows.detach()
         moved = self._logits(batch, rows)  # (U, M)
-        weight, bias = self.weight.detach(), self.bias.detach()
-        told = torch.einsum("fsmd,fmd->fsm", others, weight) + bias.unsqueeze(1)
         # the gradient of l_D, written out: autograd would add rows up one by one
         looks = torch.sigmoid(moved).unsqueeze(-1)  # (U, M, 1)
-        sums = batch.total(torch.cat([looks * rows, looks, (moved < 0).unsqueeze(-1)], dim=-1))
-        means = sums / batch.divisor.reshape(-1, 1, 1)  # (F, M, D + 2)
-        theirs = torch.sigmoid(-told)  # (F, S, M)
-        others = torch.einsum("fsm,fsmd->fmd", theirs, others)
-        gradient = torch.cat([others, theirs.sum(dim=1).unsqueeze(-1)], dim=-1)  # (F, M, D + 1)
-        even = (batch.present / told.shape[1]).reshape(-1, 1, 1)
-        self._descend(0.5 * torch.addcmul(means[..., :-1], even, gradient, value=-1.0))
-        right = means[..., -1] + (told > 0).to(rows.dtype).mean(dim=1)
-        return 0.5 * right.mean(dim=1)
+        ours = batch.total(torch.cat([looks * rows, looks, (moved < 0).unsqueeze(-1)], dim=-1))
+        share = batch.present * (-0.5 / batch.others.shape[1])
+        theirs = self._sum_others(batch.others) * share.reshape(-1, 1, 1)
+        both = torch.addcdiv(theirs, ours, batch.divisor.reshape(-1, 1, 1), value=0.5)
+        self._descend(both[..., :-1])
+        # of rare rows those told right, less the frequent ones told wrong: from -1/2 to 1/2
+        return both[..., -1].mean(dim=1) + 0.5
+
+    def _sum_others(self, others: Tensor) -> Tensor:
+        """Return sums over the sampled rows `(F, S, M, D)` of each discriminator, `(F, M, D + 2)`.
+
+        They are of the rows, each as often as it looks rare; of how rare it looks; and of those told wrong.
+        """
+        flat = others.transpose(1, 2).flatten(0, 1)  # (F M, S, D)
+        weight, bias = self.weight.detach().reshape(-1, flat.shape[2], 1), self.bias.detach()
+        minus = torch.baddbmm(
+            bias.reshape(-1, 1, 1), flat, weight, beta=-1, alpha=-1
+        )  # (F M, S, 1)
+        looks = torch.sigmoid(minus)
+        rows = torch.bmm(looks.transpose(1, 2), flat).squeeze(1)  # (F M, D)
+        counts = torch.cat([looks, minus >= 0], dim=2).sum(dim=1)  # (F M, 2)
+        return torch.cat([rows, counts], dim=1).reshape(*self.bias.shape, -1)
 
     def _logits(self, batch: TransferBatch, rows: Tensor) -> Tensor:
         """Return how frequent each row looks to the discriminators of its table, `(U, M)`."""

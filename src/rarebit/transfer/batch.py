@@ -76,7 +76,10 @@ class TransferBatch:
     def member(self) -> Tensor:
         """Which rows that may move are of which table, as numbers 0 and 1, `(F, U)`."""
         tables = torch.arange(self.num_tables, device=self.table.device)
-        return ((tables.unsqueeze(1) == self.table) & self.moves).to(self.rows.dtype)
+        # numbers at once: what is as long as all rows of all tables is written twice, not four times
+        shape = (self.num_tables, len(self.table))
+        member = torch.eq(tables.unsqueeze(1), self.table, out=self.rows.new_empty(shape))
+        return member.mul_(self.moves)
 
     @cached_property
     def number(self) -> Tensor:
@@ -97,6 +100,14 @@ class TransferBatch:
     def present(self) -> Tensor:
         """Which tables have rows to move, as numbers 0 and 1, `(F,)`."""
         return self.number.clamp(max=1.0)
+
+    def with_totals(self) -> "TransferBatch":
+        """Return the batch, which now knows how many rows of each table may move.
+
+        Else that is found out where it is first asked for, which a compiler cannot follow.
+        """
+        _ = self.divisor, self.present
+        return self
 
     def total(self, values: Tensor) -> Tensor:
         """Return the sums `(F, ...)` over those rows `(U, ...)` of each table that may move.

@@ -19,6 +19,7 @@ def _signed(bits: int) -> int:
 
 _GOLDEN = _signed(0x9E3779B97F4A7C15)
 _FIRST, _SECOND = _signed(0xBF58476D1CE4E5B9), _signed(0x94D049BB133111EB)
+_STEP = _signed((_GOLDEN << 32) % (1 << 64))
 
 
 class Draws:
@@ -34,6 +35,7 @@ class Draws:
     def __init__(self, key: int, device: torch.device) -> None:
         self.key = _signed(key % (1 << 64))
         self.step = torch.zeros((), dtype=torch.int64, device=device)
+        self._unit = torch.tensor(2.0**-53, dtype=torch.float64).to(device)
         self._known: dict[tuple[int, int], Tensor] = {}
 
     def advance(self) -> None:
@@ -43,11 +45,11 @@ class Draws:
     def uniform(self, *shape: int, first: int = 0) -> Tensor:
         """Return numbers in [0, 1), float64; the places of a step begin at `first`."""
         size = torch.Size(shape)
-        bits = self.step * _signed((_GOLDEN << 32) % (1 << 64)) + self._keys(first, size.numel())
+        bits = torch.add(self._keys(first, size.numel()), self.step, alpha=_STEP)
         bits = (bits ^ _shifted(bits, 30)) * _FIRST
         bits = (bits ^ _shifted(bits, 27)) * _SECOND
         bits = bits ^ _shifted(bits, 31)
-        return (_shifted(bits, 11).to(torch.float64) * 2.0**-53).reshape(size)
+        return (_shifted(bits, 11) * self._unit).reshape(size)
 
     def _keys(self, first: int, number: int) -> Tensor:
         """Return what the places add to the bits in every step, `(number,)`."""

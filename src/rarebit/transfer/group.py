@@ -1,7 +1,8 @@
 """The tables behind one lookup, as a transfer sees them: their sides, their loss, their ledger."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from typing import NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -14,13 +15,18 @@ from rarebit.tables.lookups import RowGroup, wide
 from rarebit.tables.row_gradients import RowGradients
 from rarebit.tables.sets import SetsMethod
 from rarebit.tables.table import method_name, methods_of
-from rarebit.transfer.batch import TransferBatch
+from rarebit.transfer.batch import Picked, TransferBatch
+from rarebit.transfer.compiled import Part
 from rarebit.transfer.draws import Draws
-from rarebit.transfer.ledger import GroupLedger
+from rarebit.transfer.ledger import REMEMBERED, GroupLedger
+from rarebit.transfer.lexico import Barrier
 from rarebit.transfer.sides import Sides, find_selection, selection_name
 from rarebit.transfer.transfer_loss import LossTables, TransferLoss
 
-__all__ = ["TransferGroup", "start_groups"]
+__all__ = ["BarrierRule", "Found", "TransferGroup", "start_groups"]
+
+BarrierRule: TypeAlias = Callable[[Tensor, Tensor, Tensor, float], Barrier]
+"""Main and transfer gradients `(U, M, D)`, the main loss and alpha to one gradient a row."""
 
 MASKED = frozenset({"masked", "pruned"})
 """Methods whose tables have entries that are zero for good."""
@@ -28,6 +34,19 @@ ABSENT = 3 << 29
 """Where the places of random numbers begin that say which rare rows outside the batch move."""
 OTHER_SIDE = 1 << 30
 """Where the places of random numbers begin that are drawn for a sample of rare rows."""
+
+
+class Found(NamedTuple):
+    """What the transfer loss wants of the rows of a step."""
+
+    gradient: Tensor
+    """The transfer gradient, `(U, M, D)`."""
+    losses: Tensor
+    """The transfer loss of each table, `(F,)`."""
+    accuracy: Tensor | None
+    """The share of rows that a discriminator told right, `(F,)`, where there is one."""
+    picked: Picked
+    """Rows for the ledger to remember."""
 
 
 class TransferGroup:
@@ -65,6 +84,14 @@ class TransferGroup:
         self._may_move = torch.cat([moves, moves.new_zeros(1)]).to(self.device)
         like = torch.empty(0, dtype=self.dtype, device=self.device)
         self.ledger = GroupLedger(self.names, *shape, like)
+        self._draw = Part(TransferGroup.draw, self, "the sample")
+        self._find = Part(TransferGroup.find, self, "the loss")
+        self._weigh = Part(TransferGroup.weigh, self, "the barrier")
+
+    def compile(self, say: Callable[[str], object]) -> None:
+        """Let the parts of a step be compiled; `say` takes a line for each that cannot be."""
+        for part in (self._draw, self._find, self._weigh):
+            part.compile(say)
 
     def check_home(self, rows: Tensor) -> None:
         """Raise when the model was moved after the transfer was made."""
@@ -79,36 +106,77 @@ class TransferGroup:
         rows = self._rows.look_up(self._number, ids)
         return rows.reshape(*ids.shape, self._num_sets, self._width).to(self.dtype)
 
-    def batch(self, ids: Tensor, rows: Tensor, draws: Draws) -> TransferBatch:
-        """Return the rows of a step, and a sample of frequent ones; the ledger sees its rows again."""
-        rows = rows.reshape(-1, self._num_sets, self._width)
-        uniform = draws.uniform(1 + self._samples, len(self.names))
-        sampled = self.sides.frequent.sample(uniform[1:])  # (S, F)
-        # one lookup for both: the sample, and what the ledger wants to see again
-        read = self.look_up(torch.cat([sampled, self.ledger.ids]))
-        self.ledger.compare(read[self._samples :])
-        return TransferBatch(
+    def prepare(self, ids: Tensor, rows: Tensor, draws: Draws) -> tuple[TransferBatch, Found]:
+        """Return the rows of a step, and what the transfer loss wants of them."""
+        turn, wanted = self._draw(0, draws)
+        read = self.look_up(wanted)
+        batch = TransferBatch(
             ids=ids,
             table=torch.bucketize(ids, self.first_rows[1:], right=True),
-            rows=rows.detach().requires_grad_(),
+            rows=rows.reshape(-1, self._num_sets, self._width).detach().requires_grad_(),
             moves=self._may_move[ids],
             others=read[: self._samples].transpose(0, 1),
-            turn=uniform[0],
+            turn=turn,
             draws=draws,
             look_up=self.look_up,
-        )
+        ).with_totals()
+        flipped = self._flipped(batch) if self._both and not self._every_row else None
+        return batch, self._find(len(ids), batch, flipped, read[self._samples :])
+
+    def answer(
+        self,
+        rule: BarrierRule,
+        batch: TransferBatch,
+        main: Tensor,
+        found: Found,
+        loss: Tensor,
+        *,
+        alpha: float,
+    ) -> Tensor:
+        """Return one gradient a row, `(U, M, D)`."""
+        return self._weigh(len(main), rule, batch, main, found, loss, alpha=alpha)
+
+    def draw(self, draws: Draws) -> tuple[Tensor, Tensor]:
+        """Return a random number a table, `(F,)`, and ids to look up, `(n, F)`.
+
+        One lookup for both: a sample of frequent rows, then what the ledger wants to see again.
+        """
+        uniform = draws.uniform(1 + self._samples, len(self.names))
+        sampled = self.sides.frequent.sample(uniform[1:])  # (S, F)
+        return uniform[0], torch.cat([sampled, self.ledger.ids])
+
+    def find(self, batch: TransferBatch, flipped: TransferBatch | None, again: Tensor) -> Found:
+        """Return what the transfer loss wants; the ledger sees its rows `(P, F, M, D)` again."""
+        self.ledger.compare(again)
+        accuracy = self.running.learn(batch)
+        losses, gradient = self.running.loss_and_gradient(batch)
+        if flipped is not None:
+            gradient = gradient + self.running.loss_and_gradient(flipped)[1]
+        if self.is_masked:
+            gradient = gradient * (batch.rows.detach() != 0)
+        return Found(gradient, losses, accuracy, batch.pick(REMEMBERED))
+
+    def weigh(
+        self,
+        rule: BarrierRule,
+        batch: TransferBatch,
+        main: Tensor,
+        found: Found,
+        loss: Tensor,
+        *,
+        alpha: float,
+    ) -> Tensor:
+        """Return one gradient a row, `(U, M, D)`, and tell the ledger."""
+        if self.is_masked:
+            main = main * (batch.rows.detach() != 0)
+        made = rule(main, found.gradient, loss, alpha)
+        self.ledger.add(batch, made, found.gradient, found.losses, found.accuracy, alpha=alpha)
+        self.ledger.remember(batch, found.picked, main, made, self.first_rows)
+        return made.gradient
 
     def absent_ids(self, draws: Draws, number: int) -> Tensor:
         """Return ids of so many rare rows of each table, in the batch or not, `(n, F)`."""
         return self.sides.rare.ring(draws.uniform(len(self.names), first=ABSENT), number)
-
-    def transfer(self, batch: TransferBatch) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Return the transfer gradient `(U, M, D)`, the loss and the discriminator's accuracy, `(F,)`."""
-        accuracy = self.running.learn(batch)
-        losses, gradient = self.running.loss_and_gradient(batch)
-        if self._both and not self._every_row:
-            gradient = gradient + self.running.loss_and_gradient(self._flipped(batch))[1]
-        return gradient, losses, accuracy
 
     def _flipped(self, batch: TransferBatch) -> TransferBatch:
         """Return the batch with the sides exchanged: its frequent rows move to a sample of rare ones."""
@@ -117,7 +185,7 @@ class TransferGroup:
         others = self.look_up(self.sides.rare.sample(uniform)).transpose(0, 1)
         has_rare = (self.sides.rare.counts > 0).index_select(0, batch.table)
         moves = self.sides.source.index_select(0, ids) & (batch.ids >= 0) & has_rare
-        return replace(batch, moves=moves, others=others, flipped=True)
+        return replace(batch, moves=moves, others=others, flipped=True).with_totals()
 
 
 def start_groups(

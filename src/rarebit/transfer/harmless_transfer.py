@@ -19,7 +19,7 @@ Not for thresholds that are still being learned (PEP): the transfer would move t
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any, Literal, NamedTuple, Self
+from typing import Any, Literal, Self
 
 import torch
 from torch import Tensor, distributed, nn
@@ -33,10 +33,10 @@ from rarebit.tables.find import TableInfo
 from rarebit.tables.ranks import world_size
 from rarebit.tables.row_gradients import GroupRule, RowGradients, RowStep
 from rarebit.transfer.adversarial import Adversarial
-from rarebit.transfer.batch import Picked, TransferBatch
+from rarebit.transfer.batch import TransferBatch
 from rarebit.transfer.draws import Draws
-from rarebit.transfer.group import TransferGroup, start_groups
-from rarebit.transfer.ledger import REMEMBERED, Ledger
+from rarebit.transfer.group import BarrierRule, Found, TransferGroup, start_groups
+from rarebit.transfer.ledger import Ledger
 from rarebit.transfer.lexico import Barrier, global_barrier, row_barrier
 from rarebit.transfer.transfer_loss import TransferLoss
 
@@ -73,6 +73,9 @@ class HarmlessTransfer:
     Rows outside the batch stay where they are. `update_absent` is a number of rare rows of each table, drawn
     anew in each step, that are moved all the same: by the transfer alone.
 
+    `compile` lets torch compile what is done in a step, for the first size of a step that comes twice: a GPU
+    then has a third of the kernels to start. `say` takes a line for each part that cannot be compiled.
+
     Make it when the model is on its device, and before it is compiled or wrapped. One that is under DDP
     needs nothing else.
 
@@ -100,6 +103,8 @@ class HarmlessTransfer:
         both: bool = False,
         seed: int = 0,
         update_absent: int = 0,
+        compile: bool = False,
+        say: Callable[[str], object] = print,
     ) -> None:
         require(rule in _RULES, f"rule must be one of {', '.join(map(repr, _RULES))}, got {rule!r}")
         require(alpha > 0, f"alpha must be above 0, got alpha={alpha}")
@@ -127,6 +132,9 @@ class HarmlessTransfer:
             raise
         self.ledger.groups = [group.ledger for group in self.groups]
         self.draws = Draws(seed, self.groups[0].device)
+        if compile:
+            for group in self.groups:
+                group.compile(say)
 
     def backward(
         self, loss: Tensor, *, scaler: GradScaler | None = None, last: bool = True
@@ -215,30 +223,23 @@ class HarmlessTransfer:
         self.draws.advance()
         self.ledger.add_step(kept)
 
-    def _prepare(self, number: int, ids: Tensor, rows: Tensor) -> "_Prepared":
+    def _prepare(self, number: int, ids: Tensor, rows: Tensor) -> tuple[TransferBatch, Found]:
         """Return the transfer gradient of rows, and all else that needs no main gradient."""
         group = self.groups[number]
         group.check_home(rows)
-        batch = group.batch(ids, rows, self.draws)
-        transfer, losses, accuracy = group.transfer(batch)
-        if group.is_masked:
-            transfer = transfer * (batch.rows.detach() != 0)
+        batch, found = group.prepare(ids, rows, self.draws)
         if self.transfer_scale != 1.0:
-            transfer = transfer * self.transfer_scale
-        return _Prepared(batch, transfer, losses, accuracy, batch.pick(REMEMBERED))
+            found = found._replace(gradient=found.gradient * self.transfer_scale)
+        return batch, found
 
     def _answer(self, step: RowStep) -> Tensor:
         """Return one gradient a row, `(U, D)`."""
         assert self._loss_of_step is not None
-        group = self.groups[step.number]
-        batch, transfer, losses, accuracy, picked = step.prepared
+        batch, found = step.prepared
         main = step.gradients[0].reshape(batch.rows.shape)  # (U, M, D)
-        if group.is_masked:
-            main = main * (batch.rows.detach() != 0)
-        found = _RULES[self.rule](main, transfer, self._loss_of_step, self.alpha)
-        group.ledger.add(batch, found, transfer, losses, accuracy, alpha=self.alpha)
-        group.ledger.remember(batch, picked, main, found, group.first_rows)
-        return found.gradient.reshape(step.rows.shape)
+        rule, loss = _RULES[self.rule], self._loss_of_step
+        gradient = self.groups[step.number].answer(rule, batch, main, found, loss, alpha=self.alpha)
+        return gradient.reshape(step.rows.shape)
 
     def _settings(self) -> Hashable:
         """Return what `_answer` depends on but for the step and tensors that stay where they are."""
@@ -261,16 +262,6 @@ class HarmlessTransfer:
             side="frequent" if is_source else "rare" if is_target else "neither",
             relatives=tuple((row, weight) for row, weight in pairs if weight > 0),
         )
-
-
-class _Prepared(NamedTuple):
-    """What a transfer knows of the rows of a step before their main gradient."""
-
-    batch: TransferBatch
-    transfer: Tensor
-    losses: Tensor
-    accuracy: Tensor | None
-    picked: Picked
 
 
 class _Asked(GroupRule):
@@ -303,7 +294,7 @@ def _sum(main: Tensor, transfer: Tensor, loss: Tensor, alpha: float) -> Barrier:
     )
 
 
-_RULES: dict[TransferRule, Callable[[Tensor, Tensor, Tensor, float], Barrier]] = {
+_RULES: dict[TransferRule, BarrierRule] = {
     "lexico": row_barrier,
     "global": global_barrier,
     "sum": _sum,

@@ -1,0 +1,73 @@
+"""Parts of a transfer that are compiled: the same numbers, and a line where that fails."""
+
+import copy
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.testing import assert_close
+
+from rarebit.transfer.adversarial import Adversarial
+from rarebit.transfer.harmless_transfer import HarmlessTransfer
+from rarebit.transfer.transfer_loss import StatelessLoss
+
+ITEMS, STEPS = 60, 4
+# torch's own, when its compiler is loaded
+pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit.script_method:DeprecationWarning")
+
+
+def trained(loss, lines, *, compile):
+    """Return weights, state and ledger after some steps in double precision."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Embedding(ITEMS, 4), nn.Linear(4, 1)).double()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.5)
+    options = {"loss": loss, "samples": 8, "transfer_scale": 3.0, "where": lambda _: True}
+    with HarmlessTransfer(
+        model, counts=torch.arange(ITEMS), compile=compile, say=lines.append, **options
+    ) as transfer:
+        transfer.rows._static = True
+        for ids in torch.randint(ITEMS, (STEPS, 40)):
+            optimizer.zero_grad()
+            transfer.backward(F.softplus(model(ids)).mean())
+            optimizer.step()
+        state = copy.deepcopy((model.state_dict(), transfer.state_dict()))
+        return state, transfer.ledger.read(), transfer.groups[0]
+
+
+def parts_of(group):
+    return (group._draw, group._find, group._weigh)
+
+
+def check_same(found, expected):
+    """The state holds all that the ledger counts."""
+    assert_close(found[0], expected[0], rtol=1e-10, atol=1e-10)
+    assert found[1]["tables"]["0"]["rows"] == expected[1]["tables"]["0"]["rows"] > 0
+
+
+def test_compiled_steps_are_those_that_are_not():
+    lines, loss = [], Adversarial(lr=0.5)
+    found = trained(loss, lines, compile=True)
+    assert not lines
+    assert all(part._compiled is not None for part in parts_of(found[2]))
+    expected = trained(loss, lines, compile=False)
+    assert all(part._compiled is None for part in parts_of(expected[2]))
+    check_same(found, expected)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Looks(StatelessLoss):
+    """A loss that looks at a number, which no compiler can follow."""
+
+    def loss(self, batch):
+        scale = 1.0 if float(batch.rows.detach().sum()) > 0 else 2.0
+        return scale * batch.total(batch.rows.square().sum(dim=(1, 2))) / batch.divisor
+
+
+def test_what_cannot_be_compiled_is_run_as_it_is_and_said_once():
+    lines = []
+    found = trained(Looks(), lines, compile=True)
+    assert len(lines) == 1
+    assert lines[0].startswith("the loss of the transfer is not compiled: ")
+    check_same(found, trained(Looks(), lines, compile=False))
