@@ -95,6 +95,15 @@ def test_a_wrong_type_is_refused_by_name(key, value, message):
     assert message in str(caught.value)
 
 
+def test_words_that_may_stand_for_a_number_are_named():
+    @dataclass(frozen=True, kw_only=True)
+    class Dial:
+        c: float | Literal["auto", "learned"]
+
+    with pytest.raises(SettingsError, match=r"c must be float or 'auto' or 'learned', got 'atuo'"):
+        from_mapping(Dial, {"c": "atuo"})
+
+
 def test_values_of_the_right_type_are_taken():
     got = read(size=3, layers=[4, 5], mode=1, inner={"depth": 2}, flag=True, extra={"any": [1]})
     want = Outer(

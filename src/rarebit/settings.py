@@ -213,4 +213,6 @@ def _convert_union(value: Any, choices: tuple[Any, ...], name: str) -> Any:
 def _spell(hint: Any) -> str:
     if hint is type(None):
         return "none"
+    if typing.get_origin(hint) is Literal:
+        return " or ".join(map(repr, typing.get_args(hint)))
     return getattr(hint, "__name__", str(hint))

@@ -173,7 +173,7 @@ class Shrinkage(Method):
     for each that is found. "typical" is the median of the counts of its ids, of those that training saw;
     "learned" by the gradient of training; "held-out" by that of validation rows,
     and "first-pass" by that of training rows before they are trained on, in the first epoch, both in runs
-    or where `attach` is called; "estimated" by `estimate_c_`. "auto" is the best of these."""
+    or where `attach` is called; "estimated" by `estimate_c_`. "auto" is "typical"."""
     prior: Literal["mean", "zero", "hashed", "parent", "relatives"] = "mean"
     """What a row is drawn to: "mean", a learned row of the table; "zero"; "hashed", one of a few learned rows,
     by a hash of the id; "parent", a learned row for the value of another field that the id is seen with most

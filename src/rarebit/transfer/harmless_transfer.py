@@ -76,6 +76,10 @@ class HarmlessTransfer:
     `compile` lets torch compile what is done in a step, for the first size of a step that comes twice: a GPU
     then has a third of the kernels to start. `say` takes a line for each part that cannot be compiled.
 
+    `samples` frequent rows of each table are drawn in a step; with `both`, frequent rows move, too. Rows outside
+    the batch do not move, but for `update_absent` rare ones of each table a step. With `compile` the parts of a
+    step go through `torch.compile`, and `say` is told where one does not.
+
     Make it when the model is on its device, and before it is compiled or wrapped. One that is under DDP
     needs nothing else.
 

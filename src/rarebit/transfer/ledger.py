@@ -155,7 +155,9 @@ class Ledger:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from what `state_dict` returned."""
         total = state.get("total")
-        self.total = None if total is None else total.clone()
+        # what was written on one device may be read for another
+        home = self.groups[0].sums.device if self.groups else None
+        self.total = None if total is None else total.to(home, copy=True)
         for group in self.groups:
             for name, tensor in group.tensors().items():
                 tensor.copy_(state["groups"][group.names[0]][name])
