@@ -22,7 +22,7 @@ from rarebit.tables.sets import SetsMethod
 from rarebit.tables.table import AnyTable, Pair, declared_pair
 
 WORDS = ("title", "paper", "control", "cost", "applies")
-CONTROLS = ("baseline", "narrow", "wide", "matched-rate", "magnitude", "plain-sum")
+CONTROLS = ("baseline", "narrow", "wide", "matched-rate", "tuned", "magnitude", "plain-sum")
 MAX_TITLE = 72
 """A title stands beside the name in 80 columns."""
 SHAPES = [(N, D), (40, D)]

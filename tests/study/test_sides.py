@@ -2,6 +2,7 @@
 
 import copy
 import dataclasses
+import itertools
 
 import hypothesis
 import pytest
@@ -147,7 +148,7 @@ def test_a_method_may_name_another_as_its_control(monkeypatch):
     [
         (
             "narow",
-            "control must be own, narrow, matched-rate, magnitude, wide, ensemble, plain-sum, doubled-rows, baseline or a method: unknown method 'narow'",
+            "control must be own, narrow, matched-rate, tuned, magnitude, wide, ensemble, plain-sum, doubled-rows, baseline or a method: unknown method 'narow'",
         ),
         ("low-rank,hashing", "one for all, got 'low-rank,hashing'"),
         ("low-rank:rnk=2", "control must be .*: method low-rank: unknown setting 'rnk'"),
@@ -158,6 +159,29 @@ def test_a_method_may_name_another_as_its_control(monkeypatch):
 def test_a_wrong_control_is_told(methods, control, message):
     with pytest.raises(SettingsError, match=message):
         sides(methods, control=control)
+
+
+def test_a_tuned_baseline_tries_rates_and_weight_decays():
+    found = sides("low-rank", control="tuned", training={"lr": 0.25, "weight_decay": 0.5})
+    [control] = [side for side in found if side.name == "tuned"]
+    tried = [(run.training.lr, run.training.weight_decay) for run in control.trials]
+    assert tried[:4] == [(0.25, 0.5), (0.5, 0.5), (0.125, 0.5), (0.25, 5.0)]
+    assert set(tried) == set(itertools.product((0.25, 0.5, 0.125), (0.5, 5.0, 0.05)))
+    assert {run.methods for run in control.trials} == {()}
+    assert controls("low-rank", control="tuned")["low-rank:rank=3"] == "tuned"
+
+
+def test_without_weight_decay_only_rates_are_tried():
+    found = sides("low-rank", control="tuned", training={"weight_decay": 0.0})
+    [control] = [side for side in found if side.name == "tuned"]
+    assert len(control.trials) == 3
+
+
+def test_a_tuned_baseline_that_is_not_tuned_is_the_baseline():
+    assert controls("low-rank", control="tuned", sweeps=False) == {
+        "baseline": None,
+        "low-rank:rank=3": "baseline",
+    }
 
 
 def test_a_model_without_a_width_has_no_tables_to_change():

@@ -20,6 +20,7 @@ CONTROLS = {
     "magnitude": "the smallest trained entries cut at once, to the same number",
     "matched-rate": "plain tables with other learning rates and starts",
     "plain-sum": "the same transfer with both gradients added, the best of several scales",
+    "tuned": "plain tables at the best of several learning rates and weight decays",
     "narrow": "plain tables made narrower until they have the same bytes",
     "wide": "plain tables as wide as all embedding sets together",
 }

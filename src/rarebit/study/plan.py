@@ -50,8 +50,8 @@ class StudySettings:
     tuning_seeds: int = 1
     """Seeds on which trials are tried: the first ones."""
     sweeps: bool = True
-    """Whether controls with a dial of their own, matched-rate and plain-sum, try several values; else they have
-    the first: a quick look, which may be unfair to them."""
+    """Whether controls with a dial of their own, matched-rate, tuned and plain-sum, try several values; else
+    they have the first: a quick look, which may be unfair to them."""
     share: float = 0.5
     """Bytes of the tables that a method which shrinks them may keep, where its size is not given."""
     control: str = OWN

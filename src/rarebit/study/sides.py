@@ -3,6 +3,7 @@
     baseline        the model as it is
     narrow          plain tables, narrower until they have the bytes of the method
     matched-rate    plain tables with other learning rates and starts, the best of them on validation
+    tuned           plain tables with other learning rates and weight decays, the best of them on validation
     magnitude       the budget of a method that prunes, met by cutting the smallest trained entries
     wide            plain tables, as wide as all embedding sets of the method together
     ensemble        as many models as the method has embedding sets, each trained by itself, mean score
@@ -12,7 +13,7 @@
 
 Narrower tables are the strongest simple control of a method that makes tables smaller: what do its bytes
 buy that fewer columns would not? A matched rate is that of a method which moves rows faster: is it more than
-a larger learning rate? Cutting at once is that of pruning in training: does it find better entries? Wide tables and
+a larger learning rate? Tuning is that of a method which holds rows back: would another weight decay do? Cutting at once is that of pruning in training: does it find better entries? Wide tables and
 ensembles are those of several embedding sets, which have the weights of the first and average like the second.
 The plain sum is that of harmless transfer: does it gain by its barrier, or would a weight on the transfer do?
 """
@@ -56,13 +57,15 @@ __all__ = ["BASELINE", "Side", "sides_of"]
 Rate: TypeAlias = Callable[[RunSettings], float]
 """How many times as fast a run's methods move rows as plain training does."""
 
-BASELINE, NARROW, MATCHED_RATE = "baseline", "narrow", "matched-rate"
+BASELINE, NARROW, MATCHED_RATE, TUNED = "baseline", "narrow", "matched-rate", "tuned"
 MAGNITUDE, WIDE, ENSEMBLE = "magnitude", "wide", "ensemble"
-CONTROLS = (NARROW, MATCHED_RATE, MAGNITUDE, WIDE, ENSEMBLE, PLAIN_SUM, DOUBLED_ROWS)
+CONTROLS = (NARROW, MATCHED_RATE, TUNED, MAGNITUDE, WIDE, ENSEMBLE, PLAIN_SUM, DOUBLED_ROWS)
 """Controls that are made to fit what is held against them."""
 
 RATE_FACTORS = (1.0, 2.0, 4.0, 8.0, 16.0)
 """What the tables' learning rate is multiplied by, beside the measured factor; validation picks."""
+TUNED_LR, TUNED_DECAY = (1.0, 2.0, 0.5), (1.0, 10.0, 0.1)
+"""What the learning rate and the weight decay of a tuned baseline are multiplied by; validation picks."""
 LR_FACTORS = (1.0, 2.0, 0.5, 4.0, 0.25, 8.0, 0.125)
 """What the learning rate is multiplied by in trials: a knob that every side has."""
 
@@ -145,6 +148,8 @@ class _Sides:
             return self._narrow(kept)
         if wanted == MATCHED_RATE:
             return self._matched_rate(settings)
+        if wanted == TUNED:
+            return self._tuned()
         if wanted == ENSEMBLE:
             return self._ensemble(name, settings)
         if wanted == PLAIN_SUM and has_barrier(settings):
@@ -218,6 +223,22 @@ class _Sides:
         name = ":".join([MATCHED_RATE, *(f"x={factor:g}" for factor in measured)])
         name = "+".join([name, *(method_text(m) for m in others if isinstance(m, TrainingMethod))])
         return self._add_swept(name, trials)
+
+    def _tuned(self) -> str:
+        """Add plain tables at several learning rates and weight decays; untuned they are the baseline."""
+        training = self.base.training
+        dials = dict.fromkeys(
+            (lr * training.lr, decay * training.weight_decay)
+            for decay in TUNED_DECAY
+            for lr in TUNED_LR
+        )
+        trials = tuple(
+            dataclasses.replace(
+                self.base, training=dataclasses.replace(training, lr=lr, weight_decay=decay)
+            )
+            for lr, decay in dials
+        )
+        return self._add_swept(TUNED, trials) if self.plan.settings.sweeps else BASELINE
 
     def _plain_sum(self, settings: RunSettings) -> str:
         """Add the same transfer without its barrier, at several scales."""
