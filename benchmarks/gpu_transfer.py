@@ -4,8 +4,8 @@
 
 Width 16, batches of 4096, lazy Adam, float32, data on the device, the adversarial loss on every table of more
 than 100 rows. First both sides have their step recorded as a CUDA graph, then so with the transfer compiled,
-then both are run operation by operation, as in a loop of one's own. The sides take turns; a time is the median over the rounds. Last comes how
-many kernels a step of each side starts.
+then both are run operation by operation, as in a loop of one's own. The sides take turns; a time is the median
+over the rounds. Last comes how many kernels a step of each side starts.
 """
 
 import argparse
