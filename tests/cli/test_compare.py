@@ -50,6 +50,10 @@ def test_a_comparison_is_printed_kept_and_shown_again(call):
     held = result.against("baseline").cells[0].compare(0.0005)["low-rank:rank=1"]
     assert held.words in other
     assert "narrow:dim=2" in other  # still a side, and the control of nothing
+    tenths = call("compare", "--show", folder, "--deciles")[1]
+    assert "by tenths of the test rows, rarest first" in tenths
+    first = result.cells[0].decile_differences(side)[0]
+    assert f"{first:+.4f}" in tenths.split("by tenths")[1]
     code, _, err = call("compare", "--show", folder, "--control", "narow:dim=2")
     assert (code, err.count("\n")) == (2, 1)
     assert "there is no side 'narow:dim=2'" in err

@@ -16,7 +16,13 @@ from rarebit.study.results import (
     Trial,
     read_result,
 )
-from rarebit.study.tables import comparison_table, plain_text, side_table, verdict_lines
+from rarebit.study.tables import (
+    comparison_table,
+    decile_table,
+    plain_text,
+    side_table,
+    verdict_lines,
+)
 
 ROWS = PairedAUC(
     auc_a=0.752,
@@ -73,6 +79,34 @@ def test_differences_are_of_the_seeds_that_both_have(result):
     assert cell.mean_difference(ours, "rarest_auc") == pytest.approx(0.02)
     assert cell.mean_difference(cell.side("hashing:buckets=9"), "auc") is None
     assert [side.name for side in cell.methods] == ["low-rank:rank=1", "hashing:buckets=9"]
+
+
+def test_differences_by_tenths_are_of_seeds_and_rows_that_both_have(record):
+    theirs = [record(seed, decile_aucs=(0.5, None, *[0.6] * 8)) for seed in (0, 1)]
+    ours = [
+        record(1, decile_aucs=(0.52, 0.7, *[0.61] * 8)),
+        record(0, decile_aucs=(0.54, 0.7, *[0.61] * 7, None)),
+        record(2, decile_aucs=(0.9,) * 10),
+    ]
+    cell = CellResult(
+        model="fm",
+        data="clicks",
+        checksum=None,
+        sides=(side("baseline", theirs), side("shrinkage", ours, control="baseline")),
+        ceiling=None,
+        rows={},
+        missing=(),
+    )
+    [method] = cell.methods
+    expected = [0.03, None, *[0.01] * 8]
+    assert cell.decile_differences(method) == [pytest.approx(value) for value in expected]
+    [row] = decile_table(cell).rows
+    assert row == ("shrinkage", "baseline", "+0.0300", "-", *["+0.0100"] * 8)
+
+
+def test_older_records_have_no_tenths(result):
+    [cell] = result.cells
+    assert {row[2:] for row in decile_table(cell).rows} == {("-",) * 10}
 
 
 def test_figures_are_by_seed_whatever_the_order_of_runs(result, record):

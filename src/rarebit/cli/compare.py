@@ -101,6 +101,12 @@ def compare(  # noqa: PLR0917  # typer calls it by name
             readable=False,
         ),
     ] = None,
+    deciles: Annotated[
+        bool,
+        typer.Option(
+            "--deciles", help="With --show: also by tenths of the test rows, rarest first."
+        ),
+    ] = False,
     device: DeviceOption = "auto",
 ) -> None:
     """Compare methods with paired seeds, each against its control, and say which of them help.
@@ -109,7 +115,7 @@ def compare(  # noqa: PLR0917  # typer calls it by name
     """
     if show is not None:
         found = read_result(show)
-        show_study(found if control is None else found.against(control))
+        show_study(found if control is None else found.against(control), deciles=deciles)
         return
     if methods is None and plan is None:
         raise SettingsError("say what to compare: --methods baseline,low-rank or --plan study.toml")

@@ -14,7 +14,13 @@ from rarebit.cli.show import console, errors
 from rarebit.study.progress import StudyLines
 from rarebit.study.results import CellResult, StudyResult
 from rarebit.study.runs import RunRecord
-from rarebit.study.tables import TextTable, comparison_table, side_table, verdict_lines
+from rarebit.study.tables import (
+    TextTable,
+    comparison_table,
+    decile_table,
+    side_table,
+    verdict_lines,
+)
 
 __all__ = ["BarStudy", "show_study"]
 
@@ -96,14 +102,16 @@ class BarStudy(StudyLines):
             self.bars.update(self.all, completed=self.done)
 
 
-def show_study(result: StudyResult) -> None:
-    """Print all tables of a study."""
+def show_study(result: StudyResult, *, deciles: bool = False) -> None:
+    """Print all tables of a study; by frequency deciles only where asked for."""
     for cell in result.cells:
         _show(side_table(cell))
         if cell.methods:
             _show(comparison_table(cell, result.minimum_effect))
             for line in verdict_lines(cell, result.minimum_effect):
                 console.print(line, markup=False, soft_wrap=True)
+        if cell.methods and deciles:
+            _show(decile_table(cell))
         _show_missing(cell)
 
 

@@ -32,6 +32,7 @@ __all__ = [
 
 FORMAT = 1
 RESULTS = "results.json"
+TENTHS = 10
 """The file of a result in the folder of its study."""
 
 
@@ -128,8 +129,21 @@ class CellResult:
 
     def mean_difference(self, side: SideResult, figure: str) -> float | None:
         """Return the mean difference in a figure; None without a seed that both have."""
-        values = self.differences(side, figure)
-        return statistics.fmean(values) if values else None
+        return _mean_of(self.differences(side, figure))
+
+    def decile_differences(self, side: SideResult) -> list[float | None]:
+        """Return the mean difference in AUC on each tenth of the test rows, the rarest first."""
+        assert side.control is not None
+        ours, theirs = (
+            {run.seed: run.decile_aucs for run in one.runs}
+            for one in (side, self.side(side.control))
+        )
+        seeds = sorted(ours.keys() & theirs.keys())
+        pairs = [list(zip(ours[seed], theirs[seed], strict=False)) for seed in seeds]
+        tenths = list(zip(*pairs, strict=False)) or [()] * TENTHS
+        return [
+            _mean_of([a - b for a, b in tenth if not (a is None or b is None)]) for tenth in tenths
+        ]
 
     def time_ratio(self, side: SideResult) -> float | None:
         """Return the time of training a row, over that of the first side; the median over seeds.
@@ -248,6 +262,10 @@ def _comparison(found: Comparison) -> dict[str, Any]:
         name: None if isinstance(value, float) and not math.isfinite(value) else value
         for name, value in values.items()
     }
+
+
+def _mean_of(values: Sequence[float]) -> float | None:
+    return statistics.fmean(values) if values else None
 
 
 def pick(trials: Sequence[Sequence[RunRecord]]) -> int | None:

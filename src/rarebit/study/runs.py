@@ -69,6 +69,8 @@ class RunRecord:
     rarest_pr_auc: float | None = None
     frequent_pr_auc: float | None = None
     """On the fifth of the test rows whose values were seen most in training."""
+    decile_aucs: tuple[float | None, ...] = ()
+    """On ten parts of the test rows, from those with the rarest values to those with the most frequent."""
     abundance: float | None = None
     """Information abundance of the tables, or of each of their embedding sets: the mean over all."""
     reports: Mapping[str, Any] = field(default_factory=dict)
@@ -95,6 +97,7 @@ def together(members: Sequence[RunRecord], seed: int, measured: Evaluation) -> R
         pr_auc=measured.pr_auc,
         rarest_pr_auc=measured.rarest.pr_auc if measured.rarest else None,
         frequent_pr_auc=measured.frequent.pr_auc if measured.frequent else None,
+        decile_aucs=tuple(part.auc for part in measured.deciles),
         valid_auc=statistics.fmean(record.valid_auc for record in members),
         parameters=sum(record.parameters for record in members),
         table_bytes=sum(record.table_bytes for record in members),

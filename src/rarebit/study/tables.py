@@ -10,7 +10,14 @@ from rarebit.study.results import CellResult, SideResult, StudyResult
 from rarebit.study.verdict import Comparison
 from rarebit.words import size
 
-__all__ = ["TextTable", "comparison_table", "plain_text", "side_table", "verdict_lines"]
+__all__ = [
+    "TextTable",
+    "comparison_table",
+    "decile_table",
+    "plain_text",
+    "side_table",
+    "verdict_lines",
+]
 
 NOTHING = "-"
 
@@ -76,6 +83,20 @@ def comparison_table(cell: CellResult, minimum_effect: float) -> TextTable:
         for side in cell.methods
     ]
     return TextTable("Difference to the control", header, rows)
+
+
+def decile_table(cell: CellResult) -> TextTable:
+    """Return each method against its control on tenths of the test rows, the rarest first: mean differences."""
+    names = [f"{tenth}" for tenth in range(1, 11)]
+    rows = [
+        (side.name, side.control or "", *map(_signed, cell.decile_differences(side)))
+        for side in cell.methods
+    ]
+    return TextTable(
+        "Difference to the control in AUC, by tenths of the test rows, rarest first",
+        ("method", "against", *names),
+        rows,
+    )
 
 
 def verdict_lines(cell: CellResult, minimum_effect: float) -> list[str]:

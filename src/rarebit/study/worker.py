@@ -122,6 +122,7 @@ def make_run(
         pr_auc=measured.pr_auc,
         rarest_pr_auc=measured.rarest.pr_auc if measured.rarest else None,
         frequent_pr_auc=measured.frequent.pr_auc if measured.frequent else None,
+        decile_aucs=tuple(part.auc for part in measured.deciles),
         abundance=mean_abundance(model),
         reports=shortened(history.reports),
     )
