@@ -13,6 +13,7 @@ from rarebit.diagnosis.report import Diagnosis
 from rarebit.methods._budget import set_threshold_, take_ticket
 from rarebit.methods._shrinkage_model import estimate_c_, set_counts_
 from rarebit.methods.aligned_sets import AlignedSets
+from rarebit.methods.forgetting import Forgetting, forget_
 from rarebit.methods.frequency_decay import FrequencyDecay
 from rarebit.methods.fresh_tables import FreshTables
 from rarebit.methods.group_stopping import GroupStopping
@@ -82,6 +83,7 @@ __all__ = [
     "Diagnosis",
     "Evaluation",
     "Field",
+    "Forgetting",
     "FrequencyDecay",
     "FrequencySplit",
     "FreshTables",
@@ -141,6 +143,7 @@ __all__ = [
     "evaluate",
     "find_tables",
     "fit",
+    "forget_",
     "generate",
     "information_abundance",
     "load_model",

@@ -23,7 +23,7 @@ BEFORE = (
     "shrinkage",
 )
 """Methods whose files do not know of the neighbours."""
-NEIGHBOURS = ("frequency-decay", "fresh-tables", "group-stopping", "id-dropout")
+NEIGHBOURS = ("forgetting", "frequency-decay", "fresh-tables", "group-stopping", "id-dropout")
 
 COMPARED = "it is there to be compared with shrinkage and its neighbours, one beside the other; use one of them"
 FOLDED = "the table is folded first, and its rows are quantised"

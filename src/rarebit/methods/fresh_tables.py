@@ -18,20 +18,16 @@ Not by itself: it is there to be compared with.
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
-from torch import Tensor, nn
-from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch import nn
 
-from rarebit.errors import DataError, UnsupportedTableError
 from rarebit.methods._neighbour_pairs import neighbour_pairs
-from rarebit.methods._shrinkage_priors import Prior
+from rarebit.methods._stored_rows import BetweenEpochs, StoredRows
 from rarebit.settings import check_types, require
-from rarebit.tables.find import find_sites, table_parameters
 from rarebit.tables.table import CHUNK, Pair
-from rarebit.tables.training_method import Attached, TrainingData, TrainingMethod
+from rarebit.tables.training_method import TrainingData, TrainingMethod
 
 __all__ = ["FreshTables"]
 
@@ -82,19 +78,14 @@ class FreshTables(TrainingMethod):
 
     def attach(self, model: nn.Module, data: TrainingData) -> "_Refreshing":
         """Draw the rows of a model anew in every epoch of its training but the first."""
-        if data.steps_per_epoch < 2:
-            raise DataError(
-                "fresh-tables draws rows after the first step of an epoch, and an epoch has only one; use "
-                "smaller batches"
-            )
         return _Refreshing(model, data, self.keep)
 
 
 class _Start:
-    """A plain table and what its rows were drawn from."""
+    """Rows of a table and what they were drawn from."""
 
-    def __init__(self, table: nn.Embedding) -> None:
-        self.weight, self.padding = table.weight.detach(), table.padding_idx
+    def __init__(self, rows: StoredRows) -> None:
+        self.weight, self.padding = rows.weight, rows.padding
         self.mean = float(self.weight.mean())
         self.std = float(self.weight.std()) if self.weight.numel() > 1 else 0.0
 
@@ -109,69 +100,20 @@ class _Start:
             self.weight[self.padding] = 0.0
 
 
-class _Refreshing(Attached):
+class _Refreshing(BetweenEpochs):
     """Draws rows anew between two steps."""
 
     def __init__(self, model: nn.Module, data: TrainingData, keep: float) -> None:
-        self.keep, self.seed, self.steps_per_epoch = keep, data.seed, data.steps_per_epoch
-        self.parameters = list(table_parameters(model).values())
-        self.tables = [_Start(table) for table in _plain_tables(model)]
-        self._refuse_copies()
-        self.optimizer: Optimizer | None = None
-        self.handle = register_optimizer_step_pre_hook(self._before_update)
+        super().__init__(model, data, "fresh-tables")
+        self.keep, self.seed = keep, data.seed
+        self.tables = [_Start(rows) for rows in self.rows]
 
-    def after_step(self, num_steps: int) -> None:
-        """Draw rows anew after the first step of an epoch."""
-        epochs, step = divmod(num_steps - 1, self.steps_per_epoch)
-        if epochs == 0 or step != 0 or self.keep == 1:
-            return
-        generator = torch.Generator(self.parameters[0].device)
-        generator.manual_seed(self.seed + STRIDE * epochs)
+    def change_(self, num_epochs: int) -> bool:
+        """Draw rows anew."""
+        if self.keep == 1:
+            return False
+        generator = torch.Generator(self.tables[0].weight.device)
+        generator.manual_seed(self.seed + STRIDE * num_epochs)
         for table in self.tables:
             table.draw(self.keep, generator)
-        self._forget()
-
-    def _before_update(self, optimizer: Optimizer, *_: Any) -> None:
-        """Take note of the optimizer that has the tables, when it makes its first step."""
-        if self.optimizer is None:
-            held = {id(p) for group in optimizer.param_groups for p in group["params"]}
-            if any(id(parameter) in held for parameter in self.parameters):
-                self.optimizer = optimizer
-
-    def _forget(self) -> None:
-        """Let the optimizer start again with the rows, in the memory that a recorded step writes to."""
-        if self.optimizer is None:
-            return
-        fresh = {_memory(table.weight) for table in self.tables}
-        for parameter in self.parameters:
-            if _memory(parameter) in fresh:
-                for value in self.optimizer.state.get(parameter, {}).values():
-                    if isinstance(value, Tensor):
-                        value.zero_()
-
-    def _refuse_copies(self) -> None:
-        """Raise where a table is not the memory that is trained, so that writing to it would be lost."""
-        trained = {_memory(parameter) for parameter in self.parameters}
-        if not self.tables or any(_memory(table.weight) not in trained for table in self.tables):
-            raise UnsupportedTableError(
-                "fresh-tables draws rows of tables that store rows, and a table of this model does not"
-            )
-
-    def close(self) -> None:
-        """Look at no optimizer any more."""
-        self.handle.remove()
-        self.optimizer = None
-
-
-def _plain_tables(model: nn.Module) -> list[nn.Embedding]:
-    """Return the plain tables that hold the rows of a model's tables; what a prior has is not among them."""
-    found = []
-    for site in find_sites(model):
-        parts = list(site.table.modules())
-        of_priors = {id(one) for part in parts if isinstance(part, Prior) for one in part.modules()}
-        found += [p for p in parts if isinstance(p, nn.Embedding) and id(p) not in of_priors]
-    return found
-
-
-def _memory(tensor: Tensor) -> int:
-    return tensor.untyped_storage().data_ptr()
+        return True
