@@ -18,7 +18,7 @@ def bench_names() -> list[str]:
     """Return the names of all benches: the files of this folder.
 
     >>> bench_names()
-    ['checkpoint', 'data', 'ema', 'import', 'mlet', 'models', 'multi_embedding', 'packed', 'pep',
+    ['checkpoint', 'data', 'ema', 'forgetting', 'import', 'mlet', 'models', 'multi_embedding', 'packed', 'pep',
      'quantize', 'row_gradients', 'rows', 'shrinkage', 'spectrum', 'study', 'train',
      'transfer']
     """
