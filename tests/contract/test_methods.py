@@ -48,6 +48,15 @@ METHODS = {
             ({"weight": float("inf")}, "weight must be 0 or more and finite, got weight=inf"),
         ),
     ),
+    "forgetting": Line(
+        settings={"c": 3.0},
+        stored=lambda rows, width: rows * width,
+        bad=(
+            ({"c": -1.0}, "c must be 0 or more and finite, got c=-1.0"),
+            ({"c": float("inf")}, "c must be 0 or more and finite, got c=inf"),
+            ({"c": "auto"}, "c must be float, got 'auto'"),
+        ),
+    ),
     "frequency_decay": Line(
         settings={"strength": 0.5, "c": 3.0},
         stored=lambda rows, width: rows * width,

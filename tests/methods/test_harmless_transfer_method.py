@@ -221,7 +221,7 @@ def test_an_allowed_pair_trains_whatever_the_order(name, is_first):
 
 def test_all_pairs_are_tried():
     tried = {*SMALL, "pep", TRANSFER}
-    neighbours = {"frequency-decay", "fresh-tables", "group-stopping", "id-dropout"}
+    neighbours = {"forgetting", "frequency-decay", "fresh-tables", "group-stopping", "id-dropout"}
     names = {method_name(method_class(name)) for name in method_names()}
     assert names - neighbours == tried
 

@@ -171,10 +171,11 @@ def test_a_tuned_baseline_tries_rates_and_weight_decays():
     assert controls("low-rank", control="tuned")["low-rank:rank=3"] == "tuned"
 
 
-def test_without_weight_decay_only_rates_are_tried():
+def test_without_weight_decay_two_small_ones_are_tried():
     found = sides("low-rank", control="tuned", training={"weight_decay": 0.0})
     [control] = [side for side in found if side.name == "tuned"]
-    assert len(control.trials) == 3
+    assert len(control.trials) == 9
+    assert {run.training.weight_decay for run in control.trials} == {0.0, 1e-5, 1e-4}
 
 
 def test_a_tuned_baseline_that_is_not_tuned_is_the_baseline():

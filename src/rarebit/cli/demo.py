@@ -21,11 +21,12 @@ PLAN = {
         "pruned",
         "multi-embedding:num_sets=2",
         "harmless-transfer",
-        "shrinkage",
+        "shrinkage+forgetting",
     ],
     "sweeps": False,
     "model": {"name": "dcn_v2", "dim": 8, "hidden": [64, 64]},
-    "training": {"epochs": 4, "tables": "rowwise"},
+    # all may go on until validation rows say that it is enough: some take three epochs, and some ten
+    "training": {"epochs": 12, "patience": 2, "tables": "rowwise"},
 }
 
 NEXT = {

@@ -6,7 +6,8 @@ BetweenEpochs   changes rows when an epoch has begun, from the second one on
 """
 
 from abc import abstractmethod
-from collections.abc import Sequence
+from bisect import bisect_right
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +18,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from rarebit.errors import DataError, UnsupportedTableError
 from rarebit.methods._shrinkage_counts import Counts, counts_of_rows, counts_of_table
 from rarebit.methods._shrinkage_priors import Prior
+from rarebit.methods.hashing import HashedTable
 from rarebit.tables.find import Site, find_sites, table_parameters
 from rarebit.tables.training_method import Attached, TrainingData
 
@@ -30,31 +32,31 @@ class StoredRows:
     site: Site
     weight: Tensor
     padding: int | None
+    parameter: nn.Parameter
+    """What is trained, in whose memory they lie."""
 
     def counts(self, counts: Counts) -> Tensor:
-        """Return how often each row was seen, `(N,)` on the device of the rows; of a bucket, all its ids."""
+        """Return how often each row was seen, `(N,)` on the CPU; of a bucket, all its ids."""
         table = self.site.table
         of_ids = counts_of_table(self.site.info.name, table.num_embeddings, counts)
-        return counts_of_rows(table, of_ids).to(self.weight.device)
+        # buckets may lie deeper, as in a mask of several sets; all of a table's are alike
+        hashed = (part for part in table.modules() if isinstance(part, HashedTable))
+        return counts_of_rows(next(hashed, table), of_ids)
 
 
 def stored_rows(model: nn.Module, asked_by: str) -> list[StoredRows]:
-    """Return the rows of all tables of a model, or say that one of them stores none.
+    """Return the rows of all tables of a model, or say that one of them stores none that are trained.
 
     >>> [tuple(rows.weight.shape) for rows in stored_rows(nn.Sequential(nn.Embedding(9, 4)), "a test")]
     [(9, 4)]
     """
-    found = [
-        StoredRows(site, plain.weight.detach(), plain.padding_idx)
-        for site in find_sites(model)
-        for plain in _plain_tables(site)
-    ]
-    trained = {_memory(parameter) for parameter in table_parameters(model).values()}
-    # writing to a copy of what is trained would be lost
-    if not found or any(_memory(rows.weight) not in trained for rows in found):
+    parameters = sorted(table_parameters(model).values(), key=Tensor.data_ptr)
+    found = [rows for site in find_sites(model) for rows in _rows_of(site, parameters, asked_by)]
+    if not found:
         raise UnsupportedTableError(
             f"{asked_by} changes rows of tables that store rows, and a table of this model does not"
         )
+    _refuse_shared(found, asked_by)
     return found
 
 
@@ -69,12 +71,11 @@ def restart_(optimizer: Optimizer, rows: Sequence[StoredRows]) -> None:
     >>> float(adam.state[table.weight]["step"])
     0.0
     """
-    memory = {_memory(each.weight) for each in rows}
-    for parameter, state in optimizer.state.items():
-        if _memory(parameter) in memory:
-            for value in state.values():
-                if isinstance(value, Tensor):
-                    value.zero_()
+    changed = {id(each.parameter) for each in rows}
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if id(parameter) in changed and parameter in optimizer.state:
+                _restart_state(optimizer.state[parameter], group)
 
 
 class BetweenEpochs(Attached):
@@ -114,9 +115,24 @@ class BetweenEpochs(Attached):
 
     def _before_update(self, optimizer: Optimizer, *_: Any) -> None:
         if self.optimizer is None:
-            held = {_memory(p) for group in optimizer.param_groups for p in group["params"]}
-            if any(_memory(rows.weight) in held for rows in self.rows):
+            held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+            if any(id(rows.parameter) in held for rows in self.rows):
                 self.optimizer = optimizer
+
+
+def _rows_of(site: Site, parameters: Sequence[nn.Parameter], asked_by: str) -> Iterator[StoredRows]:
+    """Yield the rows of a table, whose parameters are among these, in the order of their memory."""
+    tables = _plain_tables(site)
+    homes = [_home(table.weight, parameters) for table in tables]
+    # writing to a copy of what is trained would be lost
+    if not homes or not all(home is not None and home.requires_grad for home in homes):
+        raise UnsupportedTableError(
+            f"{asked_by} changes rows that are stored and trained, and those of {site.info.name!r} are not; "
+            "give the part of the model whose tables are"
+        )
+    for table, home in zip(tables, homes, strict=True):
+        assert home is not None
+        yield StoredRows(site, table.weight.detach(), table.padding_idx, home)
 
 
 def _plain_tables(site: Site) -> list[nn.Embedding]:
@@ -125,6 +141,36 @@ def _plain_tables(site: Site) -> list[nn.Embedding]:
     return [p for p in parts if isinstance(p, nn.Embedding) and id(p) not in of_priors]
 
 
-def _memory(tensor: Tensor) -> int:
-    """Return what tells the memory of a tensor from any other, also where it is a part of it."""
-    return tensor.untyped_storage().data_ptr()
+def _home(weight: Tensor, parameters: Sequence[nn.Parameter]) -> nn.Parameter | None:
+    """Return the parameter in whose memory a weight lies; parameters may be parts of one memory."""
+    place = bisect_right(parameters, weight.data_ptr(), key=Tensor.data_ptr)
+    home = parameters[place - 1] if place else None
+    inside = home is not None and weight.data_ptr() < home.data_ptr() + home.nbytes
+    return home if inside else None
+
+
+def _refuse_shared(found: Sequence[StoredRows], asked_by: str) -> None:
+    first: dict[int, str] = {}
+    for rows in found:
+        name = rows.site.info.name
+        other = first.setdefault(rows.weight.data_ptr(), name)
+        if other != name:
+            raise UnsupportedTableError(
+                f"{asked_by} changes each row once, and the tables {other!r} and {name!r} have the same ones; "
+                "use one table in both places"
+            )
+
+
+def _restart_state(state: dict[str, Any], group: Mapping[str, Any]) -> None:
+    starts = {
+        "sum": group.get("initial_accumulator_value", 0.0),  # Adagrad
+        "mu_product": 1.0,  # NAdam
+        "mu": 1.0,  # ASGD
+        "eta": group["lr"],  # ASGD
+        "step_size": group["lr"],  # Rprop
+    }
+    for key, value in state.items():
+        if isinstance(value, Tensor):
+            value.fill_(starts.get(key, 0.0))
+        elif key == "step":  # SparseAdam's is a number
+            state[key] = 0

@@ -96,7 +96,7 @@ class Shrinkage(Method):
     paper: ClassVar[str] = (
         "none: the James-Stein estimator of Efron and Morris, JASA 1973, for the rows of a table"
     )
-    control: ClassVar[str] = "baseline"
+    control: ClassVar[str] = "tuned"
     cost: ClassVar[str] = (
         "a step looks up one number beside each row and adds a multiple of the prior; until it is merged, "
         "a table stores one number more a row"

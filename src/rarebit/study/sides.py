@@ -66,6 +66,8 @@ RATE_FACTORS = (1.0, 2.0, 4.0, 8.0, 16.0)
 """What the tables' learning rate is multiplied by, beside the measured factor; validation picks."""
 TUNED_LR, TUNED_DECAY = (1.0, 2.0, 0.5), (1.0, 10.0, 0.1)
 """What the learning rate and the weight decay of a tuned baseline are multiplied by; validation picks."""
+FIRST_DECAYS = (0.0, 1e-5, 1e-4)
+"""What is tried where there is no weight decay to multiply."""
 LR_FACTORS = (1.0, 2.0, 0.5, 4.0, 0.25, 8.0, 0.125)
 """What the learning rate is multiplied by in trials: a knob that every side has."""
 
@@ -227,16 +229,14 @@ class _Sides:
     def _tuned(self) -> str:
         """Add plain tables at several learning rates and weight decays; untuned they are the baseline."""
         training = self.base.training
-        dials = dict.fromkeys(
-            (lr * training.lr, decay * training.weight_decay)
-            for decay in TUNED_DECAY
-            for lr in TUNED_LR
-        )
+        decays = [factor * training.weight_decay for factor in TUNED_DECAY]
         trials = tuple(
             dataclasses.replace(
-                self.base, training=dataclasses.replace(training, lr=lr, weight_decay=decay)
+                self.base,
+                training=dataclasses.replace(training, lr=lr * training.lr, weight_decay=decay),
             )
-            for lr, decay in dials
+            for decay in (decays if training.weight_decay else FIRST_DECAYS)
+            for lr in TUNED_LR
         )
         return self._add_swept(TUNED, trials) if self.plan.settings.sweeps else BASELINE
 
