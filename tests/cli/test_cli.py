@@ -15,6 +15,7 @@ import pytest
 
 import rarebit as rb
 from rarebit.__main__ import main
+from rarebit.cli.show import epoch_hint
 
 SMALL = ["--rows", "3000", "--epochs", "1"]
 
@@ -124,6 +125,23 @@ def test_the_same_seed_gives_the_same_run_and_another_one_another(call):
         call("train", "--model", "fm", *SMALL, "--seed", seed, "--out", folder)
         weights.append(Path(folder, "weights.safetensors").read_bytes())
     assert weights[0] == weights[1] != weights[2]
+
+
+@pytest.mark.parametrize(
+    ("best", "epochs", "words"),
+    [(1, 1, ""), (2, 3, ""), (None, 3, ""), (3, 3, "--epochs"), (1, 3, "shrinkage+forgetting")],
+)
+def test_the_best_epoch_may_suggest_something(best, epochs, words):
+    hint = epoch_hint(best, epochs)
+    assert words in hint
+    assert bool(hint) == bool(words)
+
+
+def test_a_run_whose_last_epoch_was_the_best_says_so(call):
+    code, out, _ = call("train", "--model", "fm", "--rows", "3000", "--epochs", 2, "--lr", 1e-4)
+    assert code == 0
+    assert "Weights of epoch 2 of 2" in out
+    assert "more of them may be better" in out
 
 
 def test_demo_says_what_to_try_next(call):

@@ -22,6 +22,7 @@ from rarebit.words import size
 __all__ = [
     "BarProgress",
     "console",
+    "epoch_hint",
     "errors",
     "how_to_call",
     "show_evaluation",
@@ -113,6 +114,25 @@ def show_run(result: RunResult, title: str) -> None:
     console.print(table)
     best, epochs = result.history.best_epoch, len(result.history.epochs)
     console.print(f"Weights of epoch {best} of {epochs}, the best on the validation split.")
+    hint = epoch_hint(best, epochs)
+    if hint:
+        console.print(hint)
+
+
+def epoch_hint(best: int | None, epochs: int) -> str:
+    """Return what the best epoch suggests; nothing where it suggests nothing.
+
+    >>> epoch_hint(3, 3)
+    'The last epoch was the best: more of them may be better (--epochs).'
+    """
+    if epochs > 1 and best == epochs:
+        return "The last epoch was the best: more of them may be better (--epochs)."
+    if epochs > 1 and best == 1:
+        return (
+            "The first epoch was the best: later ones may overfit rare rows; --methods shrinkage+forgetting "
+            "is against that."
+        )
+    return ""
 
 
 def show_evaluation(evaluation: Evaluation, title: str) -> None:
