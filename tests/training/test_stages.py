@@ -295,6 +295,13 @@ def test_how_a_run_prunes():
     assert pruning_of(settings_of(MLET, rb.Pruned(keep=7))) == rb.Pruned(keep=7)
 
 
+@pytest.mark.parametrize("prior", ["mean", "zero"])
+def test_a_prior_that_pruning_may_keep_is_told(prior):
+    said = []
+    run(settings_of(rb.Shrinkage(prior=prior), rb.Pruned(keep=KEEP)), say=said.append)
+    assert any("shrinkage:prior=zero leaves" in line for line in said) == (prior == "mean")
+
+
 def test_a_run_says_what_its_second_stage_trains():
     said: list[str] = []
     run(settings_of(rb.Pruned(keep=KEEP)), say=said.append)

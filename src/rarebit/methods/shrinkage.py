@@ -81,6 +81,9 @@ SETS_FIRST = (
     "the sets are drawn anew with the network behind them, so the evidence would be gone; give the model "
     "its sets first"
 )
+OF_ZERO = (
+    "use prior=zero, for any other prior is in all rows of rare ids, and may be all that is kept"
+)
 ZEROS = "the mean that rows are drawn to has no zeros where the table has; shrink first: "
 
 
@@ -151,11 +154,11 @@ class Shrinkage(Method):
             "product-start+shrinkage",
         ),
         "masked": Pair(allowed=True, words="a mask of the shrunk rows"),
-        "pep": Pair(allowed=True, words="entries of the shrunk rows are cut"),
+        "pep": Pair(allowed=True, words=f"entries of the shrunk rows are cut; {OF_ZERO}"),
         "pruned": Pair(
             allowed=True,
             words="entries of the shrunk rows are cut; what survives is folded and trained as a plain "
-            "table",
+            f"table; {OF_ZERO}",
         ),
         "quantize": Pair(
             allowed=True, words="the table is folded first, and its rows are quantised"

@@ -24,6 +24,7 @@ from rarebit.methods._shrinkage_parts import counted_in
 from rarebit.methods.masked import Masked
 from rarebit.methods.pep import PEP
 from rarebit.methods.pruned import Pruned
+from rarebit.methods.shrinkage import Shrinkage
 from rarebit.models import build_model
 from rarebit.models._base import RankingModel
 from rarebit.settings import require
@@ -149,6 +150,7 @@ def train_model(
     pruned = pruning_of(settings)
     if pruned is not None:
         _refuse_no_last_stage(settings, pruned)
+        _warn_of_prior(settings, say)
         stages = _Stages(settings, pruned, train, valid, device, progress, say, shared)
         return stages.run(folder, resume=resume)
     model = start_model(settings, train.schema, say=say).to(device)
@@ -338,6 +340,14 @@ def _refuse_no_last_stage(settings: RunSettings, pruned: Pruned) -> None:
         f"{', '.join(late)} takes part when pruned tables are trained again, and start='trained' leaves that "
         "out; use start='ticket'",
     )
+
+
+def _warn_of_prior(settings: RunSettings, say: Say) -> None:
+    if any(isinstance(m, Shrinkage) and m.prior != "zero" for m in settings.methods):
+        say(
+            "rows of rare ids are mostly the prior of shrinkage, which pruning may keep in all of them and little "
+            "else; shrinkage:prior=zero leaves the entries to rows"
+        )
 
 
 def _without_pruning(settings: RunSettings) -> RunSettings:
