@@ -15,7 +15,7 @@ network, and what a method learns beside rows, such as a prior, goes on.
 
 Where `fresh-tables` lets go of every row alike, this is `shrinkage` from epoch to epoch: the same weight, n / (n + c). Both
 go together. Not for training in one pass, nor where training is cut off after a few epochs: what is forgotten is learned
-again, and the best epoch comes two to three times as late.
+again, and the best epoch comes later, up to four times as late in our studies.
 """
 
 import math
