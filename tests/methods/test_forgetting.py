@@ -373,3 +373,33 @@ def test_labels_are_not_remembered_from_one_epoch_to_the_next():
     assert gaps[0] > 0.5
     assert gaps[1] < 0.3 * gaps[0]
     assert forgetting[-1][1] < plain[-1][1] - 0.2
+
+
+def left_of_a_row(decay: float, c: float | None) -> float:
+    """Return what is left of a row that one step looked up, long after it, as a part of it."""
+    table = nn.Embedding.from_pretrained(torch.zeros(2, 1), freeze=False)
+    adam = torch.optim.Adam(table.parameters(), lr=1e-3, weight_decay=decay)
+
+    def step(*ids: int) -> None:
+        adam.zero_grad()
+        table(torch.tensor(ids)).sum().mul(-0.1).backward()
+        adam.step()
+
+    step(0, 1)
+    for _ in range(200):  # until its momentum is spent
+        step(0)
+    before = table.weight[1].item()
+    if c is not None:
+        forget_(table, adam, torch.tensor([300, 1]), c=c)
+    for _ in range(100):
+        step(0)
+    return table.weight[1].item() / before
+
+
+def test_weight_decay_takes_all_of_a_row_after_a_restart_and_nothing_before():
+    # Adam divides a decay that is part of the gradient by the moments, which are those of the row's one gradient
+    assert left_of_a_row(decay=1e-5, c=None) == pytest.approx(1, abs=1e-3)
+    # after a restart they are those of the decay itself: a step of the learning rate towards zero, every time
+    assert abs(left_of_a_row(decay=1e-5, c=0.0)) < 0.01
+    assert left_of_a_row(decay=0.0, c=0.0) == 1
+    assert left_of_a_row(decay=0.0, c=3.0) == pytest.approx(1 / 4)
