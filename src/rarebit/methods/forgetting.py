@@ -10,7 +10,8 @@ remembers the label it is asked for, and learns to trust such rows; that is why 
 are best after one epoch. A row that has forgotten its label is as honest in the second epoch as in the first, and the
 network goes on learning. Rows of frequent ids have nothing to unlearn, and keep what they are.
 
-The optimizer starts again with the tables, also with c = 0: its moments would lead a row back to where it was. The
+The optimizer starts again with the tables, also with c = 0: its moments are those of rows that were. Under Adam with weight
+decay that forgets, too: without moments the decay carries rows to zero that are not looked up (`docs/tail.md`). The
 network, and what a method learns beside rows, such as a prior, goes on.
 
 Where `fresh-tables` lets go of every row alike, this is `shrinkage` from epoch to epoch: the same weight, n / (n + c). Both
