@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from rarebit.study.results import read_result
+from rarebit.study.tables import comparison_table, side_table
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = (ROOT / "docs/tail.md").read_text("utf-8")
@@ -52,3 +53,42 @@ def test_without_decay_the_first_epoch_is_the_best_again():
     books = RESTARTS["tail-restart"].cells[1]
     for name in ("baseline", "forgetting:c=0.0"):
         assert {run.best_epoch for run in books.side(name).runs} == {1}
+
+
+COMBINED = read_result(ROOT / "benchmarks/results/study-tail-combined.json")
+WITH_OTHERS = section("With the other methods")
+
+
+def test_the_page_has_every_side_with_the_other_methods():
+    [cell] = COMBINED.cells
+    assert COMBINED.is_complete
+    judged = {row[0]: row for row in comparison_table(cell, COMBINED.minimum_effect).rows}
+    for shown in side_table(cell).rows:
+        name, seeds, auc, size = shown[0], shown[1], shown[2], shown[6]
+        assert seeds == "5"
+        cells = ["", ""]
+        if name in judged:
+            _, control, mean, ends, rarest, *_ = judged[name]
+            assert control == "tuned"
+            cells = [f"{mean} ({ends})", rarest]
+        line = f"| `{name}` | {auc} | {' | '.join(cells)} | {size} |"
+        assert re.sub(r" +", " ", line) in WITH_OTHERS
+
+
+def test_the_page_says_which_goals_are_reached_with_the_others():
+    [cell] = COMBINED.cells
+    found = cell.compare(COMBINED.minimum_effect)
+    alone = found["shrinkage+forgetting"].mean
+    reached = {name for name in found if found[name].low > 0.006}
+    assert reached == {
+        "mlet:inner_dim=32:init=keep+shrinkage+forgetting",
+        "multi-embedding+shrinkage+forgetting",
+    }
+    assert found["shrinkage+harmless-transfer:loss=mmd:scale=0.1+forgetting"].mean < alone
+    small = [name for name in found if "pruned" in name]
+    plain = cell.side("baseline").runs[0].table_bytes
+    for name in small:
+        assert all(10 * run.table_bytes <= plain for run in cell.side(name).runs)
+    best = max(found[name].mean for name in small)
+    assert f"at a tenth of the bytes is missed by {-best:.4f}." in WITH_OTHERS
+    assert not (ROOT / "benchmarks/results/study-tail-tenth.json").exists()
