@@ -53,7 +53,7 @@ def test_a_comparison_is_printed_kept_and_shown_again(call):
     tenths = call("compare", "--show", folder, "--deciles")[1]
     assert "by tenths of the test rows, rarest first" in tenths
     first = result.cells[0].decile_differences(side)[0]
-    assert f"{first:+.4f}" in tenths.split("by tenths")[1]
+    assert f" {10_000 * first:+.0f} " in tenths.split("by tenths")[1]
     code, _, err = call("compare", "--show", folder, "--control", "narow:dim=2")
     assert (code, err.count("\n")) == (2, 1)
     assert "there is no side 'narow:dim=2'" in err

@@ -127,7 +127,7 @@ def test_a_value_cannot_smuggle_in_another():
         ("low-rnk", "unknown method 'low-rnk'; did you mean 'low-rank'"),
         ("low_rnk", "unknown method 'low_rnk'; did you mean 'low-rank'"),
         ("basline", "unknown method 'basline'; did you mean 'baseline'"),
-        ("xyzzy", "unknown method 'xyzzy'; known: aligned-sets, baseline, frequency-decay"),
+        ("xyzzy", "unknown method 'xyzzy'; known: aligned-sets, baseline, forgetting"),
         ("_text", "unknown method '_text'"),
         ("low-rank:rnak=4", "method low-rank: unknown setting 'rnak'; did you mean 'rank'"),
         ("low-rank:rank=four", "method low-rank: rank must be int, got 'four'"),

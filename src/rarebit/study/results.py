@@ -21,6 +21,7 @@ from rarebit.study.verdict import Comparison, judge
 
 __all__ = [
     "RESULTS",
+    "TENTHS",
     "Ceiling",
     "CellResult",
     "SideResult",
@@ -32,8 +33,9 @@ __all__ = [
 
 FORMAT = 1
 RESULTS = "results.json"
-TENTHS = 10
 """The file of a result in the folder of its study."""
+TENTHS = 10
+"""Parts of the test rows, by how often their values were seen."""
 
 
 @dataclass(frozen=True, kw_only=True)
