@@ -1,5 +1,6 @@
 """What the page of the tail says of a restart, and of our method with the others, is what the studies gave."""
 
+import json
 import re
 import statistics
 from pathlib import Path
@@ -25,6 +26,12 @@ def gain(cell, name):
     differences = cell.differences(cell.side(name), "auc")
     wins = sum(difference > 0 for difference in differences)
     return f"{statistics.fmean(differences):+.4f}, {wins} of {len(differences)}"
+
+
+def test_the_page_has_what_forgetting_adds_to_an_epoch():
+    figures = json.loads((ROOT / "benchmarks/results/bench-forgetting.json").read_text("utf-8"))
+    words = " ".join(section("Forgetting").split())
+    assert f"an epoch of a million rows takes {figures['ratio']:.3f} times as long" in words
 
 
 def test_the_studies_of_a_restart_are_whole():
