@@ -137,6 +137,11 @@ def test_the_best_epoch_may_suggest_something(best, epochs, words):
     assert bool(hint) == bool(words)
 
 
+def test_what_a_run_does_already_is_not_suggested():
+    assert epoch_hint(1, 3, forgets=True) == ""
+    assert epoch_hint(3, 3, forgets=True) == epoch_hint(3, 3)
+
+
 def test_a_run_whose_last_epoch_was_the_best_says_so(call):
     code, out, _ = call("train", "--model", "fm", "--rows", "3000", "--epochs", 2, "--lr", 1e-4)
     assert code == 0

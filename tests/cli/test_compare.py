@@ -61,6 +61,7 @@ def test_a_comparison_is_printed_kept_and_shown_again(call):
     code, out, err = call(*command)
     assert (code, err) == (0, "6 runs, 6 of them there already\n")
     assert again in out
+    assert tenths in call(*command, "--deciles")[1]
 
     code, _, err = call(*command, "--no-resume")
     assert (code, err.count("\n")) == (2, 1)

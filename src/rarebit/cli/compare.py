@@ -104,7 +104,7 @@ def compare(  # noqa: PLR0917  # typer calls it by name
     deciles: Annotated[
         bool,
         typer.Option(
-            "--deciles", help="With --show: also by tenths of the test rows, rarest first."
+            "--deciles", help="Show differences by tenths of the test rows, too, rarest first."
         ),
     ] = False,
     device: DeviceOption = "auto",
@@ -150,6 +150,7 @@ def compare(  # noqa: PLR0917  # typer calls it by name
         threads=threads,
         device=choose_device(device),
         keep_models=keep_models,
+        deciles=deciles,
     )
     place = shlex.quote(str(folder))
     if not result.is_complete:
@@ -158,17 +159,19 @@ def compare(  # noqa: PLR0917  # typer calls it by name
     console.print(f"  {how_to_call()} compare --show {place}", soft_wrap=True, markup=False)
 
 
-def run_study(folder: Path, plan: StudyPlan, **options: Any) -> StudyResult:
+def run_study(
+    folder: Path, plan: StudyPlan, *, deciles: bool = False, **options: Any
+) -> StudyResult:
     """Run a study with bars, show it, and say how to go on with one that was stopped."""
     try:
         with BarStudy() as progress:
             result = study(folder, plan, progress=progress, **options)
     except StudyInterrupted as stopped:
-        show_study(read_result(folder))
+        show_study(read_result(folder), deciles=deciles)
         stop(f"{stopped}; the same command goes on", code=130)
     except KeyboardInterrupt:
         stop("stopped at once; the same command goes on from the last checkpoints", code=130)
-    show_study(result)
+    show_study(result, deciles=deciles)
     return result
 
 

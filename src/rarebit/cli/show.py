@@ -2,6 +2,7 @@
 
 import shutil
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -12,6 +13,8 @@ from rich.progress import Progress as Bars
 from rich.table import Table
 from rich.text import Text
 
+from rarebit.methods.forgetting import Forgetting
+from rarebit.tables.table import Method
 from rarebit.training.evaluate import Evaluation
 from rarebit.training.metrics import Metrics
 from rarebit.training.progress import EpochRecord
@@ -104,8 +107,8 @@ def how_to_call() -> str:
     return str(script.relative_to(Path.cwd()) if script.is_relative_to(Path.cwd()) else script)
 
 
-def show_run(result: RunResult, title: str) -> None:
-    """Print the table at the end of a run."""
+def show_run(result: RunResult, title: str, methods: Sequence[Method] = ()) -> None:
+    """Print the table at the end of a run with these methods, and what its best epoch suggests."""
     table = _table(title)
     _add_metrics(table, result.test)
     table.add_row("parameters", f"{result.num_parameters:,}")
@@ -114,12 +117,13 @@ def show_run(result: RunResult, title: str) -> None:
     console.print(table)
     best, epochs = result.history.best_epoch, len(result.history.epochs)
     console.print(f"Weights of epoch {best} of {epochs}, the best on the validation split.")
-    hint = epoch_hint(best, epochs)
+    forgets = any(isinstance(method, Forgetting) for method in methods)
+    hint = epoch_hint(best, epochs, forgets=forgets)
     if hint:
         console.print(hint)
 
 
-def epoch_hint(best: int | None, epochs: int) -> str:
+def epoch_hint(best: int | None, epochs: int, *, forgets: bool = False) -> str:
     """Return what the best epoch suggests; nothing where it suggests nothing.
 
     >>> epoch_hint(3, 3)
@@ -127,7 +131,7 @@ def epoch_hint(best: int | None, epochs: int) -> str:
     """
     if epochs > 1 and best == epochs:
         return "The last epoch was the best: more of them may be better (--epochs)."
-    if epochs > 1 and best == 1:
+    if epochs > 1 and best == 1 and not forgets:
         return (
             "The first epoch was the best: later ones may overfit rare rows; --methods shrinkage+forgetting "
             "is against that."

@@ -134,5 +134,5 @@ def _train(settings: RunSettings, folder: Path, device: str, *, resume: bool = F
         )
     log = settings.data
     name = log.folder if isinstance(log, PreparedLog) else "the built-in click log"
-    show_run(result, f"{settings.model} on the test split of {name}")
+    show_run(result, f"{settings.model} on the test split of {name}", settings.methods)
     return result

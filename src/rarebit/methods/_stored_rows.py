@@ -84,14 +84,14 @@ class BetweenEpochs(Attached):
     Not before it: the last step of an epoch ends with its validation, which is of the rows as they are then.
     """
 
-    def __init__(self, model: nn.Module, data: TrainingData, asked_by: str) -> None:
+    def __init__(self, rows: Sequence[StoredRows], data: TrainingData, asked_by: str) -> None:
         if data.steps_per_epoch < 2:
             raise DataError(
                 f"{asked_by} changes rows after the first step of an epoch, and an epoch has only one; use "
                 "smaller batches"
             )
         self.steps_per_epoch = data.steps_per_epoch
-        self.rows = stored_rows(model, asked_by)
+        self.rows = rows
         self.optimizer: Optimizer | None = None
         """The optimizer that has the tables, once it has made a step."""
         self.handle = register_optimizer_step_pre_hook(self._before_update)

@@ -109,7 +109,7 @@ class _Forgetting(BetweenEpochs):
         # first: where counts are refused, no hook may be left
         rows, counts = stored_rows(model, "forgetting"), data.train.counts()
         self.c, self.seen = c, [each.counts(counts) for each in rows]
-        super().__init__(model, data, "forgetting")
+        super().__init__(rows, data, "forgetting")
 
     def change_(self, num_epochs: int) -> bool:
         """Let rows keep what they have evidence for."""

@@ -24,7 +24,7 @@ import torch
 from torch import nn
 
 from rarebit.methods._neighbour_pairs import neighbour_pairs
-from rarebit.methods._stored_rows import BetweenEpochs, StoredRows
+from rarebit.methods._stored_rows import BetweenEpochs, StoredRows, stored_rows
 from rarebit.settings import check_types, require
 from rarebit.tables.table import CHUNK, Pair
 from rarebit.tables.training_method import TrainingData, TrainingMethod
@@ -104,7 +104,7 @@ class _Refreshing(BetweenEpochs):
     """Draws rows anew between two steps."""
 
     def __init__(self, model: nn.Module, data: TrainingData, keep: float) -> None:
-        super().__init__(model, data, "fresh-tables")
+        super().__init__(stored_rows(model, "fresh-tables"), data, "fresh-tables")
         self.keep, self.seed = keep, data.seed
         self.tables = [_Start(rows) for rows in self.rows]
 
