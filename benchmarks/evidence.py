@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from rarebit.study.results import CellResult, StudyResult, read_result
-from rarebit.study.verdict import Comparison
+from rarebit.study.statistics import Comparison
 
 ROOT = Path(__file__).parents[1]
 CLAIMS = ROOT / "benchmarks/evidence.toml"

@@ -24,8 +24,7 @@ from rarebit import Dataset, SyntheticLog, generate
 from rarebit.machine import machine
 from rarebit.models import build_model
 from rarebit.training.optimizers import optimizer
-from rarebit.training.step import TrainingStep
-from rarebit.training.steps import RecordedSteps, Steps
+from rarebit.training.step import RecordedSteps, Steps, TrainingStep
 from rarebit.transfer.harmless_transfer import HarmlessTransfer
 
 BATCH, LR = 4096, 1e-3

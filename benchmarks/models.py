@@ -34,7 +34,7 @@ from rarebit.data.order import shuffled_order
 from rarebit.errors import RarebitError
 from rarebit.machine import machine
 from rarebit.models import build_model, model_class, model_names
-from rarebit.training.evaluate import Evaluation
+from rarebit.training.metrics import Evaluation
 from rarebit.training.settings import Training
 
 Run = dict[str, Any]

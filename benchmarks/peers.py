@@ -35,7 +35,7 @@ import numpy as np
 import torch
 
 import rarebit as rb
-from rarebit.bench._load import OtherLoad
+from rarebit.bench._frame import OtherLoad
 from rarebit.machine import machine
 from rarebit.training.metrics import auc, logloss
 

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import polars as pl
 
-from rarebit.bench._load import OtherLoad
+from rarebit.bench._frame import OtherLoad
 from rarebit.bench._raw_log import write_raw_log
 from rarebit.bench.data import SIDES, compare, measured
 from rarebit.machine import machine

@@ -3,7 +3,7 @@
     python benchmarks/verdicts.py --out verdicts.json
 
 Studies are simulated: every method has one difference to its control a seed, and the rule of
-`rarebit.study.verdict` judges them all together. Noise is normal, heavy-tailed (Student's t with 3 degrees
+`rarebit.study.statistics` judges them all together. Noise is normal, heavy-tailed (Student's t with 3 degrees
 of freedom), or of unequal spread: of methods, or of seeds, between a quarter and four times the usual one. Each
 method has a control of its own, or all share one, which makes their differences alike.
 
@@ -33,7 +33,7 @@ from typing import Any
 import numpy as np
 
 from rarebit.machine import machine
-from rarebit.study.verdict import Comparison, judge
+from rarebit.study.statistics import Comparison, judge
 
 SEED = 7
 LEVEL = 0.05

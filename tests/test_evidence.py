@@ -7,7 +7,7 @@ from types import ModuleType
 
 import pytest
 
-from rarebit.study.verdict import judge
+from rarebit.study.statistics import judge
 
 ROOT = Path(__file__).parents[1]
 

@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 
 from rarebit.models import model_names
-from rarebit.study.results import read_result
-from rarebit.study.tables import comparison_table, side_table
+from rarebit.study.results import comparison_table, read_result, side_table
 
 ROOT = Path(__file__).resolve().parent.parent
 README = (ROOT / "README.md").read_text("utf-8")

@@ -8,9 +8,8 @@ from pathlib import Path
 import pytest
 
 from rarebit.methods.forgetting import Forgetting
-from rarebit.study.results import read_result
-from rarebit.study.tables import comparison_table, side_table
-from rarebit.study.verdict import judge
+from rarebit.study.results import comparison_table, read_result, side_table
+from rarebit.study.statistics import judge
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks/results"

@@ -7,9 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from rarebit.study.results import read_result
-from rarebit.study.tables import side_table
-from rarebit.study.verdict import judge
+from rarebit.study.results import read_result, side_table
+from rarebit.study.statistics import judge
 
 ROOT = Path(__file__).resolve().parent.parent
 README = (ROOT / "README.md").read_text("utf-8")

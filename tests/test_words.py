@@ -2,7 +2,7 @@
 
 import pytest
 
-from rarebit.words import size
+from rarebit.settings import size
 
 
 @pytest.mark.parametrize(

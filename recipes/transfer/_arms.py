@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import rarebit as rb
 from rarebit.transfer.harmless_transfer import TransferRule
-from rarebit.transfer.transfer_loss import TransferLoss
+from rarebit.transfer.losses import TransferLoss
 
 __all__ = ["ARMS", "Arm"]
 

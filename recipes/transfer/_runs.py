@@ -21,7 +21,7 @@ from _training import LanguageTraining, Schedule
 import rarebit as rb
 from rarebit.errors import NotFiniteError
 from rarebit.machine import machine
-from rarebit.training.checkpoint_file import CheckpointFolder
+from rarebit.training.checkpoints import CheckpointFolder
 from rarebit.training.stopping import stop_requests
 
 __all__ = ["ActiveRun", "Run", "Study", "load_text", "machine_of", "make_runs", "write_json"]

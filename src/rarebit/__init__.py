@@ -1,70 +1,66 @@
 """Embedding tables that are better on rare items, smaller, and able to grow."""
 
+from rarebit.codes.packed import Pack, load_packed, pack_, save_packed
 from rarebit.data.dataset import Batch, Dataset, Splits, collate
-from rarebit.data.log_schema import Column, LogSchema, Split
+from rarebit.data.log_schema import Column, LogSchema, Split, TextFormat
 from rarebit.data.prepare import prepare, prepare_source
 from rarebit.data.schema import Field, Schema
-from rarebit.data.selection import CoOccurrence, FrequencySplit, Selection, select
-from rarebit.data.selection_file import load_selection, save_selection
+from rarebit.data.selection import (
+    CoOccurrence,
+    FrequencySplit,
+    Selection,
+    load_selection,
+    save_selection,
+    select,
+)
 from rarebit.data.synthetic import SyntheticLog, generate
-from rarebit.data.text_format import TextFormat
 from rarebit.diagnosis.diagnose import diagnose
 from rarebit.diagnosis.report import Diagnosis
-from rarebit.methods._budget import set_threshold_, take_ticket
 from rarebit.methods._shrinkage_model import estimate_c_, set_counts_
-from rarebit.methods.aligned_sets import AlignedSets
 from rarebit.methods.forgetting import Forgetting, forget_
-from rarebit.methods.frequency_decay import FrequencyDecay
-from rarebit.methods.fresh_tables import FreshTables
-from rarebit.methods.group_stopping import GroupStopping
 from rarebit.methods.harmless_transfer import Transfer
 from rarebit.methods.hashing import Hashing
-from rarebit.methods.id_dropout import IdDropout
 from rarebit.methods.low_rank import LowRank
-from rarebit.methods.masked import Masked
 from rarebit.methods.mlet import MLET
 from rarebit.methods.multi_embedding import MultiEmbedding
-from rarebit.methods.pep import PEP
-from rarebit.methods.product_start import ProductStart
-from rarebit.methods.pruned import Pruned
 from rarebit.methods.quantize import Quantize
-from rarebit.methods.row_rate import RowRate
-from rarebit.methods.shared_sets import SharedSets
 from rarebit.methods.shrinkage import Shrinkage
+from rarebit.pruning._budget import set_threshold_, take_ticket
+from rarebit.pruning._prune import LearnedPruner, Pruner, Pruning, prune, retrain
+from rarebit.pruning._ticket import Ticket, load_ticket, save_ticket
+from rarebit.pruning.masked import Masked
+from rarebit.pruning.pep import PEP
+from rarebit.pruning.pruned import Pruned
+from rarebit.research.aligned_sets import AlignedSets
+from rarebit.research.frequency_decay import FrequencyDecay
+from rarebit.research.fresh_tables import FreshTables
+from rarebit.research.group_stopping import GroupStopping
+from rarebit.research.id_dropout import IdDropout
+from rarebit.research.product_start import ProductStart
+from rarebit.research.row_rate import RowRate
+from rarebit.research.shared_sets import SharedSets
+from rarebit.row_gradients.seam import RowGradients, sum_losses
 from rarebit.study.plan import StudyPlan
 from rarebit.study.results import StudyResult
 from rarebit.study.study import study
 from rarebit.tables.apply import TableChanges, apply_, merge_
 from rarebit.tables.find import TableInfo, find_tables
 from rarebit.tables.optimizer_state import check
-from rarebit.tables.pack import pack_
-from rarebit.tables.packed import Pack
-from rarebit.tables.packed_file import load_packed, save_packed
-from rarebit.tables.row_gradients import RowGradients, sum_losses
 from rarebit.tables.spectrum import information_abundance
 from rarebit.tables.table import Method, Pair, Table
-from rarebit.tables.ticket import Ticket, load_ticket, save_ticket
-from rarebit.training.clipping import clip_grad_norm_
 from rarebit.training.ema import EMA
-from rarebit.training.evaluate import Evaluation, evaluate, predict
 from rarebit.training.fit import History, fit
 from rarebit.training.memory import MemoryEstimate, estimate_memory
-from rarebit.training.metrics import Metrics
+from rarebit.training.metrics import Evaluation, Metrics, evaluate, predict
 from rarebit.training.model_file import load_model, save_model
 from rarebit.training.optimizers import optimizer
-from rarebit.training.prune import Pruning, prune, retrain
-from rarebit.training.pruner import LearnedPruner, Pruner
 from rarebit.training.run import RunResult, run
 from rarebit.training.run_settings import PreparedLog, RunSettings
 from rarebit.training.score import Scored, score_log
 from rarebit.training.settings import Training
-from rarebit.transfer.adversarial import Adversarial
-from rarebit.transfer.cos_reg import CosReg
+from rarebit.training.step import clip_grad_norm_
 from rarebit.transfer.harmless_transfer import HarmlessTransfer
-from rarebit.transfer.mmd import MMD
-from rarebit.transfer.moments import Moments
-from rarebit.transfer.relatives import Relatives
-from rarebit.transfer.sliced_wasserstein import SlicedWasserstein
+from rarebit.transfer.losses import MMD, Adversarial, CosReg, Moments, Relatives, SlicedWasserstein
 
 __version__ = "0.1.0"
 

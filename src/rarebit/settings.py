@@ -1,4 +1,6 @@
-"""Frozen dataclasses as settings: built from mappings (TOML, JSON), checked, written back.
+"""Numbers for people.
+
+Frozen dataclasses as settings: built from mappings (TOML, JSON), checked, written back.
 
 Every settings class in Rarebit is a `@dataclass(frozen=True, kw_only=True)` that checks itself in
 `__post_init__`. This module turns plain mappings into them and refuses what it does not know.
@@ -24,10 +26,24 @@ __all__ = [
     "keyword_arguments",
     "read_toml",
     "require",
+    "size",
     "suggest",
     "to_mapping",
     "updated",
 ]
+
+
+def size(num_bytes: float) -> str:
+    """Return bytes in the unit that fits.
+
+    >>> size(3_400_000), size(512)
+    ('3.4 MB', '512 B')
+    """
+    for unit, factor in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if num_bytes >= factor:
+            return f"{num_bytes / factor:.1f} {unit}"
+    return f"{num_bytes:.0f} B"
+
 
 T = TypeVar("T")
 

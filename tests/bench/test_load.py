@@ -2,8 +2,8 @@
 
 import pytest
 
-from rarebit.bench import _load
-from rarebit.bench._load import OtherLoad
+from rarebit.bench import _frame as _load
+from rarebit.bench._frame import OtherLoad
 
 
 def stat_file(tmp_path, **ticks):

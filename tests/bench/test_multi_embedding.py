@@ -6,7 +6,7 @@ import torch
 import rarebit as rb
 from rarebit.bench import multi_embedding
 from rarebit.bench._frame import measure
-from rarebit.tables.sets import sets_of
+from rarebit.sets.sets import sets_of
 
 
 @pytest.fixture

@@ -9,9 +9,8 @@ from torch import nn
 
 from rarebit.bench import packed
 from rarebit.bench._frame import measure
-from rarebit.tables.packed import Pack
-from rarebit.tables.packed_file import save_packed
-from rarebit.tables.packed_kernel import packed_kernel
+from rarebit.codes.packed import Pack, save_packed
+from rarebit.codes.packed_lookup import packed_kernel
 
 
 def test_a_small_bench(monkeypatch):

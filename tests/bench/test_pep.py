@@ -6,8 +6,8 @@ import torch
 import rarebit as rb
 from rarebit.bench import pep
 from rarebit.bench._frame import measure
-from rarebit.methods._budget import count_nonzero, threshold_parameters
-from rarebit.methods.pep import PEP
+from rarebit.pruning._budget import count_nonzero, threshold_parameters
+from rarebit.pruning.pep import PEP
 
 
 @pytest.fixture

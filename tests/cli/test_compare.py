@@ -8,9 +8,9 @@ import typer
 from rich.console import Console
 
 import rarebit as rb
-from rarebit.cli import show_study as shown_study
+from rarebit.cli import compare as shown_study
 from rarebit.cli.app import app
-from rarebit.cli.show_study import BarStudy, show_study
+from rarebit.cli.compare import BarStudy, show_study
 from rarebit.study.results import CellResult, StudyResult, read_result
 from rarebit.study.runs import RunRecord
 

@@ -9,8 +9,7 @@ import typer
 from rich.console import Console
 from typer.testing import CliRunner
 
-from rarebit.cli.methods import methods
-from rarebit.cli.show_methods import methods_as_data, show_methods
+from rarebit.cli.methods import methods, methods_as_data, show_methods
 from rarebit.methods import method_class, method_name, method_names, method_pairs
 
 CLASSES = [method_class(name) for name in method_names()]

@@ -14,8 +14,8 @@ import pytest
 import rarebit as rb
 from rarebit.cli.prune import _bytes, _numbers
 from rarebit.errors import SettingsError
+from rarebit.pruning._run import read_prune
 from rarebit.tables.table import full_table
-from rarebit.training.prune_run import read_prune
 
 SMALL = [
     "--model", "fm", "--set", "model.dim=4", "--set", "data.rows=1200", "--epochs", "1",

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
-from rarebit.cli.show_data import BLOCKS, show_dataset, show_schema, tail_chart
+from rarebit.cli.data import BLOCKS, show_dataset, show_schema, tail_chart
 from rarebit.data.log_schema import Column, LogSchema, Split
 from rarebit.data.statistics import DataStatistics, FieldStatistics, value_statistics
 

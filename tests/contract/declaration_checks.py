@@ -17,8 +17,8 @@ from torch.testing import assert_close
 import rarebit as rb
 from rarebit.errors import SettingsError, UnsupportedTableError
 from rarebit.methods import method_name
+from rarebit.sets.sets import SetsMethod
 from rarebit.tables.apply import end_training_
-from rarebit.tables.sets import SetsMethod
 from rarebit.tables.table import AnyTable, Pair, declared_pair
 
 WORDS = ("title", "paper", "control", "cost", "applies")

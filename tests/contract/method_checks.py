@@ -18,8 +18,8 @@ import rarebit as rb
 from rarebit.models._base import RankingModel
 from rarebit.models.dcn_v2 import DCNv2
 from rarebit.models.deepfm import DeepFM
+from rarebit.sets.sets import SetsMethod
 from rarebit.tables.collection import TableCollection
-from rarebit.tables.sets import SetsMethod
 
 N, D = 13, 6
 """Rows and width of the table that the checks use: more rows than wide, no common divisor."""

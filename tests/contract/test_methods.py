@@ -16,11 +16,11 @@ from capabilities import needs_cuda
 from contract import method_checks as checks
 
 import rarebit as rb
+from rarebit.callbacks import TrainingMethod
 from rarebit.errors import SettingsError
 from rarebit.methods import method_class, method_from_mapping, method_names, method_to_mapping
 from rarebit.models.dcn_v2 import DCNv2
-from rarebit.tables.sets import SetsMethod
-from rarebit.tables.training_method import TrainingMethod
+from rarebit.sets.sets import SetsMethod
 
 EXPECTED = 2
 """Methods there are at least: a search that finds none must not pass."""

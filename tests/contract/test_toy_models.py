@@ -10,8 +10,7 @@ from contract import model_checks as checks
 from torch import Tensor, nn
 
 import rarebit as rb
-from rarebit.models._base import Backbone, FirstOrder, RankingModel
-from rarebit.models._mlp import MLP
+from rarebit.models._base import MLP, Backbone, FirstOrder, RankingModel
 
 
 class Flat(nn.Module):

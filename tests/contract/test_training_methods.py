@@ -11,7 +11,7 @@ from torch import nn
 
 import rarebit as rb
 from rarebit.errors import TrainingInterrupted, UnsupportedTableError
-from rarebit.tables.lookups import is_watched
+from rarebit.row_gradients.lookups import is_watched
 from rarebit.tables.table import method_name
 from rarebit.training.progress import Silence
 from rarebit.training.run_settings import RunSettings, load_splits

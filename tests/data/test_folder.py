@@ -14,8 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rarebit import Dataset, Field, Schema
-from rarebit.data import folder as folders
-from rarebit.data.folder import ArrayWriter, PreparedFolder, new_folder, write_manifest
+from rarebit.data import prepared as folders
+from rarebit.data.prepared import ArrayWriter, PreparedFolder, new_folder, write_manifest
 from rarebit.data.statistics import DataStatistics
 from rarebit.errors import DataError
 

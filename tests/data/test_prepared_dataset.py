@@ -17,10 +17,13 @@ pl = pytest.importorskip("polars", reason="capability: package polars: it is not
 
 import rarebit as rb  # noqa: E402  # after the check that Polars is there
 from rarebit.data.dataset import Batch, Dataset, collate  # noqa: E402  # the same
-from rarebit.data.log_schema import Column, LogSchema  # noqa: E402  # the same
+from rarebit.data.log_schema import (  # noqa: E402  # the same
+    Column,
+    LogSchema,
+    TextFormat,  # the same
+)
 from rarebit.data.order import chunk_shuffled_order  # noqa: E402  # the same
 from rarebit.data.prepare import prepare  # noqa: E402  # the same
-from rarebit.data.text_format import TextFormat  # noqa: E402  # the same
 from rarebit.errors import DataError  # noqa: E402  # the same
 from rarebit.models.fm import FM  # noqa: E402  # the same
 

@@ -9,11 +9,17 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from rarebit import tensor_folder
 from rarebit.data.dataset import Dataset
-from rarebit.data.selection import CoOccurrence, FrequencySplit, select
-from rarebit.data.selection_file import DESCRIPTION, load_selection, save_selection
+from rarebit.data.selection import (
+    DESCRIPTION,
+    CoOccurrence,
+    FrequencySplit,
+    load_selection,
+    save_selection,
+    select,
+)
 from rarebit.errors import DataError
+from rarebit.storage import folder as tensor_folder
 
 
 def some_selection(settings=CoOccurrence(drop=0.5, split=FrequencySplit(top=0.4)), mark="abc"):

@@ -12,11 +12,14 @@ from capabilities import needs
 
 import rarebit as rb
 from rarebit.data.dataset import Dataset
-from rarebit.data.selection import CoOccurrence, FrequencySplit, Selection, select
-from rarebit.data.selection_file import (
+from rarebit.data.selection import (
     SELECTIONS,
+    CoOccurrence,
+    FrequencySplit,
+    Selection,
     load_selection,
     save_selection,
+    select,
     stored_selection,
 )
 

@@ -10,8 +10,16 @@ import torch
 from rarebit import SyntheticLog, generate
 from rarebit.data import synthetic
 from rarebit.data.schema import FIRST_VALUE, MISSING, PADDING, UNKNOWN
-from rarebit.data.synthetic_columns import Column, draw_column, draw_topics, parent_ids
-from rarebit.data.synthetic_teacher import CLICK_RATE, Teacher, draw_effects, logistic
+from rarebit.data.synthetic import (
+    CLICK_RATE,
+    Column,
+    Teacher,
+    draw_column,
+    draw_effects,
+    draw_topics,
+    logistic,
+    parent_ids,
+)
 from rarebit.errors import SettingsError
 from rarebit.training.metrics import auc
 

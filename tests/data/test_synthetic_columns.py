@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rarebit.data.schema import FIRST_VALUE, MISSING, PADDING, Field
-from rarebit.data.synthetic_columns import (
+from rarebit.data.synthetic import (
     Column,
     _draw_ids,
     draw_column,

@@ -6,16 +6,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rarebit.data.schema import FIRST_VALUE, PADDING
-from rarebit.data.synthetic_columns import Column, draw_column, draw_topics, parent_ids
-from rarebit.data.synthetic_teacher import (
+from rarebit.data.synthetic import (
     CLICK_RATE,
     CROSS,
     MAIN,
     SPREAD,
+    Column,
     Teacher,
     _deal,
+    draw_column,
     draw_effects,
+    draw_topics,
     logistic,
+    parent_ids,
 )
 
 USER, TAGS = Column("user", 5000), Column("tags", 40, max_length=3)

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 import rarebit as rb
-from rarebit.diagnosis import findings
+from rarebit.diagnosis import report as findings
 from rarebit.diagnosis.diagnose import diagnose
 from rarebit.diagnosis.reweighting import reweighting
 

@@ -8,7 +8,7 @@ from torch import nn
 
 import rarebit as rb
 from rarebit.diagnosis.diagnose import diagnose
-from rarebit.diagnosis.findings import find_waste
+from rarebit.diagnosis.report import find_waste
 from rarebit.methods import method_class, method_names
 
 OFTEN = {"user": torch.full((400,), 50)}

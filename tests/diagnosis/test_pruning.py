@@ -9,13 +9,13 @@ from hypothesis import strategies as st
 from torch import nn
 
 import rarebit as rb
-from rarebit.diagnosis import pruning
-from rarebit.diagnosis.pruning import pruning_insight, write_insight
 from rarebit.errors import DataError, ModelFileError, NoTableError, SettingsError
-from rarebit.methods._budget import set_threshold_, take_ticket
-from rarebit.methods._frequency_groups import FrequencyGroups
+from rarebit.pruning import _insight as pruning
+from rarebit.pruning._budget import set_threshold_, take_ticket
+from rarebit.pruning._frequency_groups import FrequencyGroups
+from rarebit.pruning._insight import pruning_insight, write_insight
+from rarebit.pruning._ticket import Ticket
 from rarebit.tables.collection import TableCollection
-from rarebit.tables.ticket import Ticket
 
 small_counts = st.lists(st.integers(0, 5), min_size=1, max_size=30)
 

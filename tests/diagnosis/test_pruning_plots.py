@@ -7,10 +7,10 @@ import pytest
 import torch
 from torch import nn
 
-from rarebit.diagnosis import pruning_plots as plots
-from rarebit.diagnosis.pruning import pruning_insight, write_insight
 from rarebit.errors import MissingExtraError
-from rarebit.tables.ticket import Ticket
+from rarebit.pruning import _plots as plots
+from rarebit.pruning._insight import pruning_insight, write_insight
+from rarebit.pruning._ticket import Ticket
 
 pytest.importorskip("matplotlib", reason="capability: package matplotlib: it is not installed")
 

@@ -3,7 +3,7 @@ import torch
 from contract.method_checks import counting_large_tensors
 
 from rarebit.errors import SettingsError
-from rarebit.interactions.cross_vector import VectorCrossNetwork
+from rarebit.interactions.cross import VectorCrossNetwork
 
 
 def naive(embeddings, weight, bias):

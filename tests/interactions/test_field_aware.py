@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from rarebit.errors import SettingsError
-from rarebit.interactions.field_aware import FieldAwareMachine
+from rarebit.interactions.field_pairs import FieldAwareMachine
 
 
 def naive(embeddings, dim):

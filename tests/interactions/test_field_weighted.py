@@ -4,7 +4,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from rarebit.errors import SettingsError
-from rarebit.interactions.field_weighted import FieldWeightedMachine, FieldWeightedPooling
+from rarebit.interactions.field_pairs import FieldWeightedMachine, FieldWeightedPooling
 from rarebit.interactions.fm import FactorizationMachine
 
 BOTH = pytest.mark.parametrize("kind", [FieldWeightedMachine, FieldWeightedPooling])

@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from rarebit.errors import SettingsError
-from rarebit.interactions.inner_product import InnerProducts
+from rarebit.interactions.fm import InnerProducts
 
 
 def naive(embeddings, num_kept):

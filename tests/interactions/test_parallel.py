@@ -1,10 +1,9 @@
 import torch
 from torch import nn
 
-from rarebit.interactions.concat import Concatenation
 from rarebit.interactions.cross import CrossNetwork
 from rarebit.interactions.fm import FactorizationMachine
-from rarebit.interactions.parallel import Parallel
+from rarebit.interactions.streams import Concatenation, Parallel
 
 
 def test_every_branch_sees_the_same_embeddings():

@@ -1,6 +1,6 @@
 import torch
 
-from rarebit.interactions.two_stream import TwoStreams
+from rarebit.interactions.streams import TwoStreams
 
 
 def naive(row, weights, stream, depth):

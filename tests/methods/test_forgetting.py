@@ -16,9 +16,9 @@ from torch.testing import assert_close
 import rarebit as rb
 from rarebit.errors import DataError, OptimizerError, SettingsError, UnsupportedTableError
 from rarebit.methods.forgetting import Forgetting, forget_
+from rarebit.pruning._ticket import Ticket
 from rarebit.tables.find import Site, find_sites, table_parameters
 from rarebit.tables.table import full_table
-from rarebit.tables.ticket import Ticket
 from rarebit.training.run_settings import RunSettings
 from rarebit.training.stages import train_model
 

@@ -11,8 +11,8 @@ from torch.nn import functional as F
 from torch.testing import assert_close
 
 import rarebit as rb
-from rarebit.methods.frequency_decay import FrequencyDecay
 from rarebit.models.lr import LR
+from rarebit.research.frequency_decay import FrequencyDecay
 from rarebit.tables.find import find_sites
 
 

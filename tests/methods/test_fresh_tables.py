@@ -11,8 +11,8 @@ from torch.testing import assert_close
 
 import rarebit as rb
 from rarebit.errors import DataError, UnsupportedTableError
-from rarebit.methods.fresh_tables import FreshTables
 from rarebit.models.deepfm import DeepFM
+from rarebit.research.fresh_tables import FreshTables
 from rarebit.tables.find import table_parameters
 
 STEPS = 8

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 import rarebit as rb
 from rarebit.errors import DataError, UnsupportedTableError
-from rarebit.methods.group_stopping import GroupStopping, frequency_groups
+from rarebit.research.group_stopping import GroupStopping, frequency_groups
 
 STEPS = 8
 EPOCHS = 4

@@ -7,11 +7,11 @@ import pytest
 import torch
 
 import rarebit as rb
+from rarebit.callbacks import TrainingData
 from rarebit.errors import NoTableError, SettingsError
 from rarebit.methods import method_class, method_name, method_names, method_pairs, method_text
 from rarebit.methods._expression import parse_methods
 from rarebit.methods.harmless_transfer import Transfer
-from rarebit.tables.training_method import TrainingData
 from rarebit.training.run_settings import RunSettings, load_splits
 from rarebit.training.stages import start_model, train_model
 

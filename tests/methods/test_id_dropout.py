@@ -12,8 +12,8 @@ from torch.testing import assert_close
 import rarebit as rb
 from rarebit.data.dataset import Dataset
 from rarebit.errors import UnsupportedTableError
-from rarebit.methods._lookup_shares import OpenShares, find_lookups
-from rarebit.methods.id_dropout import IdDropout
+from rarebit.research._lookup_shares import OpenShares, find_lookups
+from rarebit.research.id_dropout import IdDropout
 
 LOOKUPS = 20_000
 

@@ -12,12 +12,12 @@ from torch.testing import assert_close
 
 import rarebit as rb
 from rarebit.errors import ModelFileError, NoTableError, TableError, UnsupportedTableError
-from rarebit.methods._budget import take_ticket
-from rarebit.methods.masked import Masked, MaskedTable
-from rarebit.methods.pep import PEP
 from rarebit.models.fm import FM
+from rarebit.pruning._budget import take_ticket
+from rarebit.pruning._ticket import Ticket, load_ticket, save_ticket
+from rarebit.pruning.masked import Masked, MaskedTable
+from rarebit.pruning.pep import PEP
 from rarebit.tables.table import full_table
-from rarebit.tables.ticket import Ticket, load_ticket, save_ticket
 
 FIELDS = (
     rb.Field(name="user", rows=20),
@@ -309,7 +309,7 @@ def test_every_byte_that_changes_is_told(tmp_path, file):
 
 def test_a_description_cannot_name_a_file_elsewhere(tmp_path):
     path = saved(tmp_path / "ticket") / "ticket.json"
-    from rarebit import tensor_folder as module
+    from rarebit.storage import folder as module
 
     described = json.loads(path.read_text()) | {
         "tensors": "../tensors-0123456789abcdef.safetensors"

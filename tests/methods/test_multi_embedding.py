@@ -10,10 +10,10 @@ from torch.testing import assert_close
 
 import rarebit as rb
 from rarebit.errors import OptimizerError, SettingsError, UnsupportedTableError
-from rarebit.methods._multi_sets import ModelWithSets
 from rarebit.methods.multi_embedding import MultiEmbedding
 from rarebit.models import build_model, model_class, model_names
-from rarebit.tables.sets import sets_of
+from rarebit.sets.copies import ModelWithSets
+from rarebit.sets.sets import sets_of
 from rarebit.training.stages import start_model
 
 M = 3

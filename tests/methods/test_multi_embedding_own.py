@@ -13,7 +13,7 @@ from torch.testing import assert_close
 import rarebit as rb
 from rarebit.errors import ModelFileError, NoTableError, UnsupportedTableError
 from rarebit.methods.multi_embedding import MultiEmbedding
-from rarebit.tables.set_copies import AveragedSets, draw_anew_, mean_of_features
+from rarebit.sets.copies import AveragedSets, draw_anew_, mean_of_features
 
 M = 3
 IDS = torch.tensor([[1, 4], [8, 0], [3, 3], [0, 6]])

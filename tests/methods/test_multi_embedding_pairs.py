@@ -8,13 +8,13 @@ from torch.testing import assert_close
 
 import rarebit as rb
 from rarebit.errors import ModelFileError, NoTableError, UnsupportedTableError
-from rarebit.methods._budget import count_nonzero, set_threshold_
-from rarebit.methods.aligned_sets import AlignedSets
 from rarebit.methods.multi_embedding import MultiEmbedding
-from rarebit.methods.shared_sets import SharedSets
 from rarebit.models.dcn_v2 import DCNv2
+from rarebit.pruning._budget import count_nonzero, set_threshold_
+from rarebit.research.aligned_sets import AlignedSets
+from rarebit.research.shared_sets import SharedSets
+from rarebit.sets.sets import SetsStack, SetsTable, SplitSetsTable
 from rarebit.tables.apply import end_training_
-from rarebit.tables.sets import SetsStack, SetsTable, SplitSetsTable
 
 M, K = 3, 4
 FIELDS = (

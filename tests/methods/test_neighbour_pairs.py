@@ -7,11 +7,11 @@ from contract.test_methods import method_of
 from torch.nn import functional as F
 
 import rarebit as rb
+from rarebit.callbacks import TrainingData, TrainingMethod
 from rarebit.methods import method_pairs
 from rarebit.methods._neighbour_pairs import BEFORE, NEIGHBOURS
 from rarebit.models._base import RankingModel
 from rarebit.tables.find import find_sites
-from rarebit.tables.training_method import TrainingData, TrainingMethod
 
 PAIRS = [
     (name, other) for name in NEIGHBOURS for other in BEFORE if method_pairs()[other, name].allowed

@@ -12,14 +12,14 @@ from torch.testing import assert_close
 
 import rarebit as rb
 from rarebit.errors import SettingsError
-from rarebit.methods._budget import (
+from rarebit.models.fm import FM
+from rarebit.pruning._budget import (
     count_nonzero,
     set_threshold_,
     threshold_parameters,
     thresholded_tables,
 )
-from rarebit.methods.pep import PEP, soft_threshold
-from rarebit.models.fm import FM
+from rarebit.pruning.pep import PEP, soft_threshold
 from rarebit.tables.stack import Stack
 from rarebit.tables.table import full_table
 

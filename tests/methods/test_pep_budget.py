@@ -9,7 +9,8 @@ from torch.testing import assert_close
 
 import rarebit as rb
 from rarebit.errors import NoTableError, SettingsError
-from rarebit.methods._budget import (
+from rarebit.models.fm import FM
+from rarebit.pruning._budget import (
     count_nonzero,
     kth_largest_magnitude,
     set_threshold_,
@@ -17,8 +18,7 @@ from rarebit.methods._budget import (
     threshold_parameters,
     thresholded_tables,
 )
-from rarebit.methods.pep import PEP
-from rarebit.models.fm import FM
+from rarebit.pruning.pep import PEP
 from rarebit.tables.table import full_table
 
 FIELDS = (

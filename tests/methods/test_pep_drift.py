@@ -10,9 +10,9 @@ from torch.nn import functional as F
 from torch.testing import assert_close
 
 import rarebit as rb
-from rarebit.methods._budget import count_nonzero, threshold_parameters
-from rarebit.methods.pep import PEP
 from rarebit.models.fm import FM
+from rarebit.pruning._budget import count_nonzero, threshold_parameters
+from rarebit.pruning.pep import PEP
 
 
 def decayed(start: float, decay: float, steps: int, dtype: torch.dtype = torch.float64) -> Tensor:

@@ -7,8 +7,8 @@ from torch.testing import assert_close
 
 import rarebit as rb
 from rarebit.methods.mlet import MLET
-from rarebit.methods.product_start import ProductStart
 from rarebit.models.fm import FM
+from rarebit.research.product_start import ProductStart
 
 FIELDS = (
     rb.Field(name="user", rows=20),

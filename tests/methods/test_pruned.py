@@ -7,11 +7,11 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import rarebit as rb
+from rarebit.codes.packed import PackedTable
 from rarebit.errors import RarebitError, SettingsError
-from rarebit.methods.masked import MaskedTable
 from rarebit.models.fm import FM
+from rarebit.pruning.masked import MaskedTable
 from rarebit.tables.apply import end_training_
-from rarebit.tables.packed import PackedTable
 from rarebit.tables.table import full_table, stored_tensors
 
 FIELDS = (

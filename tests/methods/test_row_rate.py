@@ -9,8 +9,8 @@ import rarebit as rb
 from rarebit.errors import DataError, SettingsError, UnsupportedTableError
 from rarebit.methods._shrinkage_model import set_counts_
 from rarebit.methods._shrinkage_parts import counted_in
-from rarebit.methods.row_rate import RatedStack, RatedTable, RowRate
 from rarebit.models.deepfm import DeepFM
+from rarebit.research.row_rate import RatedStack, RatedTable, RowRate
 
 SCHEMA = rb.Schema(
     (

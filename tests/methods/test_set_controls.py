@@ -10,10 +10,10 @@ from torch.testing import assert_close
 
 import rarebit as rb
 from rarebit.errors import UnsupportedTableError
-from rarebit.methods.aligned_sets import AlignedSets, pattern_variance, squared_patterns
 from rarebit.methods.multi_embedding import MultiEmbedding
-from rarebit.methods.shared_sets import SharedSets
 from rarebit.models import build_model, model_class, model_names
+from rarebit.research.aligned_sets import AlignedSets, pattern_variance, squared_patterns
+from rarebit.research.shared_sets import SharedSets
 
 M, K = 3, 4
 SCHEMA = rb.Schema(

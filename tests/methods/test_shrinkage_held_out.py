@@ -13,6 +13,7 @@ from torch.nn import functional as F
 from torch.testing import assert_close
 
 import rarebit as rb
+from rarebit.callbacks import Attached
 from rarebit.data.order import batch_bounds
 from rarebit.errors import DataError, TrainingInterrupted
 from rarebit.methods import _shrinkage_strength as strength
@@ -22,7 +23,6 @@ from rarebit.methods.shrinkage import AUTO, Shrinkage
 from rarebit.models.deepfm import DeepFM
 from rarebit.models.lr import LR
 from rarebit.tables.find import find_sites
-from rarebit.tables.training_method import Attached
 
 
 def attached(model: nn.Module, c: str = "held-out", **sizes: int) -> Attached:

@@ -4,8 +4,8 @@ import torch
 from methods.shrunk_models import SCHEMA, ids_of
 
 import rarebit as rb
+from rarebit.callbacks import TrainingData
 from rarebit.data.order import batch_bounds
-from rarebit.tables.training_method import TrainingData
 
 
 def rows_of(number: int) -> rb.Dataset:

@@ -3,8 +3,8 @@ import torch
 from torch import nn
 
 from rarebit.errors import SettingsError
-from rarebit.interactions.aligned import Linear
-from rarebit.models._mlp import MLP
+from rarebit.interactions.block import Linear
+from rarebit.models._base import MLP
 
 
 def test_batch_normalisation_comes_between_the_product_and_the_relu():

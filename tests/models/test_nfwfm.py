@@ -2,8 +2,8 @@ import pytest
 import torch
 from torch import nn
 
-from rarebit.interactions.aligned import Linear
-from rarebit.interactions.field_weighted import FieldWeightedPooling
+from rarebit.interactions.block import Linear
+from rarebit.interactions.field_pairs import FieldWeightedPooling
 from rarebit.models import build_model
 from rarebit.models.nfm import Evened
 from rarebit.models.nfwfm import NFwFM

@@ -11,7 +11,7 @@ from rarebit import Field, Schema
 from rarebit.errors import SettingsError
 from rarebit.interactions.block import Block
 from rarebit.models import build_model, model_class, model_names
-from rarebit.models._mlp import MLP
+from rarebit.models._base import MLP
 
 M = 3
 SMALL = {"dim": 4, "hidden": (24, 16), "dropout": 0.0, "batch_norm": False}

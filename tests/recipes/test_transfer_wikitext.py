@@ -18,7 +18,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from rarebit.errors import DataError, NotFiniteError, SettingsError
-from rarebit.training.checkpoint_file import CheckpointFolder
+from rarebit.training.checkpoints import CheckpointFolder
 
 ROOT = Path(__file__).resolve().parents[2]
 FOLDER = ROOT / "recipes" / "transfer"

@@ -9,7 +9,7 @@ import torch
 from hypothesis import strategies as st
 
 from rarebit.errors import DataError, SettingsError
-from rarebit.study.delong import delong
+from rarebit.study.statistics import delong
 from rarebit.training.metrics import auc
 
 NORMAL_975 = 1.959963984540054

@@ -7,22 +7,20 @@ import math
 import pytest
 
 from rarebit.errors import StudyError
-from rarebit.study.delong import PairedAUC
 from rarebit.study.results import (
     Ceiling,
     CellResult,
     SideResult,
     StudyResult,
     Trial,
-    read_result,
-)
-from rarebit.study.tables import (
     comparison_table,
     decile_table,
     plain_text,
+    read_result,
     side_table,
     verdict_lines,
 )
+from rarebit.study.statistics import PairedAUC
 
 ROWS = PairedAUC(
     auc_a=0.752,

@@ -8,12 +8,12 @@ from torch import nn
 import rarebit as rb
 from rarebit.data.synthetic import SyntheticLog, generate
 from rarebit.errors import SettingsError, StudyError
-from rarebit.study.abundance import mean_abundance
 from rarebit.study.cells import MEMBER_SEEDS
 from rarebit.study.plan import StudyPlan
+from rarebit.study.results import side_table
 from rarebit.study.runs import RunFolder, run_key
-from rarebit.study.sides import sides_of
-from rarebit.study.tables import side_table
+from rarebit.study.variants import sides_of
+from rarebit.study.worker import mean_abundance
 from rarebit.training.metrics import auc
 
 SCHEMA = rb.Schema((rb.Field(name="user", rows=90), rb.Field(name="item", rows=50)))

@@ -13,10 +13,10 @@ from rarebit.data.schema import Field, Schema
 from rarebit.errors import NoTableError, SettingsError
 from rarebit.methods.hashing import Hashing
 from rarebit.methods.low_rank import LowRank
-from rarebit.methods.pruned import Pruned
 from rarebit.models import model_names
+from rarebit.pruning.pruned import Pruned
 from rarebit.study.plan import StudyPlan
-from rarebit.study.sides import LR_FACTORS, sides_of
+from rarebit.study.variants import LR_FACTORS, sides_of
 from rarebit.tables.apply import apply_
 from rarebit.tables.find import table_bytes, table_parameters
 from rarebit.training.stages import start_model

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from scipy import stats
 
 from rarebit.errors import SettingsError
-from rarebit.study.student import t_cdf, t_quantile
+from rarebit.study.statistics import t_cdf, t_quantile
 
 DEGREES = [1, 1.5, 2, 3, 4, 7, 9, 38, 39, 40, 41, 99, 1000, 12345.6, 1e5, 1e6]
 POINTS = [0, 1e-3, 0.1, 0.5, 1, 1.5, 1.73, 1.74, 2, 3, 5, 10, 20, 37, 1e3, 1e6]

@@ -17,10 +17,10 @@ from rarebit.errors import CheckpointError, DataError, RarebitError, SettingsErr
 from rarebit.methods.hashing import Hashing
 from rarebit.methods.low_rank import LowRank
 from rarebit.study.cells import Cell
-from rarebit.study.delong import delong
 from rarebit.study.plan import StudyPlan
-from rarebit.study.progress import StudySilence
+from rarebit.study.pool import StudySilence
 from rarebit.study.runs import RunFolder
+from rarebit.study.statistics import delong
 from rarebit.study.worker import Worker
 from rarebit.training.run import run
 from rarebit.training.run_settings import RunSettings

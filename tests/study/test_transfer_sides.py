@@ -12,13 +12,12 @@ from rarebit.errors import SettingsError
 from rarebit.methods import method_text
 from rarebit.methods.harmless_transfer import Transfer
 from rarebit.study.plan import StudyPlan
-from rarebit.study.progress import StudySilence
+from rarebit.study.pool import StudySilence
 from rarebit.study.runs import pruning_key, run_key, together
-from rarebit.study.sides import sides_of
 from rarebit.study.study import _makers_first
+from rarebit.study.variants import sides_of
 from rarebit.study.worker import shortened
-from rarebit.training.evaluate import Evaluation
-from rarebit.training.metrics import measure
+from rarebit.training.metrics import Evaluation, measure
 from rarebit.training.run_settings import RunSettings, load_splits
 from rarebit.training.stages import SharedPruning, train_model
 

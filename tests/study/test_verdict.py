@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from scipy import stats
 
 from rarebit.errors import DataError, SettingsError
-from rarebit.study.verdict import judge
+from rarebit.study.statistics import judge
 
 EFFECT = 0.0005
 DIFFERENCES = st.integers(-3000, 3000).map(lambda millionths: millionths / 1e6)

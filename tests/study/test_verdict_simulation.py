@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from rarebit.study.verdict import judge
+from rarebit.study.statistics import judge
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -15,8 +15,8 @@ from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
 import rarebit as rb
+from rarebit.row_gradients.seam import RowGradients, sum_losses
 from rarebit.tables.collection import TableCollection
-from rarebit.tables.row_gradients import RowGradients, sum_losses
 
 FIELDS = (rb.Field(name="item", rows=9), rb.Field(name="words", kind="multi", rows=8, max_length=3))
 NUM_RANKS, NUM_STEPS, SIZES = 2, 20, (17, 12)

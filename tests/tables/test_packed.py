@@ -12,19 +12,19 @@ from torch.nn import functional as F
 from torch.testing import assert_close
 
 import rarebit as rb
-from rarebit.errors import UnsupportedTableError
-from rarebit.tables import packed
-from rarebit.tables.bag import Bag
-from rarebit.tables.packed import Pack, PackedTable
-from rarebit.tables.packed_lookup import pick
-from rarebit.tables.packed_parts import (
+from rarebit.codes import packed
+from rarebit.codes.packed import Pack, PackedTable
+from rarebit.codes.packed_lookup import (
     count_bits,
     pack_bits,
     pack_rows,
     parts_bytes,
+    pick,
     rows_before,
     unpack_bits,
 )
+from rarebit.errors import UnsupportedTableError
+from rarebit.tables.bag import Bag
 
 KEPT = (0.0, 0.003, 0.03, 0.1, 0.3, 0.8, 1.0)
 

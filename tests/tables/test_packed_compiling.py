@@ -10,11 +10,11 @@ import torch
 from capabilities import needs
 from torch import nn
 
-from rarebit.tables import compiled
-from rarebit.tables import packed_kernel as module
-from rarebit.tables.compiled import COMPILERS
-from rarebit.tables.packed import Pack, PackedTable
-from rarebit.tables.packed_kernel import load_packed_kernel, packed_kernel
+from rarebit.codes import packed_lookup as module
+from rarebit.codes.packed import Pack, PackedTable
+from rarebit.codes.packed_lookup import load_packed_kernel, packed_kernel
+from rarebit.tables import compiler as compiled
+from rarebit.tables.compiler import COMPILERS
 from rarebit.training.row_kernel import load_row_kernel
 
 WANTED = [*shlex.split(os.environ.get("CXX", ""))[:1], *COMPILERS]

@@ -15,13 +15,10 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.testing import assert_close
 
+from rarebit.codes import packed as packed_check
+from rarebit.codes.packed import Pack, load_packed, problem_of, save_packed
+from rarebit.codes.packed_lookup import find_entries, pack_rows
 from rarebit.errors import ModelFileError
-from rarebit.tables import packed_check
-from rarebit.tables.packed import Pack
-from rarebit.tables.packed_check import problem_of
-from rarebit.tables.packed_file import load_packed, save_packed
-from rarebit.tables.packed_lookup import find_entries
-from rarebit.tables.packed_parts import pack_rows
 
 
 def sparse_weight(rows: int, width: int, kept: float, seed: int = 0) -> Tensor:
@@ -275,7 +272,7 @@ LOOK_UP = """
 import sys
 from pathlib import Path
 import torch
-from rarebit.tables.packed_file import load_packed
+from rarebit.codes.packed import load_packed
 
 def resident():
     lines = Path("/proc/self/status").read_text().splitlines()

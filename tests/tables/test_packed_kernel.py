@@ -14,10 +14,17 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from rarebit.tables.compiled import COMPILERS
-from rarebit.tables.packed import Pack, PackedTable
-from rarebit.tables.packed_kernel import PackedKernel, load_packed_kernel, packed_kernel
-from rarebit.tables.packed_parts import Parts, pack_bits, pack_rows, rows_before
+from rarebit.codes.packed import Pack, PackedTable
+from rarebit.codes.packed_lookup import (
+    PackedKernel,
+    Parts,
+    load_packed_kernel,
+    pack_bits,
+    pack_rows,
+    packed_kernel,
+    rows_before,
+)
+from rarebit.tables.compiler import COMPILERS
 
 WANTED = [*shlex.split(os.environ.get("CXX", ""))[:1], *COMPILERS]
 needs_compiler = needs("C++ compiler", any(map(shutil.which, WANTED)), "none is on the path")

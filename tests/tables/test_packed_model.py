@@ -6,11 +6,10 @@ from torch import Tensor, nn
 from torch.testing import assert_close
 
 import rarebit as rb
+from rarebit.codes.packed import Pack, PackedTable, pack_, take_packed_
 from rarebit.errors import ModelFileError, SettingsError, UnsupportedTableError
 from rarebit.models.fm import FM
 from rarebit.tables.find import table_bytes
-from rarebit.tables.pack import pack_
-from rarebit.tables.packed import Pack, PackedTable, take_packed_
 
 FIELDS = (
     rb.Field(name="user", rows=300),

@@ -5,7 +5,7 @@ import torch
 from capabilities import needs_cuda
 from replaying import Recorder
 
-from rarebit.tables.recorded import WARM_UP, Recorded, record_graph
+from rarebit.row_gradients.recorded import WARM_UP, Recorded, record_graph
 
 
 def double(inputs):

@@ -12,7 +12,7 @@ from torch.testing import assert_close
 
 import rarebit as rb
 from rarebit.models.deepfm import DeepFM
-from rarebit.tables.row_gradients import RowGradients, sum_losses
+from rarebit.row_gradients.seam import RowGradients, sum_losses
 
 
 class Net(nn.Module):

@@ -10,8 +10,8 @@ from torch.testing import assert_close
 
 import rarebit as rb
 from rarebit.errors import TrainingError
+from rarebit.row_gradients.seam import RowGradients
 from rarebit.tables.collection import TableCollection
-from rarebit.tables.row_gradients import RowGradients
 
 
 class Net(nn.Module):

@@ -11,12 +11,12 @@ from torch import Tensor, nn
 
 import rarebit as rb
 from rarebit.errors import ModelFileError, TableError
-from rarebit.tables.ticket import (
+from rarebit.pruning._ticket import (
     Ticket,
     load_ticket,
     save_ticket,
 )
-from rarebit.tensor_folder import file_checksum, own_checksum
+from rarebit.storage.folder import file_checksum, own_checksum
 
 LEVELS = {"one for all": (1,), "by column": (3,), "by row": (5, 1), "by entry": (5, 3)}
 

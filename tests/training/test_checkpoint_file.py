@@ -26,10 +26,10 @@ from torch import nn
 
 from rarebit import __version__
 from rarebit.errors import CheckpointError
-from rarebit.training import checkpoint_file
-from rarebit.training.checkpoint_file import CheckpointFolder
-from rarebit.training.disk import Disk
-from rarebit.training.state_encoding import DTYPES, MAX_DEPTH
+from rarebit.storage.disk import Disk
+from rarebit.storage.encoding import DTYPES, MAX_DEPTH
+from rarebit.training import checkpoints as checkpoint_file
+from rarebit.training.checkpoints import CheckpointFolder
 
 PARTS = ("state.json", "tensors.safetensors")
 

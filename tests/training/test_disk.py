@@ -18,12 +18,12 @@ from safetensors.torch import load_file
 
 import rarebit
 from rarebit.errors import CheckpointError
-from rarebit.training.disk import Disk, file_lock, is_alive, open_file, open_folder, plain_words
+from rarebit.storage.disk import Disk, file_lock, is_alive, open_file, open_folder, plain_words
 
 HOLD = """
 import sys, time
 from pathlib import Path
-from rarebit.training.disk import file_lock
+from rarebit.storage.disk import file_lock
 with file_lock(Path(sys.argv[1])):
     print("held", flush=True)
     sys.stdin.read()

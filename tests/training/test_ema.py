@@ -16,7 +16,7 @@ import rarebit as rb
 from rarebit.errors import OptimizerError, SettingsError, TrainingError
 from rarebit.training.ema import EMA
 from rarebit.training.rowwise import RowwiseAdam
-from rarebit.training.steps import recording
+from rarebit.training.step import recording
 
 TOLERANCE = {
     torch.float64: {"rtol": 1e-12, "atol": 1e-13},

@@ -11,8 +11,7 @@ from rarebit import Dataset, Field, Schema, evaluate, predict
 from rarebit.errors import DataError, SettingsError, TrainingError
 from rarebit.models.deepfm import DeepFM
 from rarebit.models.fm import FM
-from rarebit.training.evaluate import rarity
-from rarebit.training.metrics import measure
+from rarebit.training.metrics import measure, rarity
 
 SCHEMA = Schema(
     (

@@ -10,9 +10,9 @@ import rarebit as rb
 from rarebit import Dataset, Field, Schema, evaluate, fit
 from rarebit.data.order import shuffled_order
 from rarebit.errors import NotEnoughMemoryError, TrainingError
-from rarebit.methods._budget import threshold_parameters
 from rarebit.models.deepfm import DeepFM
 from rarebit.models.fm import FM
+from rarebit.pruning._budget import threshold_parameters
 from rarebit.training.progress import Silence
 
 SCHEMA = Schema(

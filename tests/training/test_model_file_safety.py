@@ -17,8 +17,7 @@ from rarebit.errors import ModelFileError
 from rarebit.models.dcn_v2 import DCNv2
 from rarebit.models.deepfm import DeepFM
 from rarebit.models.fm import FM
-from rarebit.training.allocations import AllocationLimit
-from rarebit.training.memory import available_memory
+from rarebit.training.memory import AllocationLimit, available_memory
 
 STORED = Path(__file__).parent / "stored" / "model-format-1"
 MUTATIONS = 1000

@@ -12,11 +12,11 @@ from torch import Tensor, nn
 
 import rarebit as rb
 from rarebit.errors import CheckpointError, SettingsError, TrainingError, TrainingInterrupted
-from rarebit.methods._budget import count_nonzero, thresholded_tables
 from rarebit.models.deepfm import DeepFM
+from rarebit.pruning._budget import count_nonzero, thresholded_tables
+from rarebit.pruning._prune import TicketFolder, read_scans
 from rarebit.tables.table import full_table
 from rarebit.training.progress import Silence
-from rarebit.training.prune import TicketFolder, read_scans
 
 FIELDS = (
     rb.Field(name="user", rows=40),

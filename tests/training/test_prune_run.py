@@ -10,12 +10,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import rarebit as rb
-from rarebit.diagnosis.pruned_run import explain_pruning
 from rarebit.errors import ModelFileError, SettingsError, TrainingInterrupted
+from rarebit.pruning._insight import explain_pruning
+from rarebit.pruning._prune import TicketFolder, read_scans
+from rarebit.pruning._run import PruneSettings, prune_run, read_prune
 from rarebit.tables.table import full_table
 from rarebit.training.progress import Silence
-from rarebit.training.prune import TicketFolder, read_scans
-from rarebit.training.prune_run import PruneSettings, prune_run, read_prune
 from rarebit.training.run_settings import RunSettings, load_splits
 
 LOG = rb.SyntheticLog(rows=1200)

@@ -12,10 +12,10 @@ from torch.testing import assert_close
 
 import rarebit as rb
 from rarebit.errors import NoTableError, SettingsError
-from rarebit.methods._budget import count_nonzero, set_threshold_, thresholded_tables
 from rarebit.models.fm import FM
+from rarebit.pruning._budget import count_nonzero, set_threshold_, thresholded_tables
+from rarebit.pruning._prune import LearnedPruner, Pruner, pruner_of, usual_interval
 from rarebit.tables.table import full_table
-from rarebit.training.pruner import LearnedPruner, Pruner, pruner_of, usual_interval
 
 GIVEN = rb.PEP(schedule="given")
 SCHEMA = rb.Schema((rb.Field(name="user", rows=30), rb.Field(name="item", rows=20)))

@@ -8,9 +8,9 @@ from capabilities import needs_cuda
 
 from rarebit import Dataset, Field, RowGradients, Schema, fit, optimizer
 from rarebit.models.deepfm import DeepFM
-from rarebit.tables.row_gradients import sum_losses
+from rarebit.row_gradients.seam import sum_losses
 from rarebit.training.progress import Silence
-from rarebit.training.steps import why_not_recorded
+from rarebit.training.step import why_not_recorded
 
 pytestmark = needs_cuda
 

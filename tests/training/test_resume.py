@@ -21,13 +21,11 @@ from rarebit.errors import (
     TrainingInterrupted,
 )
 from rarebit.models.deepfm import DeepFM
-from rarebit.training.checkpoint_file import CheckpointFolder
-from rarebit.training.checkpoints import Checkpoints
-from rarebit.training.disk import Disk
+from rarebit.storage.disk import Disk
+from rarebit.training.checkpoints import CheckpointFolder, Checkpoints
 from rarebit.training.loop import TrainingLoop
 from rarebit.training.progress import Silence
-from rarebit.training.step import TrainingStep
-from rarebit.training.steps import Steps
+from rarebit.training.step import Steps, TrainingStep
 from rarebit.training.stopping import StopRequests
 
 SETTINGS = {

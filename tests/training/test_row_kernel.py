@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 from rarebit.errors import DataError
-from rarebit.tables import compiled
-from rarebit.tables.compiled import COMPILERS
+from rarebit.tables import compiler as compiled
+from rarebit.tables.compiler import COMPILERS
 from rarebit.training import row_kernel as module
 from rarebit.training.row_kernel import load_row_kernel, suits
 

@@ -14,11 +14,11 @@ import torch
 from torch import Tensor, nn
 
 import rarebit as rb
+from rarebit.codes.packed import PackedTable
 from rarebit.errors import TrainingInterrupted
-from rarebit.tables.packed import PackedTable
+from rarebit.pruning._prune import TicketFolder
 from rarebit.tables.table import full_table
 from rarebit.training.progress import Silence
-from rarebit.training.prune import TicketFolder
 from rarebit.training.run_settings import RunSettings, load_splits
 from rarebit.training.stages import OTHER_DRAW, SharedPruning, pruning_of, start_model, train_model
 

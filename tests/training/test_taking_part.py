@@ -12,17 +12,17 @@ import torch
 from torch import nn
 
 import rarebit as rb
+from rarebit.callbacks import Attached, TrainingMethod
 from rarebit.errors import CheckpointError, SettingsError
 from rarebit.methods.harmless_transfer import Transfer
-from rarebit.tables.ticket import load_ticket, save_ticket
-from rarebit.tables.training_method import Attached, TrainingMethod
-from rarebit.training.checkpoint_file import CheckpointFolder
+from rarebit.pruning._run import PruneSettings, prune_run
+from rarebit.pruning._ticket import load_ticket, save_ticket
+from rarebit.training.callbacks import training_data
+from rarebit.training.checkpoints import CheckpointFolder
 from rarebit.training.fit import _with_state
 from rarebit.training.progress import Silence
-from rarebit.training.prune_run import PruneSettings, prune_run
 from rarebit.training.run_settings import RunSettings, load_splits
 from rarebit.training.stages import SharedPruning, train_model
-from rarebit.training.taking_part import training_data
 
 SETTINGS = RunSettings(
     model="fm",

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from rarebit import optimizer
-from rarebit.training.steps import why_not_recorded
+from rarebit.training.step import why_not_recorded
 
 
 def weights():

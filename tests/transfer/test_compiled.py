@@ -9,9 +9,8 @@ from torch import nn
 from torch.nn import functional as F
 from torch.testing import assert_close
 
-from rarebit.transfer.adversarial import Adversarial
 from rarebit.transfer.harmless_transfer import HarmlessTransfer
-from rarebit.transfer.transfer_loss import StatelessLoss
+from rarebit.transfer.losses import Adversarial, StatelessLoss
 
 ITEMS, STEPS = 60, 4
 # torch's own, when its compiler is loaded

@@ -13,13 +13,8 @@ from torch.testing import assert_close
 import rarebit as rb
 from rarebit.data.selection import FieldSelection, FrequencySplit, Selection
 from rarebit.models.deepfm import DeepFM
-from rarebit.transfer.adversarial import Adversarial
-from rarebit.transfer.cos_reg import CosReg
 from rarebit.transfer.harmless_transfer import HarmlessTransfer
-from rarebit.transfer.mmd import MMD
-from rarebit.transfer.moments import Moments
-from rarebit.transfer.relatives import Relatives
-from rarebit.transfer.sliced_wasserstein import SlicedWasserstein
+from rarebit.transfer.losses import MMD, Adversarial, CosReg, Moments, Relatives, SlicedWasserstein
 
 ROWS, WIDTH = 20, 4
 COUNTS = torch.tensor([0, 9, 1, 1, 8, 7, 1, 2, 2, 0, 1, 1, 3, 1, 1, 2, 1, 1, 1, 1])

@@ -12,15 +12,16 @@ from torch.nn import functional as F
 from torch.testing import assert_close
 
 from rarebit.errors import SettingsError, TrainingError
-from rarebit.transfer.adversarial import Adversarial
-from rarebit.transfer.batch import TransferBatch
-from rarebit.transfer.cos_reg import CosReg
-from rarebit.transfer.draws import Draws
-from rarebit.transfer.mmd import MMD
-from rarebit.transfer.moments import Moments
-from rarebit.transfer.relatives import Relatives
-from rarebit.transfer.sliced_wasserstein import SlicedWasserstein
-from rarebit.transfer.transfer_loss import LossTables
+from rarebit.transfer.batch import Draws, TransferBatch
+from rarebit.transfer.losses import (
+    MMD,
+    Adversarial,
+    CosReg,
+    LossTables,
+    Moments,
+    Relatives,
+    SlicedWasserstein,
+)
 
 CPU, DOUBLE = torch.device("cpu"), torch.float64
 SETS, WIDTH, ROWS = 2, 3, 40

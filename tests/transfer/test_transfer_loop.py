@@ -21,14 +21,9 @@ from rarebit.errors import (
     TrainingError,
     UnsupportedTableError,
 )
-from rarebit.tables.recorded import WARM_UP, Recorded
-from rarebit.transfer.adversarial import Adversarial
-from rarebit.transfer.cos_reg import CosReg
+from rarebit.row_gradients.recorded import WARM_UP, Recorded
 from rarebit.transfer.harmless_transfer import HarmlessTransfer
-from rarebit.transfer.mmd import MMD
-from rarebit.transfer.moments import Moments
-from rarebit.transfer.relatives import Relatives
-from rarebit.transfer.sliced_wasserstein import SlicedWasserstein
+from rarebit.transfer.losses import MMD, Adversarial, CosReg, Moments, Relatives, SlicedWasserstein
 
 USERS, ITEMS = 30, 200
 

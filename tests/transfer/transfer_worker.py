@@ -16,10 +16,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 import rarebit as rb
 from rarebit.tables.collection import TableCollection
-from rarebit.transfer.adversarial import Adversarial
 from rarebit.transfer.harmless_transfer import HarmlessTransfer
-from rarebit.transfer.mmd import MMD
-from rarebit.transfer.sliced_wasserstein import SlicedWasserstein
+from rarebit.transfer.losses import MMD, Adversarial, SlicedWasserstein
 
 FIELDS = (
     rb.Field(name="item", rows=19),

@@ -14,12 +14,11 @@ from pathlib import Path
 
 from rarebit.bench._frame import BenchResult, Say, measure, timing_figures
 from rarebit.bench._steps import NextStep, lazy_deepfm
-from rarebit.training.checkpoint_file import CheckpointFolder
-from rarebit.training.checkpoints import Checkpoints
+from rarebit.training.checkpoints import CheckpointFolder, Checkpoints
 from rarebit.training.loop import TrainingLoop
 from rarebit.training.progress import Silence
 from rarebit.training.settings import Training
-from rarebit.training.steps import Steps
+from rarebit.training.step import Steps
 from rarebit.training.stopping import StopRequests
 
 __all__ = ["run"]

@@ -25,8 +25,7 @@ from pathlib import Path
 
 import torch
 
-from rarebit.bench._frame import BenchResult, Say, measure
-from rarebit.bench._load import FOLDER
+from rarebit.bench._frame import FOLDER, BenchResult, Say, measure
 from rarebit.bench._raw_log import write_raw_log
 from rarebit.data.dataset import Dataset
 from rarebit.data.order import shuffled_order

@@ -9,8 +9,7 @@ ones have less of it.
 
 import math
 
-from rarebit.bench._frame import BenchResult, Say, measure, timing_figures
-from rarebit.bench._load import OtherLoad
+from rarebit.bench._frame import BenchResult, OtherLoad, Say, measure, timing_figures
 from rarebit.bench.shrinkage import BATCH_SIZE, make_step
 from rarebit.bench.train import ROWS
 from rarebit.data.synthetic import SyntheticLog, generate

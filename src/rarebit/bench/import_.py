@@ -11,8 +11,7 @@ import statistics
 import subprocess
 import sys
 
-from rarebit.bench._frame import BenchResult, Say, measure, timing_figures
-from rarebit.bench._load import FOLDER
+from rarebit.bench._frame import FOLDER, BenchResult, Say, measure, timing_figures
 
 __all__ = ["run"]
 

@@ -11,8 +11,7 @@ weights and the optimizer's state of the tables.
 
 import torch
 
-from rarebit.bench._frame import BenchResult, Say, measure, timing_figures
-from rarebit.bench._load import OtherLoad
+from rarebit.bench._frame import BenchResult, OtherLoad, Say, measure, timing_figures
 from rarebit.bench._steps import NextStep
 from rarebit.bench.train import DIM, HIDDEN, LR, ROWS, sliced
 from rarebit.data.dataset import Dataset

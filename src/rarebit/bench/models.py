@@ -15,8 +15,7 @@ from collections.abc import Callable
 
 import torch
 
-from rarebit.bench._frame import BenchResult, Say, measure
-from rarebit.bench._load import OtherLoad
+from rarebit.bench._frame import BenchResult, OtherLoad, Say, measure
 from rarebit.bench.train import sliced
 from rarebit.data.dataset import Dataset
 from rarebit.data.synthetic import SyntheticLog, generate

@@ -10,8 +10,7 @@ there are ten of them.
 
 import torch
 
-from rarebit.bench._frame import BenchResult, Say, measure, timing_figures
-from rarebit.bench._load import OtherLoad
+from rarebit.bench._frame import BenchResult, OtherLoad, Say, measure, timing_figures
 from rarebit.bench._steps import NextStep
 from rarebit.bench.train import LR, ROWS, sliced
 from rarebit.data.dataset import Dataset

@@ -29,11 +29,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from rarebit.bench._frame import BenchResult, Say, measure, timing_figures
-from rarebit.bench._load import FOLDER
-from rarebit.tables.packed import Pack
-from rarebit.tables.packed_file import load_packed, save_packed
-from rarebit.tables.packed_kernel import packed_kernel
+from rarebit.bench._frame import FOLDER, BenchResult, Say, measure, timing_figures
+from rarebit.codes.packed import Pack, load_packed, save_packed
+from rarebit.codes.packed_lookup import packed_kernel
 
 __all__ = ["bound", "resident_bytes", "run"]
 
@@ -50,7 +48,7 @@ PROCESS = """
 import json, sys
 from pathlib import Path
 import torch
-from rarebit.tables.packed_file import load_packed
+from rarebit.codes.packed import load_packed
 def resident():
     status = Path("/proc/self/status")
     if status.exists():

@@ -13,15 +13,14 @@ from collections.abc import Callable
 
 import torch
 
-from rarebit.bench._frame import BenchResult, Say, measure, timing_figures
-from rarebit.bench._load import OtherLoad
+from rarebit.bench._frame import BenchResult, OtherLoad, Say, measure, timing_figures
 from rarebit.bench._steps import NextStep
 from rarebit.bench.train import HIDDEN, LR, ROWS, sliced
 from rarebit.data.dataset import Dataset
 from rarebit.data.synthetic import SyntheticLog, generate
-from rarebit.methods._budget import set_threshold_
-from rarebit.methods.pep import PEP
 from rarebit.models.deepfm import DeepFM
+from rarebit.pruning._budget import set_threshold_
+from rarebit.pruning.pep import PEP
 from rarebit.tables.apply import apply_
 from rarebit.training.optimizers import optimizer
 from rarebit.training.step import TrainingStep

@@ -8,7 +8,7 @@ Both train the same weights to the last bit; a measured unit is one step of 1024
 
 from rarebit.bench._frame import BenchResult, Say, measure, timing_figures
 from rarebit.bench._steps import lazy_deepfm
-from rarebit.tables.row_gradients import RowGradients, sum_losses
+from rarebit.row_gradients.seam import RowGradients, sum_losses
 
 __all__ = ["run"]
 

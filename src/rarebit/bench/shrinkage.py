@@ -9,16 +9,15 @@ A measured unit is one step of 4096 rows; 967,795 values have a row of their own
 
 import torch
 
-from rarebit.bench._frame import BenchResult, Say, measure, timing_figures
-from rarebit.bench._load import OtherLoad
+from rarebit.bench._frame import BenchResult, OtherLoad, Say, measure, timing_figures
 from rarebit.bench._steps import NextStep
 from rarebit.bench.train import DIM, HIDDEN, LR, ROWS, sliced
 from rarebit.data.dataset import Dataset
 from rarebit.data.synthetic import SyntheticLog, generate
 from rarebit.methods._shrinkage_model import set_counts_
-from rarebit.methods.row_rate import RowRate
 from rarebit.methods.shrinkage import Shrinkage
 from rarebit.models.deepfm import DeepFM
+from rarebit.research.row_rate import RowRate
 from rarebit.tables.apply import apply_
 from rarebit.tables.table import Method
 from rarebit.training.optimizers import optimizer

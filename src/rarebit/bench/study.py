@@ -18,8 +18,8 @@ from rarebit.bench._frame import BenchResult, Say, measure, timing_figures
 from rarebit.data.dataset import Splits
 from rarebit.study.plan import StudyPlan
 from rarebit.study.study import study
-from rarebit.training.evaluate import evaluate
 from rarebit.training.fit import fit
+from rarebit.training.metrics import evaluate
 from rarebit.training.run_settings import load_splits
 from rarebit.training.stages import start_model
 

@@ -26,12 +26,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
-from rarebit.bench._frame import BenchResult, Say, measure, timing_figures
-from rarebit.bench._load import OtherLoad
+from rarebit.bench._frame import BenchResult, OtherLoad, Say, measure, timing_figures
 from rarebit.data.dataset import Batch, Dataset
 from rarebit.data.order import shuffled_order
 from rarebit.data.synthetic import SyntheticLog, generate
-from rarebit.models._mlp import MLP
+from rarebit.models._base import MLP
 from rarebit.models.deepfm import DeepFM
 from rarebit.tables.collection import TableCollection
 from rarebit.training.optimizers import TableMode, optimizer

@@ -9,8 +9,7 @@ found before: the top fifth of those that the log has.
 
 import torch
 
-from rarebit.bench._frame import BenchResult, Say, measure, timing_figures
-from rarebit.bench._load import OtherLoad
+from rarebit.bench._frame import BenchResult, OtherLoad, Say, measure, timing_figures
 from rarebit.bench._steps import NextStep
 from rarebit.bench.train import DIM, HIDDEN, LR, ROWS, sliced
 from rarebit.data.dataset import Dataset

@@ -1,13 +1,107 @@
-"""`rarebit methods`: what can be done to tables, and what can be combined."""
+"""What the command line shows of methods: each with what is said of it, and the table of pairs.
 
+`rarebit methods`: what can be done to tables, and what can be combined.
+"""
+
+import inspect
 import json
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+from rich import box
+from rich.console import Console
+from rich.padding import Padding
+from rich.table import Table
+from rich.text import Text
 
-from rarebit.cli.show_methods import methods_as_data, show_methods
+from rarebit.cli.show import console
+from rarebit.methods import method_class, method_name, method_names, method_pairs
+from rarebit.tables.table import Method
 
-__all__ = ["methods"]
+__all__ = ["methods", "methods_as_data", "show_methods"]
+
+CONTROLS = {
+    "baseline": "plain tables",
+    "magnitude": "the smallest trained entries cut at once, to the same number",
+    "matched-rate": "plain tables with other learning rates and starts",
+    "plain-sum": "the same transfer with both gradients added, the best of several scales",
+    "tuned": "plain tables at the best of several learning rates and weight decays",
+    "narrow": "plain tables made narrower until they have the same bytes",
+    "wide": "plain tables as wide as all embedding sets together",
+}
+HOW_TO_WRITE = (
+    "Methods are joined by +, in the order they are applied, and take settings after a colon: "
+    "hashing:buckets=1000+low-rank. A method without its size gets one that keeps the share of the "
+    "weights that is asked for."
+)
+
+
+def methods_as_data() -> dict[str, Any]:
+    """Return all that is said of the methods as plain values, for programs.
+
+    >>> methods_as_data()["methods"][0]["name"]
+    'aligned-sets'
+    """
+    pairs = [
+        {"first": first, "then": then, "allowed": pair.allowed, "words": pair.words}
+        for (first, then), pair in method_pairs().items()
+    ]
+    return {"methods": [_as_data(method_class(name)) for name in method_names()], "pairs": pairs}
+
+
+def _as_data(method: type[Method]) -> dict[str, Any]:
+    return {
+        "name": method_name(method),
+        "title": method.title,
+        "settings": list(inspect.signature(method).parameters),
+        "control": method.control,
+        "cost": method.cost,
+        "applies": method.applies,
+        "knobs": {name: list(values) for name, values in method.knobs.items()},
+        "paper": method.paper,
+    }
+
+
+def show_methods(*, to: Console = console) -> None:
+    """Print every method, and which may be applied after which."""
+    for name in method_names():
+        method = method_class(name)
+        to.print(Text.assemble((method_name(method), "bold"), f": {method.title}"))
+        to.print(Padding(_about(method), (0, 0, 1, 2)))
+    to.print(Text("Combinations", style="bold"), Text(HOW_TO_WRITE), sep="\n")
+    to.print(_pairs_table())
+
+
+def _about(method: type[Method]) -> Table:
+    table = Table.grid(padding=(0, 2, 0, 0))
+    table.add_column(style="dim", no_wrap=True)
+    table.add_column()
+    control = CONTROLS.get(method.control, "")
+    knobs = (f"{name} ({', '.join(map(str, tried))})" for name, tried in method.knobs.items())
+    lines = {
+        "settings": ", ".join(inspect.signature(method).parameters),
+        "tuned": ", ".join(knobs),
+        "held against": f"{method.control}: {control}" if control else method.control,
+        "cost": method.cost,
+        "when to use": method.applies,
+        "paper": method.paper,
+    }
+    for word, line in lines.items():
+        if line:
+            table.add_row(word, Text(line))
+    return table
+
+
+def _pairs_table() -> Table:
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
+    table.add_column("combination", no_wrap=True)
+    table.add_column("")
+    table.add_column("what it means, or why it is refused")
+    by_allowed = sorted(method_pairs().items(), key=lambda item: not item[1].allowed)
+    for (first, then), pair in by_allowed:
+        verdict = Text("allowed", "green") if pair.allowed else Text("refused", "red")
+        table.add_row(Text(f"{first}+{then}"), verdict, Text(pair.words))
+    return table
 
 
 def methods(

@@ -14,7 +14,7 @@ from rarebit.cli.show import BarProgress, console, show_evaluation, show_scored
 from rarebit.data.dataset import Dataset, Splits
 from rarebit.errors import DataError, ModelFileError, SettingsError
 from rarebit.settings import suggest
-from rarebit.training.evaluate import evaluate, predict
+from rarebit.training.metrics import evaluate, predict
 from rarebit.training.model_file import load_model
 from rarebit.training.run import read_run
 from rarebit.training.run_settings import load_splits

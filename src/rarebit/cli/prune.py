@@ -20,17 +20,16 @@ from rarebit.cli.common import (
     told_how_to_go_on,
 )
 from rarebit.cli.show import BarProgress, console, errors, how_to_call
-from rarebit.diagnosis.pruned_run import explain_pruning
 from rarebit.errors import MissingExtraError, SettingsError
 from rarebit.methods import method_to_mapping
 from rarebit.methods._expression import parse_methods
-from rarebit.methods.pep import PEP
 from rarebit.models import model_names
-from rarebit.settings import from_mapping, read_toml, require
-from rarebit.training.prune_run import PruneResult, PruneSettings, prune_run, read_prune
+from rarebit.pruning._insight import explain_pruning
+from rarebit.pruning._run import PruneResult, PruneSettings, prune_run, read_prune
+from rarebit.pruning.pep import PEP
+from rarebit.settings import from_mapping, read_toml, require, size
 from rarebit.training.run import RunResult
 from rarebit.training.run_settings import RunSettings, load_splits
-from rarebit.words import size
 
 __all__ = ["prune"]
 

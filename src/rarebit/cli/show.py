@@ -14,13 +14,12 @@ from rich.table import Table
 from rich.text import Text
 
 from rarebit.methods.forgetting import Forgetting
+from rarebit.settings import size
 from rarebit.tables.table import Method
-from rarebit.training.evaluate import Evaluation
-from rarebit.training.metrics import Metrics
+from rarebit.training.metrics import Evaluation, Metrics
 from rarebit.training.progress import EpochRecord
 from rarebit.training.run import RunResult
 from rarebit.training.score import Scored
-from rarebit.words import size
 
 __all__ = [
     "BarProgress",

@@ -7,16 +7,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from rarebit.data.dataset import Dataset
-from rarebit.data.log_schema import SPLIT_NAMES, LogSchema, Split
+from rarebit.data.log_schema import SPLIT_NAMES, LogSchema, Split, TextFormat
 from rarebit.data.sources import find_source
-from rarebit.data.text_format import TextFormat
 from rarebit.errors import DataError, SettingsError
 from rarebit.settings import suggest
 
 if TYPE_CHECKING:  # reading raw logs needs Polars, importing this does not
-    from rarebit.data.raw.bad_rows import BadRows
-    from rarebit.data.raw.chunk import RawChunk
     from rarebit.data.raw.infer import Inferred
+    from rarebit.data.raw.rows import BadRows, RawChunk
 
 __all__ = ["infer_log", "prepare", "prepare_source"]
 
@@ -55,9 +53,9 @@ def prepare(
     >>> len(data), data.schema["user"].rows
     (40, 5)
     """
-    from rarebit.data.raw.bad_rows import BadRows
     from rarebit.data.raw.encode import Origin, encode_log
     from rarebit.data.raw.readers import find_format
+    from rarebit.data.raw.rows import BadRows
 
     files = _files(log)
     if "" not in files:
@@ -97,8 +95,8 @@ def prepare_source(
     ...
     rarebit.errors.SettingsError: unknown source 'movielens'; ...
     """
-    from rarebit.data.raw.bad_rows import BadRows
     from rarebit.data.raw.encode import Origin, encode_log
+    from rarebit.data.raw.rows import BadRows
 
     source = find_source(name)
     bad = BadRows(bad_rows)
@@ -119,9 +117,9 @@ def infer_log(
     """Guess what the columns of a log are, from its first rows."""
     import polars as pl
 
-    from rarebit.data.raw.bad_rows import BadRows
     from rarebit.data.raw.infer import SAMPLE_ROWS, infer_schema
     from rarebit.data.raw.readers import find_format, read_raw
+    from rarebit.data.raw.rows import BadRows
 
     if not label:
         raise SettingsError("which column is the label? Name it (--label click), or give a schema")

@@ -1,9 +1,41 @@
-"""The built-in click log: generated, so the true chance of every click is known.
+"""How the values of a generated click log are drawn: Zipf-like tails, topics, parents.
+
+Value v of a field with D values is the (v + 1)-th most frequent one, and in each row
+
+    v = floor(D * u ** power)       u uniform in [0, 1): the top share x of the values holds
+                                    x ** (1 / power) of the rows
+    v = v - v % T + topic % T       in three rows of four, and for v >= T only, with the row's topic
+                                    and the number T of the field's topics
+
+so values of one topic, v % T, meet in the same rows, and a move takes v to a value of about the
+same popularity. The first T values are everybody's: no topic decides on them.
+
+A rare value (outside the most frequent fifth) has a parent: a frequent value of the same topic.
+What the two have in common beyond their company is up to the teacher.
+
+The teacher of a generated click log: the effect of every value, and the chance of a click.
+
+The fields are dealt out at random to 2P groups: A_p and B_p for each of the P patterns. In its
+group a value has a scalar, its effect; a numeric field has a weight; the effects of the values of
+a multi-valued field are averaged. A row's effects are added up group by group, and with [.] for
+"minus its mean, over its spread":
+
+    score       = SPREAD / sqrt(P) * sum over p of (MAIN [A_p] + MAIN [B_p] + CROSS [A_p] [B_p])
+    probability = (1 - noise) * logistic(bias + score) + noise * CLICK_RATE
+
+Without patterns all fields form one group S, and the score is SPREAD [S]: additive. Means, spreads
+and the bias are measured on a sample of rows, so that the click rate and the strength of the
+signal hardly depend on the seed and the dials.
+
+The effect of a rare value is `s * its parent's + sqrt(1 - s * s) * one of its own`: the tail
+similarity s is their correlation. Redundant values have no effect in any group.
+
+The built-in click log: generated, so the true chance of every click is known.
 
 Each row has a latent topic. Each field draws a value with a Zipf-like tail and, more often than
-not, moves it to the row's topic (`rarebit.data.synthetic_columns`). A teacher turns the row into
+not, moves it to the row's topic (`rarebit.data.synthetic`). A teacher turns the row into
 the chance of a click, with additive effects and interaction patterns, and the label is drawn from
-it (`rarebit.data.synthetic_teacher`). `Dataset.probability` keeps the chance: its AUC is the
+it (`rarebit.data.synthetic`). `Dataset.probability` keeps the chance: its AUC is the
 ceiling that no model can pass but by luck.
 
 Rows are split 8:1:1 as they lie. A value that the training rows hold fewer than MIN_COUNT times
@@ -15,7 +47,8 @@ probabilities, never the values. A longer log begins with the rows of a shorter 
 which values are UNKNOWN.
 """
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Literal
@@ -24,14 +57,303 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from rarebit.data.counter_random import random_bits, stream_key, uniform
+from rarebit.data.counter_random import bell, random_bits, stream_key, uniform
 from rarebit.data.dataset import Dataset, Splits
-from rarebit.data.schema import FIRST_VALUE, UNKNOWN, Field, Schema
-from rarebit.data.synthetic_columns import Column, Counters, draw_column, draw_topics
-from rarebit.data.synthetic_teacher import Rows, Teacher, draw_effects
+from rarebit.data.schema import FIRST_VALUE, MISSING, PADDING, UNKNOWN, Field, Schema
 from rarebit.settings import check_types, require
 
-__all__ = ["MIN_COUNT", "SyntheticLog", "generate"]
+__all__ = [
+    "CLICK_RATE",
+    "MIN_COUNT",
+    "Column",
+    "Counters",
+    "Ids",
+    "Numbers",
+    "Rows",
+    "SyntheticLog",
+    "Teacher",
+    "draw_column",
+    "draw_effects",
+    "draw_topics",
+    "generate",
+    "logistic",
+    "parent_ids",
+]
+
+_MAX_TOPICS = 256
+_VALUES_PER_TOPIC = 20  # at least, so that every topic has four frequent values
+# The lower 11 of the 64 random bits do not enter u, so coins can be cut from them.
+_STAY_BITS = np.uint64(0b11)  # all zero in a quarter of the rows: the value stays in its own topic
+_MISSING_BITS = np.uint64(0b11111100)  # all zero in one row of 64: the value is missing
+
+Counters = NDArray[np.uint64]
+Ids = NDArray[np.int64]
+Numbers = NDArray[np.float32]
+
+
+@dataclass(frozen=True)
+class Column:
+    """How one field is drawn."""
+
+    name: str
+    num_values: int = 0
+    """Values of the field; zero for a numeric one."""
+    power: int = 3
+    """Values are drawn as floor(num_values * u ** power): the higher, the fewer hold most rows."""
+    max_length: int = 1
+    """Most values in a row; above 1, the field is multi-valued."""
+    can_be_missing: bool = False
+    """Whether one row of 64 has no value."""
+
+    @property
+    def field(self) -> Field:
+        """The field as the schema knows it."""
+        if not self.num_values:
+            return Field(name=self.name, kind="numeric")
+        return Field(
+            name=self.name,
+            kind="multi" if self.max_length > 1 else "categorical",
+            rows=FIRST_VALUE + self.num_values,
+            max_length=self.max_length,
+        )
+
+    @property
+    def num_frequent(self) -> int:
+        """How many values count as frequent: a fifth."""
+        return self.num_values // 5
+
+    @property
+    def num_topics(self) -> int:
+        """How many topics the values fall into: a power of two; 1 for a field with few values."""
+        topics = max(1, self.num_values // _VALUES_PER_TOPIC)
+        return min(_MAX_TOPICS, 1 << (topics.bit_length() - 1))
+
+
+def parent_ids(column: Column, seed: int) -> Ids:
+    """Return the parent of each id of a field: a frequent value of its topic, or the id itself.
+
+    >>> parents = parent_ids(Column("brand", num_values=160), seed=0)  # 32 of them frequent
+    >>> bool(parents[150] < 3 + 32 and (parents[150] - 150) % 8 == 0)
+    True
+    """
+    ids, topics = np.arange(column.field.rows), column.num_topics
+    if topics == 1:
+        return ids
+    u = uniform(random_bits(stream_key(seed, "parent", column.name), ids.astype(np.uint64)))
+    # A block has one value a topic; block 0 is everybody's. Parents have a Zipf-like tail as well.
+    blocks = 1 + (u * u * u * (column.num_frequent // topics - 1)).astype(np.int64)
+    values = ids - FIRST_VALUE
+    parents = FIRST_VALUE + blocks * topics + values % topics
+    return np.where(values < column.num_frequent, ids, parents)
+
+
+def draw_topics(seed: int, counters: Counters) -> Ids:
+    """Return the topic of each row; its lowest bits are the topic in fields with fewer topics."""
+    bits = random_bits(stream_key(seed, "topic"), counters)
+    return (bits % np.uint64(_MAX_TOPICS)).astype(np.int64)
+
+
+def draw_column(column: Column, seed: int, counters: Counters, topics: Ids) -> Ids | Numbers:
+    """Return one field of some rows: ids `(max_length, n)`, or numbers `(n,)` of variance 1.
+
+    >>> counters = np.arange(4, dtype=np.uint64)
+    >>> draw_column(Column("hour", 24), 0, counters, draw_topics(0, counters)).shape
+    (1, 4)
+    """
+    if not column.num_values:
+        return bell(random_bits(stream_key(seed, "number", column.name), counters))
+    keys = [stream_key(seed, "value", column.name, slot) for slot in range(column.max_length)]
+    ids = np.stack([_draw_ids(column, random_bits(key, counters), topics) for key in keys])
+    if column.max_length > 1:
+        _pad(ids, random_bits(stream_key(seed, "length", column.name), counters))
+    return ids
+
+
+def _draw_ids(column: Column, bits: NDArray[np.uint64], topics: Ids) -> Ids:
+    u = uniform(bits)
+    position = column.num_values * u
+    for _ in range(column.power - 1):
+        position *= u
+    values = position.astype(np.int64)
+    if column.num_topics > 1:
+        _move_to_topic(column, values, bits, topics)
+    values += FIRST_VALUE
+    if column.can_be_missing:
+        values[(bits & _MISSING_BITS) == 0] = MISSING
+    return values
+
+
+def _move_to_topic(column: Column, values: Ids, bits: NDArray[np.uint64], topics: Ids) -> None:
+    topic_bits = column.num_topics - 1  # a mask: the number of topics is a power of two
+    moved = (values & ~topic_bits) | (topics & topic_bits)
+    moves = (bits & _STAY_BITS) != 0
+    moves &= values >= column.num_topics
+    moves &= moved < column.num_values  # the last block may be cut short
+    np.copyto(values, moved, where=moves)
+
+
+def _pad(ids: Ids, bits: NDArray[np.uint64]) -> None:
+    """Cut each row's list to a length between 0 and max_length, all equally likely."""
+    lengths = (uniform(bits) * (len(ids) + 1)).astype(np.int64)
+    for slot, values in enumerate(ids):
+        values[lengths <= slot] = PADDING
+
+
+CLICK_RATE = 0.25
+SPREAD = 1.6  # of the scores: the best AUC is about 0.84
+MAIN, CROSS = 0.62, 0.48  # MAIN**2 + MAIN**2 + CROSS**2 = 1: a quarter of the signal is interaction
+
+Rows = Mapping[str, Ids | Numbers]
+"""Some rows of the log: for each field, ids `(max_length, n)` or numbers `(n,)`."""
+Group = dict[str, Numbers]
+"""For each field of a group, the effects of its ids; the weight alone for a numeric field."""
+
+
+def draw_effects(
+    columns: Sequence[Column],
+    *,
+    seed: int,
+    tail_similarity: float,
+    redundancy: float,
+    num_patterns: int,
+) -> list[Group]:
+    """Return the effects of all values: groups A_1, B_1, A_2, B_2 and so on, or S alone.
+
+    >>> hour, age = Column("hour", 24), Column("age")
+    >>> dials = dict(seed=0, tail_similarity=0.5, redundancy=0.0, num_patterns=1)
+    >>> [list(group) for group in draw_effects([hour, age], **dials)]
+    [['hour'], ['age']]
+    """
+    return [
+        {
+            column.name: _effects(column, number, seed, tail_similarity, redundancy)
+            for column in members
+        }
+        for number, members in enumerate(_deal(columns, num_patterns, seed))
+    ]
+
+
+def logistic(scores: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Return 1 / (1 + exp(-score)) by exactly rounded operations, so the same on every machine.
+
+    Takes exp(x) as ((1 + x/2048) / (1 - x/2048)) ** 1024, true to 1e-4 for |x| < 10.
+
+    >>> logistic(np.array([0.0, 2.0])).round(6).tolist()
+    [0.5, 0.880797]
+    """
+    small = np.clip(scores, -30.0, 30.0) / 2048.0
+    power = (1.0 + small) / (1.0 - small)
+    for _ in range(10):
+        power *= power
+    return power / (1.0 + power)
+
+
+class Teacher:
+    """Knows the true chance of a click of any row, once it has seen a sample of rows."""
+
+    def __init__(self, effects: Sequence[Group], sample: Rows, *, noise: float) -> None:
+        self._effects, self._noise = effects, noise
+        sums = [_sum(group, sample) for group in effects]
+        self._means = [_mean(total) for total in sums]
+        self._spreads = [_spread(total) for total in sums]
+        self._bias = _bias(self._scores(sample))
+
+    def probability(self, rows: Rows) -> NDArray[np.float64]:
+        """Return the chance of a click of each row, `(n,)`."""
+        chance = logistic(self._bias + self._scores(rows))
+        return (1 - self._noise) * chance + self._noise * CLICK_RATE
+
+    def _scores(self, rows: Rows) -> NDArray[np.float64]:
+        sums = [
+            (_sum(group, rows) - np.float32(mean)) / np.float32(spread)
+            for group, mean, spread in zip(self._effects, self._means, self._spreads, strict=True)
+        ]
+        if len(sums) == 1:
+            return SPREAD * sums[0].astype(np.float64)
+        total = np.zeros_like(sums[0])
+        for left, right in zip(sums[::2], sums[1::2], strict=True):
+            total += np.float32(MAIN) * (left + right) + np.float32(CROSS) * (left * right)
+        return SPREAD / math.sqrt(len(sums) // 2) * total.astype(np.float64)
+
+
+def _deal(columns: Sequence[Column], num_patterns: int, seed: int) -> list[list[Column]]:
+    """Deal all fields to the groups; then all again, where patterns are left without a field."""
+    if num_patterns == 0:
+        return [list(columns)]
+    groups: list[list[Column]] = []
+    while len(groups) < 2 * num_patterns:
+        shuffled = _shuffled(columns, stream_key(seed, "deal", len(groups)))
+        num_groups = min(2 * num_patterns - len(groups), len(columns) // 2 * 2)
+        groups.extend(shuffled[first::num_groups] for first in range(num_groups))
+    return groups
+
+
+def _shuffled(columns: Sequence[Column], key: int) -> list[Column]:
+    bits = random_bits(key, np.arange(len(columns), dtype=np.uint64))
+    return [columns[position] for position in np.argsort(bits, kind="stable")]
+
+
+def _effects(
+    column: Column, group: int, seed: int, tail_similarity: float, redundancy: float
+) -> Numbers:
+    ids = np.arange(max(1, column.field.rows), dtype=np.uint64)
+    own = bell(random_bits(stream_key(seed, "effect", column.name, group), ids))
+    if not column.num_values:
+        return own  # the weight of a numeric field
+    parents = parent_ids(column, seed)
+    own_share = math.sqrt(1 - tail_similarity * tail_similarity)
+    blend = np.float32(tail_similarity) * own[parents] + np.float32(own_share) * own
+    effects = np.where(parents == np.arange(len(ids)), own, blend)
+    chance = uniform(random_bits(stream_key(seed, "redundant", column.name), ids))
+    effects[(ids >= FIRST_VALUE) & (chance < redundancy)] = 0
+    effects[PADDING] = 0
+    return effects
+
+
+def _sum(group: Group, rows: Rows) -> Numbers:
+    """Return the effects of each row, added up field by field: the order decides the last bit."""
+    total = np.zeros(next(iter(rows.values())).shape[-1], np.float32)
+    for name, effects in group.items():
+        total += _effect(effects, rows[name])
+    return total
+
+
+def _effect(effects: Numbers, column: Ids | Numbers) -> Numbers:
+    """Return one field's effect in each row, `(n,)`."""
+    total = np.zeros(column.shape[-1], np.float32)
+    if column.ndim == 1:
+        total += effects[0] * column
+        return total
+    for ids in column:
+        total += effects[ids]
+    if len(column) > 1:
+        num_values = (column != PADDING).sum(axis=0)
+        total /= np.maximum(num_values, 1).astype(np.float32)
+    return total
+
+
+def _mean(numbers: Numbers | NDArray[np.float64]) -> float:
+    # fsum rounds once, at the end: no order of addition, no difference between machines.
+    return math.fsum(numbers.tolist()) / len(numbers)
+
+
+def _spread(numbers: Numbers) -> float:
+    """Return the standard deviation, or 1 where all numbers are equal."""
+    deviations = numbers - np.float32(_mean(numbers))
+    return math.sqrt(_mean(deviations * deviations)) or 1.0
+
+
+def _bias(scores: NDArray[np.float64]) -> float:
+    """Return the bias that brings the sample's click rate to CLICK_RATE, by bisection."""
+    low, high = -16.0, 16.0
+    for _ in range(24):
+        middle = (low + high) / 2
+        if _mean(logistic(middle + scores)) < CLICK_RATE:
+            low = middle
+        else:
+            high = middle
+    return low
+
 
 MIN_COUNT = 3
 """A value seen less often in training is UNKNOWN."""

@@ -16,15 +16,13 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from rarebit.data.dataset import Dataset, Splits
-from rarebit.diagnosis.findings import find_waste
-from rarebit.diagnosis.report import Diagnosis, LeftAlone
+from rarebit.diagnosis.measure import TableDiagnosis, describe_table, find_sub_embeddings
+from rarebit.diagnosis.report import Diagnosis, LeftAlone, find_waste
 from rarebit.diagnosis.reweighting import Reweighting, find_product, reweighting
 from rarebit.diagnosis.rows import rows_of_slice, rows_of_table, scan, without
-from rarebit.diagnosis.sub_embeddings import find_sub_embeddings
-from rarebit.diagnosis.table import TableDiagnosis, describe_table
 from rarebit.errors import DataError, ModelFileError, NoTableError, SettingsError
+from rarebit.sets.sets import SetsMethod
 from rarebit.tables.find import TableInfo, find_sites
-from rarebit.tables.sets import SetsMethod
 from rarebit.tables.spectrum import abundance_of
 from rarebit.tables.table import AnyTable, methods_of
 

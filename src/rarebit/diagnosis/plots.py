@@ -8,8 +8,7 @@ import math
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-from rarebit.diagnosis.sub_embeddings import SubEmbeddings
-from rarebit.diagnosis.table import TableDiagnosis
+from rarebit.diagnosis.measure import SubEmbeddings, TableDiagnosis
 from rarebit.diagnosis.text import short_names
 from rarebit.errors import MissingExtraError
 from rarebit.tables.spectrum import random_singular_values

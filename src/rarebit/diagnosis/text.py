@@ -3,8 +3,8 @@
 from collections import Counter
 from collections.abc import Sequence
 
-from rarebit.diagnosis.table import TableDiagnosis
-from rarebit.words import size
+from rarebit.diagnosis.measure import TableDiagnosis
+from rarebit.settings import size
 
 __all__ = [
     "Cells",

@@ -6,15 +6,30 @@
     W_l, b_l   `weight[l]`, `bias[l]`; with embedding sets, `weight[m, l]`, `bias[m, l]`
 
 One matrix product a layer; sets are one batched product.
+
+Cross network of DCN: products of growing degree from one vector a layer (Wang et al., 2017, eq. 3).
+
+    x_{l+1} = x_0 (w_l . x_l) + b_l + x_l
+
+    x_0        the fields side by side, F D wide
+    w_l, b_l   `weight[l]`, `bias[l]`; with embedding sets, `weight[m, l]`, `bias[m, l]`
+
+Every x_l is x_0 times a number, plus what no row changes, so only the number is carried from layer to
+layer:
+
+    x_l = a_l x_0 + c_l        c_l = b_0 + ... + b_{l-1}
+    a_{l+1} = a_l + a_l (w_l . x_0) + w_l . c_l        a_0 = 1
+
+The products w_l . x_0 of all layers are one matrix product, and x_L is made once.
 """
 
 import torch
 from torch import Tensor, nn
 
-from rarebit.interactions.aligned import affine, as_autocast, filled_up
+from rarebit.interactions.block import affine, as_autocast, filled_up
 from rarebit.settings import require
 
-__all__ = ["CrossNetwork"]
+__all__ = ["CrossNetwork", "VectorCrossNetwork"]
 
 
 class CrossNetwork(nn.Module):
@@ -51,3 +66,38 @@ class CrossNetwork(nn.Module):
         for weight, bias in zip(weights.unbind(-3), biases.unbind(-2), strict=True):
             crossed = first * affine(crossed, weight, bias) + crossed
         return crossed[..., : rows.shape[-1]]
+
+
+class VectorCrossNetwork(nn.Module):
+    """Crossed features of all fields, `(..., F, D)` to `(..., F * D)`.
+
+    With `num_sets`, the input is `(M, B, F, D)` and every set has layers of its own.
+
+    >>> VectorCrossNetwork(num_fields=3, dim=4, num_layers=2)(torch.zeros(5, 3, 4)).shape
+    torch.Size([5, 12])
+    """
+
+    def __init__(
+        self, num_fields: int, dim: int, num_layers: int, *, num_sets: int | None = None
+    ) -> None:
+        super().__init__()
+        require(num_fields >= 1, f"num_fields must be at least 1, got num_fields={num_fields}")
+        require(dim >= 1, f"dim must be at least 1, got dim={dim}")
+        require(num_layers >= 1, f"num_layers must be at least 1, got num_layers={num_layers}")
+        width = num_fields * dim
+        sets = () if num_sets is None else (num_sets,)
+        spread = (2.0 / (width + 1)) ** 0.5  # Xavier's, of a matrix with one column
+        self.weight = nn.Parameter(spread * torch.randn(*sets, num_layers, width))
+        self.bias = nn.Parameter(torch.zeros(*sets, num_layers, width))
+
+    def forward(self, embeddings: Tensor) -> Tensor:
+        """Return the crossed features."""
+        first = embeddings.flatten(-2)  # x_0: (..., F * D)
+        # in half precision the matrix product is, but not the sums that follow
+        products = (first @ self.weight.mT).to(first.dtype)  # w_l . x_0: (..., L)
+        before = self.bias.cumsum(dim=-2) - self.bias  # c_l: ([M,] L, F * D)
+        shifts = (self.weight * before).sum(dim=-1).unsqueeze(-2)  # w_l . c_l: ([M,] 1, L)
+        factor = torch.ones_like(products[..., 0])  # a_l: (...)
+        for product, shift in zip(products.unbind(-1), shifts.unbind(-1), strict=True):
+            factor = factor + factor * product + shift
+        return factor.unsqueeze(-1) * first + self.bias.sum(dim=-2).unsqueeze(-2)

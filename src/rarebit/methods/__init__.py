@@ -2,12 +2,13 @@
 
 import itertools
 from collections.abc import Mapping
+from importlib import import_module
 from typing import Any
 
 from rarebit.errors import SettingsError
 from rarebit.methods._text import method_text
 from rarebit.registry import find_class, offered
-from rarebit.settings import from_mapping, to_mapping
+from rarebit.settings import from_mapping, suggest, to_mapping
 from rarebit.tables.table import Method, Pair, declared_pair, method_name
 
 __all__ = [
@@ -21,18 +22,28 @@ __all__ = [
 ]
 
 
+PACKAGES = ("rarebit.methods", "rarebit.pruning", "rarebit.research")
+"""Where methods lie, one a file."""
+
+
 def method_names() -> list[str]:
     """Return the names of all methods: the files of this folder.
 
     >>> "hashing" in method_names()
     True
     """
-    return offered(__path__)
+    return sorted(name for package in PACKAGES for name in offered(import_module(package).__path__))
 
 
 def method_class(name: str) -> type[Method]:
     """Return the settings class of a method by its name."""
-    return find_class(__name__, name, Method, what="method")  # type: ignore[type-abstract]  # only its subclasses are found
+    packages = {
+        file: package for package in PACKAGES for file in offered(import_module(package).__path__)
+    }
+    file = name.replace("-", "_")
+    if file not in packages:
+        raise SettingsError(f"unknown method {name!r}{suggest(name, list(packages))}")
+    return find_class(packages[file], name, Method, what="method")  # type: ignore[type-abstract]  # only its subclasses are found
 
 
 def method_pairs() -> dict[tuple[str, str], Pair]:

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from rarebit.errors import DataError
 from rarebit.methods.hashing import HashedTable
-from rarebit.tables.sets import SplitSetsTable
+from rarebit.sets.sets import SplitSetsTable
 from rarebit.tables.table import AnyTable
 
 __all__ = ["Counts", "counts_of_all", "counts_of_rows", "counts_of_table", "of_table"]

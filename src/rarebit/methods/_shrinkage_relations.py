@@ -7,10 +7,10 @@ relatives    of a rare id, the frequent ids of its field that meet what it meets
 import torch
 from torch import Tensor, nn
 
+from rarebit.callbacks import TrainingData
 from rarebit.data.dataset import Dataset
 from rarebit.data.schema import PADDING
-from rarebit.data.selection import CoOccurrence, FieldSelection
-from rarebit.data.selection_file import stored_selection
+from rarebit.data.selection import CoOccurrence, FieldSelection, stored_selection
 from rarebit.errors import DataError
 from rarebit.methods._shrinkage_parts import counted_in
 from rarebit.methods._shrinkage_priors import (
@@ -22,7 +22,6 @@ from rarebit.methods._shrinkage_priors import (
 from rarebit.methods.hashing import HashedTable
 from rarebit.settings import suggest
 from rarebit.tables.find import Site, find_sites
-from rarebit.tables.training_method import TrainingData
 
 __all__ = ["set_relations_"]
 

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from rarebit.callbacks import Attached, TrainingData
 from rarebit.data.dataset import Batch
 from rarebit.data.order import batch_bounds
 from rarebit.data.schema import Schema
@@ -28,7 +29,6 @@ from rarebit.errors import DataError
 from rarebit.methods._shrinkage_parts import CountedStack, CountedTable, Evidence, counted_in
 from rarebit.tables.find import find_sites
 from rarebit.tables.table import Method, home_of
-from rarebit.tables.training_method import Attached, TrainingData
 
 __all__ = ["StrengthSteps", "coming_batches", "held_out_batches", "shadow_of"]
 

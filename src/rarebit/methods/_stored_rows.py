@@ -15,12 +15,12 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from rarebit.callbacks import Attached, TrainingData
 from rarebit.errors import DataError, UnsupportedTableError
 from rarebit.methods._shrinkage_counts import Counts, counts_of_rows, counts_of_table
 from rarebit.methods._shrinkage_priors import Prior
 from rarebit.methods.hashing import HashedTable
 from rarebit.tables.find import Site, find_sites, table_parameters
-from rarebit.tables.training_method import Attached, TrainingData
 
 __all__ = ["BetweenEpochs", "StoredRows", "restart_", "stored_rows"]
 

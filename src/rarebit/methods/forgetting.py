@@ -28,13 +28,13 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from rarebit.callbacks import TrainingData, TrainingMethod
 from rarebit.methods._neighbour_pairs import neighbour_pairs
 from rarebit.methods._shrinkage_counts import Counts
 from rarebit.methods._stored_rows import BetweenEpochs, StoredRows, restart_, stored_rows
 from rarebit.settings import check_types, require
 from rarebit.tables.optimizer_state import check
 from rarebit.tables.table import CHUNK, Pair
-from rarebit.tables.training_method import TrainingData, TrainingMethod
 
 __all__ = ["Forgetting", "forget_"]
 

@@ -20,23 +20,24 @@ from typing import Any, ClassVar, Literal
 
 from torch import nn
 
-from rarebit.data.selection import CoOccurrence, FrequencySplit, Selection
-from rarebit.data.selection_file import stored_selection
+from rarebit.callbacks import Attached, TrainingData, TrainingMethod
+from rarebit.data.selection import CoOccurrence, FrequencySplit, Selection, stored_selection
 from rarebit.errors import NoTableError
 from rarebit.settings import check_types, require, suggest
 from rarebit.tables.find import Site, TableInfo, find_sites
 from rarebit.tables.table import Method, Pair, full_table, method_name, methods_of
-from rarebit.tables.training_method import Attached, TrainingData, TrainingMethod
-from rarebit.transfer.adversarial import Adversarial
-from rarebit.transfer.cos_reg import CosReg
 from rarebit.transfer.group import MASKED
 from rarebit.transfer.harmless_transfer import LEAST_ROWS, HarmlessTransfer, TransferRule
 from rarebit.transfer.ledger import Ledger
-from rarebit.transfer.mmd import MMD
-from rarebit.transfer.moments import Moments
-from rarebit.transfer.relatives import Relatives
-from rarebit.transfer.sliced_wasserstein import SlicedWasserstein
-from rarebit.transfer.transfer_loss import TransferLoss
+from rarebit.transfer.losses import (
+    MMD,
+    Adversarial,
+    CosReg,
+    Moments,
+    Relatives,
+    SlicedWasserstein,
+    TransferLoss,
+)
 
 __all__ = ["Transfer", "TransferLossName", "TransferSelect"]
 

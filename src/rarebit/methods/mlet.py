@@ -40,8 +40,7 @@ from torch.nn import functional as F
 
 from rarebit.settings import check_types, require
 from rarebit.tables.distinct import find_distinct
-from rarebit.tables.gather import gather
-from rarebit.tables.stack import PlainStack, Stack, stack_tables
+from rarebit.tables.stack import PlainStack, Stack, gather, stack_tables
 from rarebit.tables.table import (
     CHUNK,
     AnyTable,
@@ -135,7 +134,7 @@ class MLET(Method):
     @property
     def same_start(self) -> Method | None:
         """A plain table at the product of the factors that are drawn."""
-        from rarebit.methods.product_start import ProductStart
+        from rarebit.research.product_start import ProductStart
 
         return (
             ProductStart(inner_dim=self.inner_dim, std=self.std) if self.init == "fresh" else None

@@ -26,7 +26,7 @@ from typing import ClassVar
 
 from torch import nn
 
-from rarebit.methods._multi_sets import ModelWithSets, SetsOfModel, copy_backbone_
+from rarebit.sets.copies import ModelWithSets, SetsOfModel, copy_backbone_
 from rarebit.settings import require
 from rarebit.tables.collection import TableCollection
 

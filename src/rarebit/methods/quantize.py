@@ -30,8 +30,7 @@ from torch.nn import functional as F
 
 from rarebit.errors import UnsupportedTableError
 from rarebit.settings import check_types
-from rarebit.tables.gather import take_rows
-from rarebit.tables.stack import Stack
+from rarebit.tables.stack import Stack, take_rows
 from rarebit.tables.table import CHUNK, AnyTable, Method, Pair, Table, full_table, methods_of
 
 __all__ = [

@@ -24,6 +24,7 @@ from typing import ClassVar, Literal, TypeAlias
 import torch
 from torch import Tensor, nn
 
+from rarebit.callbacks import Attached, TrainingData
 from rarebit.errors import SettingsError
 from rarebit.methods._shrinkage_counts import Counts, counts_of_all, counts_of_table, of_table
 from rarebit.methods._shrinkage_mixing import mixed
@@ -60,7 +61,6 @@ from rarebit.tables.table import (
     plain_like,
     wrap,
 )
-from rarebit.tables.training_method import Attached, TrainingData
 
 __all__ = ["Shrinkage", "ShrunkStack", "ShrunkTable", "Strength"]
 

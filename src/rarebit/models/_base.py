@@ -1,4 +1,6 @@
-"""What all ranking models share: `score = head(backbone(batch)) + wide(batch)`.
+"""The fully connected part of a model.
+
+What all ranking models share: `score = head(backbone(batch)) + wide(batch)`.
 
     backbone    embeddings plus interaction: a batch to features, one tensor or several
     head        features to one score a row
@@ -9,10 +11,18 @@ Shapes: B batch, F fields, D width, M embedding sets.
 With `num_sets`, a backbone has M embeddings a field, each with an interaction of its own, and returns
 the mean of their features, tensor by tensor (multi-embedding: Guo et al., 2024). The M rows of a value
 lie side by side in one table: one lookup, whatever M is.
+
+The set form of a model: what each embedding set has of its own, before the mean over sets.
+
+    one set      features = interaction(v)                         head: all hidden layers
+    M sets       features = mean over m of block_m(interaction_m(v^m))      head: without the first
+
+An interaction without a nonlinearity would make of M sets no more than one wide set, so a layer is put
+behind each, and the head has one less (Guo et al., 2024).
 """
 
 import itertools
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, ClassVar, Self, TypedDict, Unpack
 
 import torch
@@ -21,12 +31,49 @@ from torch import Tensor, nn
 from rarebit.data.dataset import Batch
 from rarebit.data.schema import Schema
 from rarebit.errors import SettingsError, UnsupportedTableError
+from rarebit.interactions.block import Block, Linear
+from rarebit.sets.sets import SetsMethod
 from rarebit.settings import require
 from rarebit.tables.collection import TableCollection, TableInit
-from rarebit.tables.sets import SetsMethod
 from rarebit.tables.table import full_table
 
-__all__ = ["Backbone", "FirstOrder", "RankingModel", "TableOptions", "settings_of"]
+__all__ = [
+    "MLP",
+    "Backbone",
+    "FirstOrder",
+    "RankingModel",
+    "TableOptions",
+    "settings_of",
+    "with_layer_a_set",
+]
+
+
+class MLP(nn.Module):
+    """Hidden layers of `Linear, [BatchNorm,] ReLU, [Dropout]` and one output, `(B, W)` to `(B,)`."""
+
+    def __init__(
+        self, width: int, hidden: Sequence[int], *, dropout: float = 0.0, batch_norm: bool = False
+    ) -> None:
+        super().__init__()
+        require(
+            all(units >= 1 for units in hidden), f"hidden layers need at least 1 unit, got {hidden}"
+        )
+        require(0.0 <= dropout < 1.0, f"dropout must lie in [0, 1), got dropout={dropout}")
+        layers: list[nn.Module] = []
+        for units in hidden:
+            layers.append(Linear(width, units))
+            if batch_norm:
+                layers.append(nn.BatchNorm1d(units))
+            layers.append(nn.ReLU())
+            if dropout:
+                layers.append(nn.Dropout(dropout))
+            width = units
+        self.layers = nn.Sequential(*layers, Linear(width, 1))
+
+    def forward(self, features: Tensor) -> Tensor:
+        """Return one number a row."""
+        score: Tensor = self.layers(features).squeeze(-1)
+        return score
 
 
 class TableOptions(TypedDict, total=False):
@@ -239,3 +286,24 @@ def _check_tables(schema: Schema) -> None:
         "a ranking model needs at least one categorical or multi-valued field, got "
         f"{[field.name for field in schema.fields]}, all numeric",
     )
+
+
+def with_layer_a_set(
+    interaction: nn.Module,
+    width: int,
+    hidden: Sequence[int],
+    *,
+    num_sets: int | None,
+    dropout: float,
+    batch_norm: bool,
+) -> tuple[nn.Module, int, Sequence[int]]:
+    """Return an interaction, the width of its features, and the hidden layers left for the head.
+
+    >>> with_layer_a_set(nn.Identity(), 6, (8, 4), num_sets=None, dropout=0.0, batch_norm=False)
+    (Identity(), 6, (8, 4))
+    """
+    if num_sets is None:
+        return interaction, width, hidden
+    require(len(hidden) >= 1, "several embedding sets need a hidden layer each, got hidden=()")
+    block = Block(width, hidden[0], dropout=dropout, batch_norm=batch_norm, num_sets=num_sets)
+    return nn.Sequential(interaction, block), hidden[0], tuple(hidden[1:])

@@ -23,12 +23,17 @@ from typing import Any, ClassVar, Literal, Unpack
 from torch import Tensor, nn
 
 from rarebit.data.schema import Schema
-from rarebit.interactions.concat import Concatenation
-from rarebit.interactions.parallel import Parallel
 from rarebit.interactions.self_attention import OneResidual, SelfAttention
-from rarebit.models._base import Backbone, FirstOrder, RankingModel, TableOptions, settings_of
-from rarebit.models._mlp import MLP
-from rarebit.models._sets import with_layer_a_set
+from rarebit.interactions.streams import Concatenation, Parallel
+from rarebit.models._base import (
+    MLP,
+    Backbone,
+    FirstOrder,
+    RankingModel,
+    TableOptions,
+    settings_of,
+    with_layer_a_set,
+)
 from rarebit.settings import require
 
 __all__ = ["AutoInt"]

@@ -21,12 +21,16 @@ from typing import Any, ClassVar, Unpack
 from torch import Tensor, nn
 
 from rarebit.data.schema import Schema
-from rarebit.interactions.concat import Concatenation
-from rarebit.interactions.cross_vector import VectorCrossNetwork
-from rarebit.interactions.parallel import Parallel
-from rarebit.models._base import Backbone, RankingModel, TableOptions, settings_of
-from rarebit.models._mlp import MLP
-from rarebit.models._sets import with_layer_a_set
+from rarebit.interactions.cross import VectorCrossNetwork
+from rarebit.interactions.streams import Concatenation, Parallel
+from rarebit.models._base import (
+    MLP,
+    Backbone,
+    RankingModel,
+    TableOptions,
+    settings_of,
+    with_layer_a_set,
+)
 
 __all__ = ["DCN"]
 

@@ -25,10 +25,15 @@ from torch import Tensor, nn
 from rarebit.data.dataset import Batch
 from rarebit.data.schema import Schema
 from rarebit.interactions.block import Blocks
-from rarebit.interactions.inner_product import InnerProducts
-from rarebit.models._base import Backbone, RankingModel, TableOptions, settings_of
-from rarebit.models._mlp import MLP
-from rarebit.models._sets import with_layer_a_set
+from rarebit.interactions.fm import InnerProducts
+from rarebit.models._base import (
+    MLP,
+    Backbone,
+    RankingModel,
+    TableOptions,
+    settings_of,
+    with_layer_a_set,
+)
 
 __all__ = ["DLRM"]
 

@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from typing import Any, ClassVar, Unpack
 
 from rarebit.data.schema import Schema
-from rarebit.interactions.field_aware import FieldAwareMachine
+from rarebit.interactions.field_pairs import FieldAwareMachine
 from rarebit.models._base import Backbone, FirstOrder, RankingModel, TableOptions, settings_of
 from rarebit.models.fm import SumOfFeatures
 

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from rarebit.data.schema import Schema
-from rarebit.interactions.two_stream import TwoStreams
+from rarebit.interactions.streams import TwoStreams
 from rarebit.models._base import Backbone, RankingModel, TableOptions, settings_of
 from rarebit.settings import require
 

@@ -14,7 +14,7 @@ Of the paper's three linear terms this is the first, a weight for every id ("FwF
 from typing import ClassVar, Unpack
 
 from rarebit.data.schema import Schema
-from rarebit.interactions.field_weighted import FieldWeightedMachine
+from rarebit.interactions.field_pairs import FieldWeightedMachine
 from rarebit.models._base import Backbone, FirstOrder, RankingModel, TableOptions, settings_of
 from rarebit.models.fm import SumOfFeatures
 

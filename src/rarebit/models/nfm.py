@@ -21,9 +21,15 @@ from torch import Tensor, nn
 from rarebit.data.schema import Schema
 from rarebit.interactions.block import SetBatchNorm
 from rarebit.interactions.fm import FactorizationMachine
-from rarebit.models._base import Backbone, FirstOrder, RankingModel, TableOptions, settings_of
-from rarebit.models._mlp import MLP
-from rarebit.models._sets import with_layer_a_set
+from rarebit.models._base import (
+    MLP,
+    Backbone,
+    FirstOrder,
+    RankingModel,
+    TableOptions,
+    settings_of,
+    with_layer_a_set,
+)
 from rarebit.settings import require
 
 __all__ = ["NFM"]

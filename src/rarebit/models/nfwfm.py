@@ -20,10 +20,15 @@ from typing import Any, ClassVar, Unpack
 from torch import nn
 
 from rarebit.data.schema import Schema
-from rarebit.interactions.field_weighted import FieldWeightedPooling
-from rarebit.models._base import Backbone, RankingModel, TableOptions, settings_of
-from rarebit.models._mlp import MLP
-from rarebit.models._sets import with_layer_a_set
+from rarebit.interactions.field_pairs import FieldWeightedPooling
+from rarebit.models._base import (
+    MLP,
+    Backbone,
+    RankingModel,
+    TableOptions,
+    settings_of,
+    with_layer_a_set,
+)
 from rarebit.models.nfm import Evened
 
 __all__ = ["NFwFM"]

@@ -16,10 +16,16 @@ from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Unpack
 
 from rarebit.data.schema import Schema
-from rarebit.interactions.concat import Concatenation
-from rarebit.models._base import Backbone, FirstOrder, RankingModel, TableOptions, settings_of
-from rarebit.models._mlp import MLP
-from rarebit.models._sets import with_layer_a_set
+from rarebit.interactions.streams import Concatenation
+from rarebit.models._base import (
+    MLP,
+    Backbone,
+    FirstOrder,
+    RankingModel,
+    TableOptions,
+    settings_of,
+    with_layer_a_set,
+)
 
 __all__ = ["WideDeep"]
 

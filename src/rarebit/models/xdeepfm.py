@@ -23,11 +23,16 @@ from torch import Tensor, nn
 
 from rarebit.data.schema import Schema
 from rarebit.interactions.cin import CompressedInteraction
-from rarebit.interactions.concat import Concatenation
-from rarebit.interactions.parallel import Parallel
-from rarebit.models._base import Backbone, FirstOrder, RankingModel, TableOptions, settings_of
-from rarebit.models._mlp import MLP
-from rarebit.models._sets import with_layer_a_set
+from rarebit.interactions.streams import Concatenation, Parallel
+from rarebit.models._base import (
+    MLP,
+    Backbone,
+    FirstOrder,
+    RankingModel,
+    TableOptions,
+    settings_of,
+    with_layer_a_set,
+)
 
 __all__ = ["XDeepFM"]
 

@@ -15,13 +15,13 @@ from rarebit.data.synthetic import SyntheticLog
 from rarebit.errors import DataError
 from rarebit.methods import method_text
 from rarebit.settings import to_mapping
-from rarebit.study.delong import PairedAUC, delong
 from rarebit.study.matched_rate import KnownRates
 from rarebit.study.plan import StudyPlan
 from rarebit.study.results import Ceiling, CellResult, SideResult, Trial, pick
 from rarebit.study.runs import RunFolder, RunRecord, identify, run_key, together
-from rarebit.study.sides import Side, sides_of
-from rarebit.training.evaluate import evaluate_scores
+from rarebit.study.statistics import PairedAUC, delong
+from rarebit.study.variants import Side, sides_of
+from rarebit.training.metrics import evaluate_scores
 from rarebit.training.run_settings import PreparedLog, RunSettings, load_splits
 
 __all__ = ["Cell", "PlannedRun"]

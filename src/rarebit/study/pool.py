@@ -1,4 +1,6 @@
-"""Several worker processes that make the runs of a study side by side on one machine.
+"""How a study tells what it is doing.
+
+Several worker processes that make the runs of a study side by side on one machine.
 
 Each has a thread here that hands it tasks and reads its answers. Workers are in a session of their own,
 so Ctrl-C reaches them only through the end of their input, the same as when this process is killed.
@@ -18,9 +20,85 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self, TypeAlias
+from typing import Any, Protocol, Self, TypeAlias
 
-__all__ = ["Answer", "Pool", "Task"]
+from rarebit.study.runs import RunRecord
+
+__all__ = ["Answer", "Pool", "StudyLines", "StudyProgress", "StudySilence", "Task"]
+
+
+class StudyProgress(Protocol):
+    """What a study calls as it goes."""
+
+    def plan(self, runs: int, there: int) -> None:
+        """Tell how many runs a stage of the study has, and how many of them are there already."""
+
+    def start(self, name: str) -> None:
+        """Tell that a run begins."""
+
+    def epoch(self, name: str, values: Mapping[str, Any]) -> None:
+        """Tell what an epoch of a run gave: its number, of how many, and the AUC on validation rows."""
+
+    def finish(self, name: str, record: RunRecord) -> None:
+        """Tell what a run gave."""
+
+    def fail(self, name: str, why: str) -> None:
+        """Tell that a run failed."""
+
+    def say(self, line: str) -> None:
+        """Tell something worth knowing."""
+
+
+class StudySilence:
+    """Tells nothing."""
+
+    def plan(self, runs: int, there: int) -> None:
+        """Tell nothing."""
+
+    def start(self, name: str) -> None:
+        """Tell nothing."""
+
+    def epoch(self, name: str, values: Mapping[str, Any]) -> None:
+        """Tell nothing."""
+
+    def finish(self, name: str, record: RunRecord) -> None:
+        """Tell nothing."""
+
+    def fail(self, name: str, why: str) -> None:
+        """Tell nothing."""
+
+    def say(self, line: str) -> None:
+        """Tell nothing."""
+
+
+class StudyLines(StudySilence):
+    """Prints a line a run to standard error."""
+
+    def __init__(self) -> None:
+        self.runs, self.done = 0, 0
+
+    def plan(self, runs: int, there: int) -> None:
+        """Print how many runs there are to make."""
+        self.runs, self.done = runs, there
+        self.say(f"{runs} run{'s' if runs != 1 else ''}, {there} of them there already")
+
+    def finish(self, name: str, record: RunRecord) -> None:
+        """Print what a run gave."""
+        self.done += 1
+        self.say(
+            f"{self.done} of {self.runs}: {name}: AUC {record.auc:.4f}, on validation rows "
+            f"{record.valid_auc:.4f} (epoch {record.best_epoch} of {record.epochs})"
+        )
+
+    def fail(self, name: str, why: str) -> None:
+        """Print why a run failed."""
+        self.done += 1
+        self.say(f"{self.done} of {self.runs}: {name} failed: {why}")
+
+    def say(self, line: str) -> None:
+        """Print it."""
+        sys.stderr.write(f"{line}\n")
+
 
 PACKAGE = Path(__file__).resolve().parents[2]
 """The folder that `rarebit` is imported from, for workers to import the same."""

@@ -23,13 +23,13 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from rarebit.data.folder import PreparedFolder
+from rarebit.callbacks import TrainingMethod
+from rarebit.data.prepared import PreparedFolder
 from rarebit.data.synthetic import SyntheticLog
 from rarebit.errors import StudyError
 from rarebit.methods import method_text
 from rarebit.settings import from_mapping, require, to_mapping
-from rarebit.tables.training_method import TrainingMethod
-from rarebit.training.evaluate import Evaluation
+from rarebit.training.metrics import Evaluation
 from rarebit.training.run_settings import PreparedLog, RunSettings
 from rarebit.training.settings import Training
 from rarebit.training.stages import pruning_of

@@ -17,13 +17,12 @@ import torch
 from rarebit.errors import SettingsError, StudyError, StudyInterrupted
 from rarebit.machine import machine
 from rarebit.settings import require
+from rarebit.storage.disk import file_lock
 from rarebit.study.cells import Cell, PlannedRun
 from rarebit.study.plan import StudyPlan
-from rarebit.study.pool import Answer, Pool, Task
-from rarebit.study.progress import StudyLines, StudyProgress, StudySilence
+from rarebit.study.pool import Answer, Pool, StudyLines, StudyProgress, StudySilence, Task
 from rarebit.study.results import RESULTS, StudyResult
 from rarebit.study.runs import pruning_key, write_json
-from rarebit.training.disk import file_lock
 from rarebit.training.stages import PRUNING
 
 __all__ = ["study"]

@@ -1,4 +1,6 @@
-"""A process that makes runs of a study: tasks come in as lines of JSON, answers go out the same way.
+"""How evenly the tables of a model use their width: their information abundance, in one number.
+
+A process that makes runs of a study: tasks come in as lines of JSON, answers go out the same way.
 
     python -m rarebit.study.worker DEVICE THREADS
 
@@ -16,6 +18,7 @@ import os
 import queue
 import shutil
 import signal
+import statistics
 import sys
 import threading
 import traceback
@@ -26,16 +29,18 @@ from pathlib import Path
 from typing import Any, TextIO
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from rarebit.data.dataset import Splits
 from rarebit.errors import DataError, RarebitError, TrainingInterrupted
 from rarebit.machine import commit
-from rarebit.study.abundance import mean_abundance
+from rarebit.sets.sets import SetsMethod
 from rarebit.study.runs import RunFolder, RunRecord, run_key
-from rarebit.tables.find import table_bytes
-from rarebit.training.evaluate import evaluate, evaluate_scores, predict
+from rarebit.tables.find import find_sites, table_bytes
+from rarebit.tables.spectrum import information_abundance
+from rarebit.tables.table import full_table, methods_of
 from rarebit.training.loop import History
+from rarebit.training.metrics import evaluate, evaluate_scores, predict
 from rarebit.training.model_file import save_model
 from rarebit.training.progress import EpochRecord, Silence
 from rarebit.training.run_settings import RunSettings, load_splits
@@ -48,7 +53,24 @@ from rarebit.training.stages import (
     train_model,
 )
 
-__all__ = ["Log", "make_run", "open_log", "shortened"]
+__all__ = ["Log", "make_run", "mean_abundance", "open_log", "shortened"]
+
+
+def mean_abundance(model: nn.Module) -> float | None:
+    """Return the mean information abundance of the tables wider than 1; each embedding set by itself.
+
+    >>> import torch
+    >>> mean_abundance(nn.Sequential(nn.Embedding.from_pretrained(torch.eye(5))))
+    5.0
+    """
+    found = []
+    for site in find_sites(model):
+        if site.info.width > 1:
+            sets = [m.num_sets for m in methods_of(site.table) if isinstance(m, SetsMethod)]
+            weight = full_table(site.table)
+            found += [information_abundance(one) for one in weight.chunk(max([1, *sets]), dim=1)]
+    return statistics.fmean(found) if found else None
+
 
 Tell = Callable[[Mapping[str, Any]], None]
 

@@ -10,6 +10,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from rarebit.errors import NoTableError, OptimizerError, UnsupportedTableError
+from rarebit.sets.sets import SetsMethod, keep_sets, only_sets
 from rarebit.settings import suggest
 from rarebit.tables.bag import Bag, bag_like
 from rarebit.tables.collection import TableCollection
@@ -23,7 +24,6 @@ from rarebit.tables.find import (
     refuse_wrapped_model,
 )
 from rarebit.tables.optimizer_state import Exchange, exchange_parameters
-from rarebit.tables.sets import SetsMethod, keep_sets, only_sets
 from rarebit.tables.table import (
     AnyTable,
     Method,
@@ -136,7 +136,7 @@ def apply_(
     """
     refuse_wrapped_model(model)
     if isinstance(method, SetsMethod):
-        from rarebit.tables.apply_sets import give_sets_
+        from rarebit.sets.apply import give_sets_
 
         return told(give_sets_(model, method, where, optimizer), verbose)
     sites = find_sites(model)

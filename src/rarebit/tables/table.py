@@ -254,7 +254,8 @@ def method_name(method: Method | type[Method]) -> str:
     """
     cls = method if isinstance(method, type) else type(method)
     package, _, file = cls.__module__.rpartition(".")
-    return file.replace("_", "-") if package == "rarebit.methods" else cls.__name__
+    ours = ("rarebit.methods", "rarebit.pruning", "rarebit.research")
+    return file.replace("_", "-") if package in ours else cls.__name__
 
 
 FOLDED_FIRST = Pair(allowed=True, words="the first is folded when training is over")

@@ -11,25 +11,29 @@ from torch.optim import Optimizer
 
 from rarebit.data.dataset import Dataset
 from rarebit.errors import CheckpointError, DataError, NotFiniteError, TrainingError
+from rarebit.row_gradients.lookups import is_watched
 from rarebit.settings import require, updated
-from rarebit.tables.lookups import is_watched
 from rarebit.tables.optimizer_state import check
 from rarebit.tables.sparse import row_gradients_kept
-from rarebit.training.checkpoint_file import CheckpointFolder
-from rarebit.training.checkpoints import Checkpoints
-from rarebit.training.checks import check_labels, check_schema
+from rarebit.training.checkpoints import CheckpointFolder, Checkpoints
 from rarebit.training.ema import EMA
-from rarebit.training.evaluate import Forward, device_of
 from rarebit.training.identity import describe_run
 from rarebit.training.loop import AfterStep, History, NoKeeper, Stateful, TrainingLoop
 from rarebit.training.memory import estimate_memory
+from rarebit.training.metrics import Forward, check_labels, check_schema, device_of
 from rarebit.training.not_finite import find_source
 from rarebit.training.optimizers import Kind
 from rarebit.training.optimizers import optimizer as build_optimizer
 from rarebit.training.progress import LineProgress, Progress, Silence
 from rarebit.training.settings import Training
-from rarebit.training.step import Backward, Loss, TrainingStep
-from rarebit.training.steps import RecordedSteps, Steps, why_not_recorded
+from rarebit.training.step import (
+    Backward,
+    Loss,
+    RecordedSteps,
+    Steps,
+    TrainingStep,
+    why_not_recorded,
+)
 from rarebit.training.stopping import stop_requests
 
 __all__ = ["History", "fit"]

@@ -2,16 +2,43 @@
 
 No sampling, no mean of batch values: one sort. Tied scores count half in AUC and fall together in
 PR-AUC, so neither depends on the order of the rows.
+
+Score a data set with a model and measure the scores, on rare rows too.
+
+Does the data fit the model and the loss? Asked once, before any training.
 """
 
-from dataclasses import dataclass
-from typing import NamedTuple
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import NamedTuple, TypeAlias
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 
-__all__ = ["Metrics", "auc", "average_precision", "logloss", "measure"]
+from rarebit.data.dataset import Batch, Dataset
+from rarebit.data.schema import PADDING, Field
+from rarebit.errors import DataError, TrainingError
+from rarebit.models._base import RankingModel
+
+__all__ = [
+    "Evaluation",
+    "Forward",
+    "Metrics",
+    "auc",
+    "average_precision",
+    "check_counts",
+    "check_labels",
+    "check_schema",
+    "device_of",
+    "evaluate",
+    "evaluate_scores",
+    "logloss",
+    "measure",
+    "predict",
+    "rarity",
+    "score",
+]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,3 +135,235 @@ def _tied_groups(scores: Tensor, labels: Tensor) -> _Ties:
 
 def _show(value: float | None) -> str:
     return "undefined (one class)" if value is None else f"{value:.5f}"
+
+
+Forward: TypeAlias = Callable[[nn.Module, Batch], Tensor]
+"""How to get one score a row out of a model: `forward(model, batch)`."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Evaluation:
+    """Metrics over all rows, over the rarest and the most frequent fifth, and by frequency decile."""
+
+    overall: Metrics
+    rarest: Metrics | None = None
+    """The fifth of the rows whose values were seen least in training; None without counts."""
+    frequent: Metrics | None = None
+    """The fifth whose values were seen most."""
+    deciles: tuple[Metrics, ...] = ()
+    """Ten groups of rows of equal size, from the rarest to the most frequent."""
+    ceiling: Metrics | None = None
+    """The best any model could reach: the true chances' own metrics, on generated data."""
+    rarest_ceiling: Metrics | None = None
+    """The same on the rarest fifth."""
+
+    @property
+    def auc(self) -> float | None:
+        """AUC over all rows."""
+        return self.overall.auc
+
+    @property
+    def logloss(self) -> float:
+        """Logloss over all rows."""
+        return self.overall.logloss
+
+    @property
+    def pr_auc(self) -> float | None:
+        """PR-AUC over all rows."""
+        return self.overall.pr_auc
+
+    def __str__(self) -> str:
+        parts = {
+            "overall": self.overall,
+            "rarest fifth": self.rarest,
+            "ceiling": self.ceiling,
+            "ceiling, rarest fifth": self.rarest_ceiling,
+        }
+        return "\n".join(f"{name}: {metrics}" for name, metrics in parts.items() if metrics)
+
+
+def predict(
+    model: nn.Module, data: Dataset, *, batch_size: int = 8192, forward: Forward | None = None
+) -> Tensor:
+    """Return the model's logits for every row of a data set, `(n,)`, in the order of the rows.
+
+    >>> from rarebit import Dataset
+    >>> from rarebit.models.fm import FM
+    >>> data = Dataset.from_columns({"user": [0, 1, 2]}, label=[0, 1, 0])
+    >>> predict(FM(data.schema, dim=4), data).shape
+    torch.Size([3])
+    """
+    check_schema(model, data)
+    if not len(data):
+        raise DataError("there are no rows to score; choose a part of the data that has some")
+    was_training = [module for module in model.modules() if module.training]
+    model.eval()
+    try:
+        with torch.no_grad():
+            data = data.to(device_of(model))
+            scores = [score(model, batch, forward) for batch in data.batches(batch_size)]
+    finally:
+        for module in was_training:  # one by one: a frozen part stays in evaluation mode
+            module.training = True
+    return torch.cat(scores)
+
+
+def evaluate(
+    model: nn.Module,
+    data: Dataset,
+    *,
+    counts: Mapping[str, Tensor] | None = None,
+    batch_size: int = 8192,
+    forward: Forward | None = None,
+) -> Evaluation:
+    """Measure a model on a data set. With the training counts, on its rare rows as well.
+
+    >>> from rarebit import Dataset
+    >>> from rarebit.models.fm import FM
+    >>> data = Dataset.from_columns({"user": [0, 1, 1, 0]}, label=[0, 1, 1, 0])
+    >>> evaluate(FM(data.schema, dim=4), data, counts=data.counts()).overall.rows
+    4
+    """
+    logits = predict(model, data, batch_size=batch_size, forward=forward)
+    return evaluate_scores(logits, data, counts=counts)
+
+
+def evaluate_scores(
+    logits: Tensor, data: Dataset, *, counts: Mapping[str, Tensor] | None = None
+) -> Evaluation:
+    """Measure scores that a model gave to the rows of a data set, as `predict` returns them.
+
+    >>> from rarebit import Dataset
+    >>> data = Dataset.from_columns({"user": [0, 1, 1, 0]}, label=[0, 1, 1, 0])
+    >>> evaluate_scores(torch.tensor([-1.0, 2.0, 3.0, 0.0]), data).auc
+    1.0
+    """
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    if not bool(torch.isfinite(logits).all()):
+        row = int((~torch.isfinite(logits)).nonzero()[0])
+        raise TrainingError(
+            f"the model's score for row {row} is {float(logits[row])}, so nothing can be measured; "
+            "a lower learning rate usually keeps training finite"
+        )
+    data = data.to(logits.device)
+    truth = None if data.probability is None else torch.logit(data.probability.double(), eps=1e-12)
+    ceiling = None if truth is None else measure(truth, data.label)
+    if counts is None:
+        return Evaluation(overall=measure(logits, data.label), ceiling=ceiling)
+    order = torch.argsort(rarity(data, counts), stable=True)  # ties by row order
+    size = max(len(order) // 5, 1)
+    fifth, frequent = order[:size], order[-size:]
+    return Evaluation(
+        overall=measure(logits, data.label),
+        rarest=measure(logits[fifth], data.label[fifth]),
+        frequent=measure(logits[frequent], data.label[frequent]),
+        deciles=tuple(
+            measure(logits[rows], data.label[rows]) for rows in order.tensor_split(10) if len(rows)
+        ),
+        ceiling=ceiling,
+        rarest_ceiling=None if truth is None else measure(truth[fifth], data.label[fifth]),
+    )
+
+
+def rarity(data: Dataset, counts: Mapping[str, Tensor]) -> Tensor:
+    """Return how much was seen of each row's values in training: lowest is rarest, `(n,)`.
+
+    The sum over fields of log(1 + training count); a multi-valued field counts once, by the mean
+    over its values.
+    """
+    check_counts(data, counts)
+    evidence = torch.zeros(len(data), dtype=torch.float64, device=data.device)
+    for field in data.schema.table_fields:
+        ids = data.ids[:, data.schema.slots[field.name]]
+        seen = torch.log1p(counts[field.name].to(data.device, torch.float64))[ids.long()]
+        if field.kind == "multi":
+            present = (ids != PADDING).double()
+            evidence += (seen * present).sum(dim=1) / present.sum(dim=1).clamp(min=1.0)
+        else:
+            evidence += seen[:, 0]
+    # Equal sums in another order differ in the last digit; ties are to be broken by row order.
+    return evidence.round(decimals=9)
+
+
+def score(model: nn.Module, batch: Batch, forward: Forward | None) -> Tensor:
+    """Return one score a row, `(B,)`, or say what the model returned instead."""
+    output = model(batch) if forward is None else forward(model, batch)
+    if not isinstance(output, Tensor):
+        raise TrainingError(
+            f"a model returns one score a row, got a {type(output).__name__}; "
+            "pass forward=lambda model, batch: ... to pick it"
+        )
+    if output.dim() == 2 and output.shape[1] == 1:
+        output = output[:, 0]
+    if output.shape != batch.label.shape:
+        raise TrainingError(
+            f"a model returns one score a row, {tuple(batch.label.shape)}, "
+            f"got {tuple(output.shape)}; pass forward=lambda model, batch: ... to reduce it"
+        )
+    return output
+
+
+def device_of(model: nn.Module) -> torch.device:
+    """Return where the model's first parameter is; the CPU for a model without any."""
+    first = next(model.parameters(), None)
+    return torch.device("cpu") if first is None else first.device
+
+
+def check_schema(model: nn.Module, data: Dataset) -> None:
+    """Raise when a model of ours was built for other fields than the data has."""
+    if not isinstance(model, RankingModel) or model.schema == data.schema:
+        return
+    built_for = {field.name: field for field in model.schema.fields}
+    for field in data.schema.fields:
+        known = built_for.get(field.name)
+        if known is not None and _has_other_values(known, field):
+            raise DataError(
+                f"the model was trained with another vocabulary of {field.name!r} than the data has: "
+                "the same id means another value. Encode the rows with the model's own vocabulary: "
+                "rarebit predict --model RUN --input FILE, or Dataset.from_frame(frame, like=data)"
+            )
+        if known != field:
+            raise DataError(
+                "the model was built for other data: "
+                f"it has {built_for.get(field.name, f'no field {field.name!r}')}, "
+                f"the data has {field}"
+            )
+    raise DataError(
+        f"the model was built for other data: it has the fields {list(built_for)}, "
+        f"the data has {[field.name for field in data.schema.fields]}"
+    )
+
+
+def _has_other_values(known: Field, field: Field) -> bool:
+    """Return whether the ids of a field stand for other raw values, whatever else is the same."""
+    both_marked = bool(known.vocabulary and field.vocabulary)
+    only_marks_differ = replace(known, vocabulary=field.vocabulary) == field
+    return known.vocabulary != field.vocabulary and (both_marked or only_marks_differ)
+
+
+def check_counts(data: Dataset, counts: Mapping[str, Tensor]) -> None:
+    """Raise when training counts do not belong to the data's fields."""
+    for field in data.schema.table_fields:
+        count = counts.get(field.name)
+        if count is None or len(count) != field.rows:
+            came = "none" if count is None else f"{len(count)}"
+            raise DataError(
+                f"counts need one number for each of the {field.rows} ids of {field.name!r}, got "
+                f"{came}; take them from the training split: counts=train.counts()"
+            )
+
+
+def check_labels(data: Dataset, name: str, *, are_chances: bool, both_classes: bool) -> None:
+    """Raise when labels cannot be learned from or ranked by. `name` is what to call the data."""
+    lowest, highest = (float(bound) for bound in torch.aminmax(data.label))
+    if are_chances and not 0.0 <= lowest <= highest <= 1.0:
+        raise DataError(
+            f"labels must lie in [0, 1] for this loss, the {name} data has "
+            f"{lowest:g} to {highest:g}; pass loss= for other targets"
+        )
+    if both_classes and (highest <= 0.5 or lowest > 0.5):
+        raise DataError(
+            f"all {len(data):,} labels of the {name} data are of one class "
+            f"({'clicked' if lowest > 0.5 else 'not clicked'}), so AUC is undefined and there is "
+            "nothing to learn to rank; check the label column and the split"
+        )

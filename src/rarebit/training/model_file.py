@@ -1,4 +1,6 @@
-"""A model as a folder: `weights.safetensors`, `model.json`, and `encoder/` where it has one. Never pickle.
+"""The vocabulary beside a model: a copy of what turned raw rows into the ids it was trained on.
+
+A model as a folder: `weights.safetensors`, `model.json`, and `encoder/` where it has one. Never pickle.
 
 `model.json` says what to build before the weights fit: for a model of ours its name, settings and
 fields; for every table, the methods applied to it. It also holds the checksum of the weights and one
@@ -10,6 +12,7 @@ import hashlib
 import json
 import math
 import os
+import shutil
 import stat
 from collections.abc import Mapping
 from contextlib import suppress
@@ -21,21 +24,69 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
+from rarebit.codes.packed import Pack, take_packed_
+from rarebit.data.prepared import ENCODER, StoredEncoder, checksum
 from rarebit.data.schema import Schema
 from rarebit.errors import DataError, ModelFileError
 from rarebit.methods import method_class, method_from_mapping, method_names, method_to_mapping
-from rarebit.methods._multi_file import describe_sets, only_sets_in, restore_sets_
 from rarebit.models import build_model, model_names
 from rarebit.models._base import RankingModel
+from rarebit.sets.file import describe_sets, only_sets_in, restore_sets_
 from rarebit.settings import from_mapping, to_mapping
 from rarebit.tables.apply import restore_tables
 from rarebit.tables.find import find_sites, find_tables
-from rarebit.tables.packed import Pack, take_packed_
 from rarebit.tables.table import Method, methods_of
-from rarebit.training.allocations import OBJECT_BYTES, AllocationLimit
-from rarebit.training.model_encoder import find_encoder, write_encoder
+from rarebit.training.memory import OBJECT_BYTES, AllocationLimit
 
-__all__ = ["FORMAT", "load_model", "save_model"]
+__all__ = ["FORMAT", "find_encoder", "load_model", "save_model", "write_encoder"]
+
+
+def write_encoder(schema: Schema | None, folder: Path) -> dict[str, str]:
+    """Write what turned raw rows into ids beside a model; return the checksums of its files."""
+    target = folder / ENCODER
+    if schema is None or schema.encoder is None:
+        shutil.rmtree(target, ignore_errors=True)  # of the model that was here before
+        return {}
+    partial = folder / f"{ENCODER}.partial"
+    shutil.rmtree(partial, ignore_errors=True)
+    try:
+        schema.encoder.save(partial)
+        shutil.rmtree(target, ignore_errors=True)
+        partial.rename(target)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+    return {path.name: checksum(path) for path in sorted(target.iterdir())}
+
+
+def find_encoder(folder: Path, checksums: Mapping[str, Any]) -> StoredEncoder | None:
+    """Return the encoder beside a model, where it was saved with one; its files must be as they were."""
+    if not checksums:
+        return None
+    place = folder / ENCODER
+    try:
+        inside = {path.name for path in place.iterdir()} if place.is_dir() else set()
+        for name in sorted(inside | set(checksums)):
+            if place.is_symlink() or not _is_as_saved(place / Path(name).name, checksums.get(name)):
+                raise ModelFileError(
+                    f"the vocabulary in {str(folder)!r} is damaged: {str(place / name)!r} is missing "
+                    "or not as it was saved; save the model again or take an older copy"
+                )
+    except OSError as error:
+        raise ModelFileError(
+            f"cannot read the vocabulary in {str(place)!r}: {error.strerror}"
+        ) from None
+    return StoredEncoder(place)
+
+
+def _is_as_saved(path: Path, wanted: object) -> bool:
+    """Return whether a file is the one that was saved: a link may lead anywhere, so it is not.
+
+    What was not saved with the model is not read, and no harm where it is a plain file.
+    """
+    if path.is_symlink() or not path.is_file():
+        return False
+    return wanted is None or checksum(path) == wanted
+
 
 FORMAT = 1
 DESCRIPTION, WEIGHTS = "model.json", "weights.safetensors"

@@ -17,7 +17,7 @@ from rarebit.tables.sparse import lookups_of
 from rarebit.tables.stack import PlainStack
 from rarebit.training.loop import NoKeeper, TrainingLoop
 from rarebit.training.progress import Silence
-from rarebit.training.steps import Steps
+from rarebit.training.step import Steps
 
 __all__ = ["find_source", "raise_if_weights_are_not_finite"]
 

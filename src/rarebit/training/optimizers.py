@@ -8,7 +8,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from rarebit.errors import OptimizerError, SettingsError
-from rarebit.methods._budget import threshold_parameters
+from rarebit.pruning._budget import threshold_parameters
 from rarebit.settings import require, suggest
 from rarebit.tables.find import table_parameters
 from rarebit.tables.sparse import set_row_gradients

@@ -14,7 +14,7 @@ For each distinct row, w its weight and g the sum of its values in the order of 
                 w -= lr * b                            without momentum: w -= lr * g
 
 Other rows are not touched, and the bits do not depend on the number of threads. How it is compiled is
-told in `tables/compiled.py`; where it cannot be, there is no kernel, and plain torch does the same.
+told in `tables/compiler.py`; where it cannot be, there is no kernel, and plain torch does the same.
 """
 
 import ctypes
@@ -31,7 +31,7 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 
 from rarebit.errors import DataError
-from rarebit.tables.compiled import is_plain, load_compiled
+from rarebit.tables.compiler import is_plain, load_compiled
 
 __all__ = ["RowKernel", "load_row_kernel", "row_kernel", "suits"]
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from rarebit.tables.distinct import find_distinct
-from rarebit.tables.gather import take_rows
+from rarebit.tables.stack import take_rows
 
 __all__ = ["adagrad", "adam", "merge", "sgd"]
 

@@ -16,15 +16,15 @@ from typing import Any
 import torch
 from torch import nn
 
-from rarebit.data.folder import PreparedFolder
+from rarebit.data.prepared import PreparedFolder
 from rarebit.data.synthetic import SyntheticLog
 from rarebit.errors import ModelFileError
+from rarebit.pruning._prune import CHECKPOINTS
 from rarebit.tables.find import table_bytes
-from rarebit.training.evaluate import Evaluation, evaluate
 from rarebit.training.loop import History
+from rarebit.training.metrics import Evaluation, evaluate
 from rarebit.training.model_file import save_model
 from rarebit.training.progress import Progress
-from rarebit.training.prune import CHECKPOINTS
 from rarebit.training.run_settings import PreparedLog, RunSettings, load_splits
 from rarebit.training.stages import (
     PRUNING,

@@ -4,15 +4,15 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from rarebit.callbacks import TrainingMethod
 from rarebit.data.dataset import Dataset, Splits
-from rarebit.data.folder import PreparedFolder
+from rarebit.data.prepared import PreparedFolder
 from rarebit.data.synthetic import SyntheticLog, generate
 from rarebit.errors import DataError, SettingsError
 from rarebit.methods import method_from_mapping, method_to_mapping
 from rarebit.models import model_settings
 from rarebit.settings import check_types, from_mapping, require, suggest, to_mapping
 from rarebit.tables.table import Method
-from rarebit.tables.training_method import TrainingMethod
 from rarebit.training.settings import Training
 
 __all__ = ["PreparedLog", "RunSettings", "load_splits"]

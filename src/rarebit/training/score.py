@@ -13,12 +13,11 @@ from torch import Tensor, nn
 from rarebit.data.dataset import Dataset
 from rarebit.errors import DataError, ModelFileError, SettingsError
 from rarebit.models._base import RankingModel
-from rarebit.training.evaluate import predict
-from rarebit.training.metrics import Metrics, measure
+from rarebit.training.metrics import Metrics, measure, predict
 
 if TYPE_CHECKING:
-    from rarebit.data.raw.chunk import RawChunk
     from rarebit.data.raw.encoder import EncodedRows, Encoder
+    from rarebit.data.raw.rows import RawChunk
 
 __all__ = ["Scored", "bad_rows_file", "score_log"]
 
@@ -61,9 +60,9 @@ def score_log(
     >>> scored.rows, scored.unknown
     (2, {'user': 1})
     """
-    from rarebit.data.raw.bad_rows import BadRows
     from rarebit.data.raw.encoder import unknown_values
     from rarebit.data.raw.readers import column_names, find_format, read_raw
+    from rarebit.data.raw.rows import BadRows
 
     path, target = Path(log), None if out is None else Path(out)
     encoder = _encoder_of(model)

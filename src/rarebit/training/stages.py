@@ -16,35 +16,34 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from rarebit.callbacks import TrainingMethod
 from rarebit.data.dataset import Dataset
 from rarebit.data.schema import Schema
-from rarebit.methods._budget import threshold_parameters
 from rarebit.methods._shrinkage_model import set_counts_
 from rarebit.methods._shrinkage_parts import counted_in
-from rarebit.methods.masked import Masked
-from rarebit.methods.pep import PEP
-from rarebit.methods.pruned import Pruned
 from rarebit.methods.shrinkage import Shrinkage
 from rarebit.models import build_model
 from rarebit.models._base import RankingModel
+from rarebit.pruning._budget import threshold_parameters
+from rarebit.pruning._prune import CHECKPOINTS, Trained, masked_model, prune
+from rarebit.pruning._ticket import DESCRIPTION, Ticket, keep_largest, load_ticket, save_ticket
+from rarebit.pruning.masked import Masked
+from rarebit.pruning.pep import PEP
+from rarebit.pruning.pruned import Pruned
 from rarebit.settings import require
+from rarebit.storage.disk import file_lock
 from rarebit.tables.apply import apply_, end_training_
 from rarebit.tables.find import find_sites, find_tables, table_parameters
-from rarebit.tables.magnitude import keep_largest
 from rarebit.tables.table import AnyTable, full_table, method_name
-from rarebit.tables.ticket import DESCRIPTION, Ticket, load_ticket, save_ticket
-from rarebit.tables.training_method import TrainingMethod
-from rarebit.training.disk import file_lock
-from rarebit.training.progress import Progress
-from rarebit.training.prune import CHECKPOINTS, Trained, masked_model, prune
-from rarebit.training.run_settings import RunSettings
-from rarebit.training.settings import Training
-from rarebit.training.taking_part import (
+from rarebit.training.callbacks import (
     fit_with_methods,
     measured,
     taking_part,
     training_data,
 )
+from rarebit.training.progress import Progress
+from rarebit.training.run_settings import RunSettings
+from rarebit.training.settings import Training
 
 __all__ = [
     "PRUNING",

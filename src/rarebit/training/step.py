@@ -1,21 +1,103 @@
-"""One training step, and what is remembered of it on the device."""
+"""Clip gradients of a whole model, those that come by rows included.
 
-from collections.abc import Callable, Mapping
-from typing import TypeAlias
+One training step, and what is remembered of it on the device.
+
+How the steps of an epoch are run: one by one, or recorded once and replayed on a GPU.
+
+A step of a ranking model is dozens of small kernels, and a GPU finishes them sooner than the host can
+ask for them. Recorded as a CUDA graph, the whole step is one launch: pick the batch out of the data
+on the device, forward, backward, update. It is recorded after a few ordinary steps, and again when
+the learning rate changes.
+"""
+
+import functools
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim import Optimizer
 
-from rarebit.data.dataset import Batch
+from rarebit.data.dataset import Batch, Dataset
 from rarebit.errors import NotFiniteError, RarebitError
+from rarebit.settings import require
+from rarebit.tables.distinct import find_distinct
+from rarebit.tables.sparse import lookups_of, row_gradient
 from rarebit.tables.stack import PlainStack
-from rarebit.training.clipping import clip_grad_norm_
-from rarebit.training.evaluate import Forward, device_of, score
+from rarebit.training.metrics import Forward, device_of, score
+from rarebit.training.rowwise import RowwiseAdagrad, RowwiseSGD
 from rarebit.training.settings import Precision
 
-__all__ = ["Backward", "Loss", "TrainingStep", "first_line"]
+__all__ = [
+    "Backward",
+    "Loss",
+    "RecordedSteps",
+    "Steps",
+    "TrainingStep",
+    "clip_grad_norm_",
+    "first_line",
+    "recording",
+    "why_not_recorded",
+]
+
+
+@torch.no_grad()
+def clip_grad_norm_(model: nn.Module, max_norm: float) -> Tensor:
+    """Scale all gradients of a model so that their norm is at most `max_norm`; return what it was.
+
+    As `torch.nn.utils.clip_grad_norm_`, and right for tables whose gradient comes by rows: lookups
+    of one row are summed first, as their norm is not the sum of their norms.
+
+    >>> model = nn.Embedding(9, 2, sparse=True)
+    >>> model(torch.tensor([4, 4])).sum().backward()
+    >>> clip_grad_norm_(model, 1.0)
+    tensor(2.8284)
+    >>> model.weight.grad.to_dense().norm()
+    tensor(1.0000)
+    """
+    require(max_norm > 0, f"max_norm must be above 0, got max_norm={max_norm}")
+    parameters = [p for p in model.parameters() if p.grad is not None]
+    if not parameters:
+        return torch.zeros(())
+    norms = [_norm(parameter) for parameter in parameters]
+    exact = functools.reduce(torch.promote_types, [norm.dtype for norm in norms], torch.float32)
+    total = _length(torch.stack([norm.to(norms[0].device, exact) for norm in norms]))
+    factor = (max_norm / (total + 1e-6)).clamp(max=1.0)  # no look at the norm: it may be on a GPU
+    for parameter in parameters:
+        _scale(parameter, factor.to(parameter.device))
+    return total
+
+
+def _norm(parameter: nn.Parameter) -> Tensor:
+    gradient = parameter.grad
+    assert gradient is not None
+    if not gradient.is_sparse:
+        return _length(gradient)
+    ids, values = lookups_of(gradient)
+    found = find_distinct(ids)
+    sums = found.sum(values)
+    if len(sums) < len(ids):  # the optimizer then has nothing left to sum
+        parameter.grad = row_gradient(gradient.shape, found.ids, sums)
+    return _length(sums)
+
+
+def _scale(parameter: nn.Parameter, factor: Tensor) -> None:
+    gradient = parameter.grad
+    assert gradient is not None
+    if gradient.is_sparse:
+        # not in place: what autograd handed over may be one number seen as many
+        ids, values = lookups_of(gradient)
+        parameter.grad = row_gradient(gradient.shape, ids, values * factor)
+    else:
+        gradient.mul_(factor)
+
+
+def _length(values: Tensor) -> Tensor:
+    length: Tensor = torch.linalg.vector_norm(values)
+    return length
+
 
 Loss: TypeAlias = Callable[[Tensor, Tensor], Tensor]
 """Scores `(B,)` and labels `(B,)` to one number, the mean over the rows."""
@@ -128,3 +210,132 @@ class TrainingStep:
 def first_line(error: Exception) -> str:
     """Return the first line of an error's text, or what kind of error it is."""
     return str(error).split("\n", 1)[0] or type(error).__name__
+
+
+WARM_UP = 3
+"""Ordinary steps before one is recorded: they make the optimizer's state and choose kernels."""
+
+INDEPENDENT_OF_STEPS = (torch.optim.SGD, torch.optim.Adagrad, RowwiseSGD, RowwiseAdagrad)
+"""Optimizers whose step does not depend on how many came before."""
+
+
+class Steps:
+    """The steps of an epoch, one by one."""
+
+    def __init__(self, step: TrainingStep, train: Dataset) -> None:
+        self.step, self.train = step, train
+        self.device = device_of(step.model)
+        self.order = torch.empty(0, dtype=torch.int64)
+
+    def start_epoch(self, order: Tensor) -> None:
+        """Take the order of the rows."""
+        self.order = order
+
+    def __call__(self, start: int, stop: int) -> None:
+        """Train on the rows at these places of the order."""
+        batch = self.train[self.order[start:stop]]
+        self.step(batch if self.train.device == self.device else batch.to(self.device))
+
+
+class RecordedSteps(Steps):
+    """The steps of an epoch on a GPU, replayed from a recording; odd batches are run one by one."""
+
+    def __init__(
+        self, step: TrainingStep, train: Dataset, batch_size: int, say: Callable[[str], object]
+    ) -> None:
+        super().__init__(step, train)
+        self.batch_size, self.say = batch_size, say
+        self.order = torch.zeros(len(train), dtype=torch.int64, device=train.device)
+        self.places = torch.arange(batch_size, device=train.device)
+        self.position = 0
+        """Where the recording thinks the next batch starts."""
+        self.start = torch.zeros((), dtype=torch.int64, device=train.device)
+        """The same, on the device: every replay moves it on."""
+        self.stream = _stream(train.device)
+        self.graph: torch.cuda.CUDAGraph | None = None
+        self.options: list[dict[str, Any]] = []
+        self.warm, self.gave_up = 0, False
+
+    def start_epoch(self, order: Tensor) -> None:
+        """Take the order of the rows, into the memory that the recording reads."""
+        self.order.copy_(order)
+
+    def __call__(self, start: int, stop: int) -> None:
+        """Train on the rows at these places of the order."""
+        if self.gave_up or stop - start != self.batch_size or self.warm < WARM_UP:
+            self._run(start, stop)
+            return
+        if self.graph is None or self.options != _options(self.step.optimizer):
+            self._record()
+        if self.graph is None:
+            self._run(start, stop)
+            return
+        if self.position != start:
+            self.start.fill_(start)
+        self.graph.replay()
+        self.position = start + self.batch_size
+
+    def _run(self, start: int, stop: int) -> None:
+        # On a stream of its own: what autograd keeps of a stream must be that of the recording.
+        self.stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self.stream):
+            super().__call__(start, stop)
+        torch.cuda.current_stream().wait_stream(self.stream)
+        self.warm += 1
+
+    def _record(self) -> None:
+        """Record a step; where that fails, say why once and go on one by one."""
+        self.options = _options(self.step.optimizer)
+        graph = torch.cuda.CUDAGraph()
+        self.graph = None  # gives the memory of the last recording back
+        try:
+            with recording(graph, self.stream):
+                rows = self.order.index_select(0, self.places + self.start)
+                self.step(self.train[rows])
+                self.start += self.batch_size
+        except Exception as error:  # noqa: BLE001  # anything a model does may be what cannot be recorded
+            self.gave_up = True
+            self.step.optimizer.zero_grad(set_to_none=True)
+            self.say(f"the step is not recorded as a CUDA graph: {first_line(error)}")
+        else:
+            self.graph = graph
+
+
+@functools.cache
+def _stream(device: torch.device) -> torch.cuda.Stream:
+    """Return the stream for recordings: one for all, as torch keeps workspaces for each for good."""
+    return torch.cuda.Stream(device)
+
+
+@contextmanager
+def recording(graph: torch.cuda.CUDAGraph, stream: torch.cuda.Stream) -> Iterator[None]:
+    """Record what happens in a `with` block; random numbers can be drawn afterwards even if it fails."""
+    generator = torch.cuda.default_generators[stream.device.index]
+    before = generator.clone_state()
+    try:
+        with torch.cuda.graph(graph, stream=stream):
+            yield
+    except BaseException:
+        generator.graphsafe_set_state(before)  # or it goes on waiting for the end of the recording
+        raise
+
+
+def why_not_recorded(optimizer: Optimizer) -> str | None:
+    """Say why a step with this optimizer would not mean the same when replayed, or None."""
+    groups = optimizer.param_groups
+    if isinstance(optimizer, INDEPENDENT_OF_STEPS) and not any(g.get("lr_decay") for g in groups):
+        return None
+    if all(group.get("capturable") for group in groups):
+        return None
+    return (
+        f"{type(optimizer).__name__} counts its steps on the host; "
+        "make it with capturable=True, or with rarebit's optimizer()"
+    )
+
+
+def _options(optimizer: Optimizer) -> list[dict[str, Any]]:
+    """Return what a recording has fixed: learning rates and the like."""
+    return [
+        {key: value for key, value in group.items() if isinstance(value, float | tuple)}
+        for group in optimizer.param_groups
+    ]

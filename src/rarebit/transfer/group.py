@@ -1,29 +1,262 @@
-"""The tables behind one lookup, as a transfer sees them: their sides, their loss, their ledger."""
+"""The two sides of a transfer: which rows of a group of tables are frequent, and which rare ones may move.
 
+What is selected is a property of the data, by field and id (`data/selection.py`). Here it becomes masks
+over the rows of a group, and lists that a step can sample from, on the device of the tables.
+
+Shapes: N rows of the group, F tables.
+
+Parts of a step that may be compiled: a few kernels in place of dozens of small ones.
+
+On a GPU each kernel costs its start, and the parts of a transfer are small. Where sizes depend on the ids, as
+on the CPU, most steps have a size of their own and are run as they are.
+
+The tables behind one lookup, as a transfer sees them: their sides, their loss, their ledger.
+"""
+
+import types
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
-from typing import NamedTuple, TypeAlias
+from dataclasses import dataclass, replace
+from typing import Concatenate, Generic, NamedTuple, ParamSpec, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
 
 from rarebit.data.dataset import Dataset
-from rarebit.data.selection import CoOccurrence, FieldSelection, FrequencySplit, Selection
+from rarebit.data.selection import CoOccurrence, FieldSelection, FrequencySplit, Selection, select
 from rarebit.errors import DataError, TrainingError, UnsupportedTableError
+from rarebit.row_gradients.lookups import RowGroup, wide
+from rarebit.row_gradients.recorded import is_recording
+from rarebit.row_gradients.seam import RowGradients
+from rarebit.sets.sets import SetsMethod
+from rarebit.settings import suggest
 from rarebit.tables.find import Site, find_sites
-from rarebit.tables.lookups import RowGroup, wide
-from rarebit.tables.row_gradients import RowGradients
-from rarebit.tables.sets import SetsMethod
-from rarebit.tables.table import method_name, methods_of
-from rarebit.transfer.batch import Picked, TransferBatch
-from rarebit.transfer.compiled import Part
-from rarebit.transfer.draws import Draws
+from rarebit.tables.table import full_table, method_name, methods_of
+from rarebit.transfer.batch import Draws, Picked, TransferBatch
 from rarebit.transfer.ledger import REMEMBERED, GroupLedger
 from rarebit.transfer.lexico import Barrier
-from rarebit.transfer.sides import Sides, find_selection, selection_name
-from rarebit.transfer.transfer_loss import LossTables, TransferLoss
+from rarebit.transfer.losses import LossTables, TransferLoss
 
-__all__ = ["BarrierRule", "Found", "TransferGroup", "start_groups"]
+__all__ = [
+    "BarrierRule",
+    "Found",
+    "Listed",
+    "Part",
+    "Sides",
+    "TransferGroup",
+    "find_selection",
+    "selection_name",
+    "start_groups",
+]
+
+
+@dataclass(frozen=True)
+class Sides:
+    """Who is frequent and who is rare among the rows of a group."""
+
+    source: Tensor
+    """Which rows are frequent, `(N,)` of bools."""
+    target: Tensor
+    """Which rows are rare and may move, `(N,)` of bools."""
+    frequent: "Listed"
+    rare: "Listed"
+    relatives: tuple[Tensor, Tensor] | None
+    """Ids in the table and weights of each row's frequent relatives, `(N, R)`, where they are known."""
+
+    @classmethod
+    def of(
+        cls, parts: Sequence[FieldSelection], sites: Sequence[Site], *, skip_empty: bool
+    ) -> "Sides":
+        """Return the sides of tables one after the other; padding is on neither, nor rows of zeros."""
+        left_out = [_left_out(site, skip_empty=skip_empty) for site in sites]
+        pairs = list(zip(parts, left_out, strict=True))
+        sources = [part.source.cpu() & ~out for part, out in pairs]
+        targets = [part.target.cpu() & ~out for part, out in pairs]
+        for site, source in zip(sites, sources, strict=True):
+            if not bool(source.any()):
+                raise DataError(
+                    f"{site.info.name!r} has no frequent rows that rare ones could learn from; leave it out "
+                    f"with where=lambda t: t.name != {site.info.name!r}, or look at its counts"
+                )
+        return cls(
+            torch.cat(sources),
+            torch.cat(targets),
+            Listed.of(sources),
+            Listed.of(targets),
+            _relatives(parts),
+        )
+
+    def to(self, device: torch.device) -> "Sides":
+        """Return the same on another device."""
+        # relatives are moved by the loss that uses them: they are as large as a narrow table
+        return Sides(
+            self.source.to(device),
+            self.target.to(device),
+            self.frequent.to(device),
+            self.rare.to(device),
+            self.relatives,
+        )
+
+
+@dataclass(frozen=True)
+class Listed:
+    """The ids on one side, of each table, one table after the other."""
+
+    ids: Tensor
+    starts: Tensor
+    """Where the list of each table begins, `(F,)`."""
+    ends: Tensor
+    """Its last place, `(F,)`."""
+    counts: Tensor
+    """How many each table has, `(F,)`; where it has none, the list has row 0."""
+
+    @classmethod
+    def of(cls, masks: Sequence[Tensor]) -> "Listed":
+        """Return the ids that masks hold."""
+        ids = [mask.nonzero()[:, 0] for mask in masks]
+        counts = torch.tensor([len(part) for part in ids])
+        # a table without any lists one that is there
+        listed = [part if len(part) else torch.zeros(1, dtype=torch.int64) for part in ids]
+        ends = counts.clamp(min=1).cumsum(0)
+        return cls(torch.cat(listed), ends - counts.clamp(min=1), ends - 1, counts)
+
+    def to(self, device: torch.device) -> "Listed":
+        """Return the same on another device."""
+        tensors = (self.ids, self.starts, self.ends, self.counts)
+        return Listed(*(tensor.to(device) for tensor in tensors))
+
+    def sample(self, uniform: Tensor) -> Tensor:
+        """Return ids of each table by random numbers in [0, 1), `(S, F)`, with replacement."""
+        # a product may be rounded up to the count itself
+        places = torch.minimum((uniform * self.counts).long() + self.starts, self.ends)
+        return self.ids.index_select(0, places.reshape(-1)).reshape(places.shape)
+
+    def ring(self, turn: Tensor, number: int) -> Tensor:
+        """Return so many different ids of each table, `(n, F)`, below zero where it has fewer.
+
+        They are neighbours in a ring that begins where random numbers `(F,)` in [0, 1) say.
+        """
+        step = torch.arange(number, device=self.ids.device).unsqueeze(1)
+        places = ((turn * self.counts).long() + step) % self.counts.clamp(min=1) + self.starts
+        ids = self.ids.index_select(0, places.reshape(-1)).reshape(places.shape)
+        return torch.where(step < self.counts, ids, -1)
+
+
+def find_selection(
+    chosen: Selection | CoOccurrence | FrequencySplit | None,
+    counts: Mapping[str, Tensor] | None,
+    data: Dataset | Tensor | None,
+    fields: Sequence[str],
+) -> Selection:
+    """Return the selection for these fields: the one given, or one made of counts and data.
+
+    >>> counts = {"item": torch.tensor([9, 1, 1, 1, 1])}
+    >>> find_selection(None, counts, None, ["item"])["item"].source
+    tensor([ True, False, False, False, False])
+    """
+    if isinstance(chosen, Selection):
+        return chosen
+    if counts is None:
+        raise DataError(
+            "harmless transfer must know which rows are frequent; give counts=dataset.counts(), or a "
+            "Selection as select="
+        )
+    return select(data, counts, chosen or FrequencySplit(), fields=fields)
+
+
+def selection_name(site: Site, known: Sequence[str]) -> str:
+    """Return the name that a table goes by in counts and selections: its own, or its field's."""
+    for name in (site.info.name, site.info.field):
+        if name in known:
+            return name
+    raise DataError(
+        f"there are no counts of the table {site.info.name!r}{suggest(site.info.field, known)}"
+    )
+
+
+def _left_out(site: Site, *, skip_empty: bool) -> Tensor:
+    """Return which rows are on neither side, whatever was selected, `(N,)` of bools."""
+    table = site.table
+    out = torch.zeros(table.num_embeddings, dtype=torch.bool)
+    if skip_empty:
+        out = ~full_table(table).cpu().any(dim=1)
+    if table.padding_idx is not None:
+        out[table.padding_idx] = True
+    return out
+
+
+def _relatives(parts: Sequence[FieldSelection]) -> tuple[Tensor, Tensor] | None:
+    widths = {part.relatives.shape[1] for part in parts}
+    if widths in ({0}, set()):
+        return None
+    if len(widths) > 1:
+        raise DataError(
+            f"the tables of one stack need as many relatives a row, got {sorted(widths)}; select all "
+            "fields with the same settings"
+        )
+    ids = torch.cat([part.relatives.cpu() for part in parts])
+    return ids, torch.cat([part.weights.cpu() for part in parts])
+
+
+Owner = TypeVar("Owner")
+Given = ParamSpec("Given")
+Result = TypeVar("Result")
+
+
+class Part(Generic[Given, Result]):
+    """A method of an object that is compiled, once asked, for the first size that comes twice in a row.
+
+    Where the compiler cannot follow all of it, it is run as it is, which is said once. It may change what the
+    object keeps, so it is never begun twice: it is compiled as a whole or not at all.
+
+    >>> class Numbers:
+    ...     def add(self, first, second):
+    ...         return first + second
+    >>> add = Part(Numbers.add, Numbers(), "the sum")
+    >>> add(2, torch.tensor([1.0, 2.0]), torch.tensor([3.0, 4.0]))
+    tensor([4., 6.])
+    """
+
+    def __init__(
+        self, method: Callable[Concatenate[Owner, Given], Result], owner: Owner, name: str
+    ) -> None:
+        self.name = name
+        self._run: Callable[Given, Result] = types.MethodType(method, owner)
+        # torch compiles a function only so many times, and many tables share ours
+        self._copy: Callable[Given, Result] = types.MethodType(_copied(method), owner)
+        self._say: Callable[[str], object] | None = None
+        self._last_size: int | None = None
+        self._compiled: tuple[int, Callable[Given, Result]] | None = None
+
+    def compile(self, say: Callable[[str], object]) -> None:
+        """Compile it when its time comes; `say` takes the line that says why it is not."""
+        self._say = say
+
+    def __call__(self, size: int, *args: Given.args, **kwargs: Given.kwargs) -> Result:
+        """Return what the method returns; `size` is that of its tensors where it may change."""
+        if self._say is None:
+            return self._run(*args, **kwargs)
+        # no compiler while a step is recorded: whatever it does on the device would be in the recording
+        if self._compiled is None and size == self._last_size and not is_recording():
+            self._compiled = size, torch.compile(self._copy, dynamic=False, fullgraph=True)
+        self._last_size = size
+        if self._compiled is not None and self._compiled[0] == size:
+            try:
+                return self._compiled[1](*args, **kwargs)
+            except Exception as error:  # noqa: BLE001  # a fault of the method's own comes again below
+                # the first line may be no more than who raised it
+                reason = " ".join(str(error).split("\n")[:2]) or type(error).__name__
+                self._say(f"{self.name} of the transfer is not compiled: {reason}")
+                self._say = None
+        return self._run(*args, **kwargs)
+
+
+def _copied(method: Callable[..., object]) -> types.FunctionType:
+    """Return the same function as one of its own."""
+    assert isinstance(method, types.FunctionType)
+    return types.FunctionType(
+        method.__code__.replace(), method.__globals__, method.__name__, method.__defaults__
+    )
+
 
 BarrierRule: TypeAlias = Callable[[Tensor, Tensor, Tensor, float], Barrier]
 """Main and transfer gradients `(U, M, D)`, the main loss and alpha to one gradient a row."""

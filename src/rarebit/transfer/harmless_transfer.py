@@ -4,7 +4,7 @@
     loss      how far rare rows are from frequent ones      `Adversarial`, `MMD`, ...
     rule      how the two gradients of a row become one     `transfer/lexico.py`
 
-In each step the distinct rows of the batch are there anyway (`tables/row_gradients.py`). The transfer loss
+In each step the distinct rows of the batch are there anyway (`row_gradients/seam.py`). The transfer loss
 is computed on them, once an optimizer step, beside a sample of frequent rows; its gradient costs no
 backward through the network, and is the same in all processes. Rows outside the batch do not move unless
 they are asked for, a few in each step: they have no main gradient, so the transfer gradient is theirs. A
@@ -28,17 +28,15 @@ from torch.amp.grad_scaler import GradScaler
 from rarebit.data.dataset import Dataset
 from rarebit.data.selection import CoOccurrence, FrequencySplit, Selection
 from rarebit.errors import TrainingError
+from rarebit.row_gradients.processes import world_size
+from rarebit.row_gradients.seam import GroupRule, RowGradients, RowStep
 from rarebit.settings import require
 from rarebit.tables.find import TableInfo
-from rarebit.tables.ranks import world_size
-from rarebit.tables.row_gradients import GroupRule, RowGradients, RowStep
-from rarebit.transfer.adversarial import Adversarial
-from rarebit.transfer.batch import TransferBatch
-from rarebit.transfer.draws import Draws
+from rarebit.transfer.batch import Draws, TransferBatch
 from rarebit.transfer.group import BarrierRule, Found, TransferGroup, start_groups
 from rarebit.transfer.ledger import Ledger
 from rarebit.transfer.lexico import Barrier, global_barrier, row_barrier
-from rarebit.transfer.transfer_loss import TransferLoss
+from rarebit.transfer.losses import Adversarial, TransferLoss
 
 __all__ = ["Explanation", "HarmlessTransfer", "TransferRule"]
 

@@ -4,8 +4,11 @@ import pytest
 
 pl = pytest.importorskip("polars", reason="capability: package polars: it is not installed")
 
-from rarebit.data.raw.bad_rows import BadRows, shortened  # noqa: E402  # after the check that Polars is there
-from rarebit.data.raw.chunk import Place  # noqa: E402  # the same
+from rarebit.data.raw.rows import (  # noqa: E402  # after the check that Polars is there
+    BadRows,
+    Place,  # the same
+    shortened,
+)
 from rarebit.errors import DataError  # noqa: E402  # the same
 
 

@@ -10,13 +10,16 @@ import pytest
 
 pl = pytest.importorskip("polars", reason="capability: package polars: it is not installed")
 
-from rarebit.data.folder import PreparedFolder  # noqa: E402  # after the check that Polars is there
 from rarebit.data.log_schema import Column, LogSchema, Split  # noqa: E402  # the same
-from rarebit.data.raw import counting, split  # noqa: E402  # the same
-from rarebit.data.raw.bad_rows import BadRows  # noqa: E402  # the same
-from rarebit.data.raw.chunk import Place, RawChunk  # noqa: E402  # the same
+from rarebit.data.prepared import PreparedFolder  # noqa: E402  # after the check that Polars is there
+from rarebit.data.raw import passes  # noqa: E402  # the same
 from rarebit.data.raw.encode import Origin, encode_log  # noqa: E402  # the same
 from rarebit.data.raw.encoder import Encoder  # noqa: E402  # the same
+from rarebit.data.raw.rows import (  # noqa: E402  # the same
+    BadRows,  # the same
+    Place,
+    RawChunk,
+)
 from rarebit.errors import DataError  # noqa: E402  # the same
 
 PARTS = ("train", "valid", "test")
@@ -243,7 +246,7 @@ def test_quantile_bins_are_those_of_numpy(tmp_path):
 
 @pytest.mark.parametrize("rows", [1, 64, 10**9])
 def test_standardised_numbers_are_those_of_numpy(tmp_path, rows, monkeypatch):
-    monkeypatch.setattr(counting, "BLOCK", 50)
+    monkeypatch.setattr(passes, "COUNTING_BLOCK", 50)
     rng = np.random.default_rng(2)
     numbers = 1e6 + rng.normal(size=300)
     numbers[::7] = np.nan
@@ -293,7 +296,7 @@ def big_log(rows=3000):
 
 @pytest.mark.parametrize("by", [GIVEN, Split(), Split(kind="user", column="user")])
 def test_a_folder_does_not_depend_on_chunks(tmp_path, by, monkeypatch):
-    monkeypatch.setattr(counting, "BLOCK", 1000)
+    monkeypatch.setattr(passes, "COUNTING_BLOCK", 1000)
     folders = []
     for name, rows in (("one", 10**9), ("two", 1600), ("tiny", 13), ("tiny again", 13)):
         encode(big_log(), everything(by), tmp_path / name, rows=rows)
@@ -303,9 +306,9 @@ def test_a_folder_does_not_depend_on_chunks(tmp_path, by, monkeypatch):
 
 
 def test_random_keys_do_not_depend_on_blocks(monkeypatch):
-    expected = split.split_rows(Split(seed=4), 1000, np.empty(0))
-    monkeypatch.setattr(split, "BLOCK", 17)
-    assert np.array_equal(split.split_rows(Split(seed=4), 1000, np.empty(0)), expected)
+    expected = passes.split_rows(Split(seed=4), 1000, np.empty(0))
+    monkeypatch.setattr(passes, "BLOCK", 17)
+    assert np.array_equal(passes.split_rows(Split(seed=4), 1000, np.empty(0)), expected)
 
 
 def test_the_row_of_unknown_values_is_trained(tmp_path):

@@ -16,14 +16,14 @@ pl = pytest.importorskip("polars", reason="capability: package polars: it is not
 from rarebit import Dataset  # noqa: E402  # after the check that Polars is there
 from rarebit.data.log_schema import Column, LogSchema, Split  # noqa: E402  # the same
 from rarebit.data.prepare import prepare  # noqa: E402  # the same
-from rarebit.data.raw.bad_rows import BadRows  # noqa: E402  # the same
 from rarebit.data.raw.encoder import (  # noqa: E402  # the same
     Encoder,
     encoder_of,  # the same
     unknown_values,
 )
+from rarebit.data.raw.passes import split_rows  # noqa: E402  # the same
 from rarebit.data.raw.readers import read_frame  # noqa: E402  # the same
-from rarebit.data.raw.split import split_rows  # noqa: E402  # the same
+from rarebit.data.raw.rows import BadRows  # noqa: E402  # the same
 from rarebit.data.raw.text import TextFormat  # noqa: E402  # the same
 from rarebit.errors import DataError  # noqa: E402  # the same
 

@@ -5,8 +5,7 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from rarebit.data.log_schema import Column, LogSchema, Split
-from rarebit.data.text_format import TextFormat
+from rarebit.data.log_schema import Column, LogSchema, Split, TextFormat
 from rarebit.errors import DataError, SettingsError
 
 USER = Column(name="user")

@@ -7,12 +7,12 @@ from hypothesis import strategies as st
 
 pl = pytest.importorskip("polars", reason="capability: package polars: it is not installed")
 
-from rarebit.data.folder import PreparedFolder  # noqa: E402  # the same
 from rarebit.data.log_schema import Column, LogSchema, Split  # noqa: E402  # after the check that Polars is there
-from rarebit.data.raw.bad_rows import BadRows  # noqa: E402  # the same
+from rarebit.data.prepared import PreparedFolder  # noqa: E402  # the same
 from rarebit.data.raw.encode import Origin, encode_log  # noqa: E402  # the same
 from rarebit.data.raw.encoder import Encoder  # noqa: E402  # the same
 from rarebit.data.raw.readers import read_frame  # noqa: E402  # the same
+from rarebit.data.raw.rows import BadRows  # noqa: E402  # the same
 
 LARGEST = np.finfo(np.float32).max
 

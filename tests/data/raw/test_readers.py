@@ -16,8 +16,8 @@ import pytest
 
 pl = pytest.importorskip("polars", reason="capability: package polars: it is not installed")
 
-from rarebit.data.raw.bad_rows import BadRows  # noqa: E402  # after the check that Polars is there
 from rarebit.data.raw.readers import column_names, read_frame, read_raw  # noqa: E402  # the same
+from rarebit.data.raw.rows import BadRows  # noqa: E402  # after the check that Polars is there
 from rarebit.data.raw.text import TextFormat  # noqa: E402  # the same
 from rarebit.errors import DataError  # noqa: E402  # the same
 
@@ -374,7 +374,7 @@ def test_a_frame_is_read_in_slices(tmp_path):
 MEASURE = """
 import sys
 from pathlib import Path
-from rarebit.data.raw.bad_rows import BadRows
+from rarebit.data.raw.rows import BadRows
 from rarebit.data.raw.readers import read_raw
 from rarebit.data.raw.text import TextFormat
 chunks = read_raw(Path(sys.argv[1]), None, BadRows("aside"), format=TextFormat(separator=chr(9)))

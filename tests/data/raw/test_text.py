@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 
 pl = pytest.importorskip("polars", reason="capability: package polars: it is not installed")
 
-from rarebit.data.raw.bad_rows import BadRows  # noqa: E402  # after the check that Polars is there
 from rarebit.data.raw.csv_structure import (  # noqa: E402  # the same
     MAX_RECORD_BYTES,
     Marks,
@@ -21,6 +20,7 @@ from rarebit.data.raw.csv_structure import (  # noqa: E402  # the same
     without_quotes,
 )
 from rarebit.data.raw.readers import column_names, read_raw  # noqa: E402  # the same
+from rarebit.data.raw.rows import BadRows  # noqa: E402  # after the check that Polars is there
 from rarebit.data.raw.text import TextFormat, sniff_format, sniff_like  # noqa: E402  # the same
 from rarebit.errors import DataError, SettingsError  # noqa: E402  # the same
 

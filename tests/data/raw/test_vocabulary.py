@@ -11,8 +11,11 @@ from hypothesis import strategies as st
 pl = pytest.importorskip("polars", reason="capability: package polars: it is not installed")
 
 from rarebit.data.raw.coding import GrowingDictionary  # noqa: E402  # after the check that Polars is there
-from rarebit.data.raw.counting import add_counts  # noqa: E402  # the same
-from rarebit.data.raw.vocabulary import digest, make_vocabulary  # noqa: E402  # the same
+from rarebit.data.raw.passes import (  # noqa: E402  # the same
+    add_counts,  # the same
+    digest,
+    make_vocabulary,
+)
 
 TEXTS = st.text(st.characters(exclude_categories=["Cs"]), max_size=4)
 

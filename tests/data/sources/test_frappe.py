@@ -10,9 +10,9 @@ from capabilities import needs_real_data, real_data
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rarebit.data.raw.bad_rows import BadRows
+from rarebit.data.raw.rows import BadRows
 from rarebit.data.sources import find_source
-from rarebit.data.sources._negatives import draw_unused
+from rarebit.data.sources._base import draw_unused
 from rarebit.errors import DataError
 
 HEADER = (

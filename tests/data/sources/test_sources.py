@@ -9,11 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rarebit.data.log_schema import LogSchema
-from rarebit.data.raw.bad_rows import BadRows
-from rarebit.data.raw.chunk import Place, RawChunk
+from rarebit.data.raw.rows import BadRows, Place, RawChunk
 from rarebit.data.sources import find_source, source_names
-from rarebit.data.sources._base import keep, read_table, set_aside, split_lines
-from rarebit.data.sources._file_facts import FileFacts
+from rarebit.data.sources._base import FileFacts, keep, read_table, set_aside, split_lines
 from rarebit.errors import DataError, SettingsError
 
 

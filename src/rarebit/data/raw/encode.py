@@ -1,4 +1,8 @@
-"""From a raw log to a folder that trains, in one reading and bounded memory.
+"""Reading ahead: the next rows are read while these are encoded.
+
+What `rarebit data show` tells of a prepared log, from the counts of its values.
+
+From a raw log to a folder that trains, in one reading and bounded memory.
 
     read     chunks of rows ─► codes of a growing dictionary ─► spilled to disk      all of the log, once
     split    train, valid, test
@@ -9,17 +13,20 @@ Reading a text is the slow part, so it is done once; what follows are passes ove
 """
 
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import polars as pl
 from numpy.typing import NDArray
 
-from rarebit.data.folder import (
+from rarebit.data.log_schema import SPLIT_NAMES, Column, LogSchema
+from rarebit.data.prepare import Progress, no_progress
+from rarebit.data.prepared import (
     BAD_ROWS,
     ENCODER,
     SCHEMA,
@@ -27,29 +34,108 @@ from rarebit.data.folder import (
     new_folder,
     write_manifest,
 )
-from rarebit.data.log_schema import SPLIT_NAMES, Column, LogSchema
-from rarebit.data.prepare import Progress, no_progress
-from rarebit.data.raw.ahead import one_ahead
-from rarebit.data.raw.bad_rows import BadRows
-from rarebit.data.raw.chunk import RawChunk
 from rarebit.data.raw.coding import LOWEST_BIN, GrowingDictionary, RowCoder
-from rarebit.data.raw.counting import (
+from rarebit.data.raw.encoder import Encoder, Finisher
+from rarebit.data.raw.passes import (
     NumberSummary,
+    Spill,
+    Vocabulary,
     add_counts,
     count_codes,
+    make_vocabulary,
     slot_columns,
+    split_rows,
     summarise_numbers,
 )
-from rarebit.data.raw.encoder import Encoder
-from rarebit.data.raw.finisher import Finisher
-from rarebit.data.raw.spill import Spill
-from rarebit.data.raw.split import split_rows
-from rarebit.data.raw.statistics import describe
-from rarebit.data.raw.vocabulary import Vocabulary, make_vocabulary
-from rarebit.data.schema import FIRST_VALUE, PADDING
+from rarebit.data.raw.rows import BadRows, RawChunk
+from rarebit.data.schema import FIRST_VALUE, MISSING, PADDING, UNKNOWN, Field
+from rarebit.data.statistics import DataStatistics, FieldStatistics, value_statistics
 from rarebit.errors import DataError
 
-__all__ = ["Origin", "encode_log"]
+__all__ = ["Origin", "describe", "encode_log", "one_ahead"]
+
+T = TypeVar("T")
+
+
+def one_ahead(items: Iterable[T]) -> Iterator[T]:
+    """Yield items in order, each while a thread makes the next one.
+
+    >>> list(one_ahead(range(3)))
+    [0, 1, 2]
+    """
+    iterator, end = iter(items), object()
+    with ThreadPoolExecutor(max_workers=1) as thread:
+        following = thread.submit(next, iterator, end)
+        while (item := following.result()) is not end:
+            following = thread.submit(next, iterator, end)
+            yield item  # type: ignore[misc]  # not the end, so an item
+
+
+Counts = Mapping[str, NDArray[np.int64]]
+
+
+def describe(
+    encoder: Encoder,
+    codes: Counts,
+    ids: Counts,
+    *,
+    missing: Mapping[str, int],
+    parts: NDArray[np.uint8],
+    label: NDArray[np.uint8],
+    bad_rows: int,
+) -> DataStatistics:
+    """Describe a log: `codes` and `ids` count raw and encoded values by column, `(3, n)` each.
+
+    `missing` counts the rows without a number, for columns that have no ids.
+    """
+    rows = np.bincount(parts, minlength=3)
+    positives = np.bincount(parts, weights=label, minlength=3)
+    return DataStatistics(
+        rows=tuple(rows.tolist()),
+        label_rates=tuple((positives / np.maximum(rows, 1)).tolist()),
+        bad_rows=bad_rows,
+        fields=tuple(
+            _numeric(field.name, missing[field.name] / len(parts))
+            if field.kind == "numeric"
+            else _with_table(
+                field,
+                encoder.kind_of(field.name),
+                codes[field.name],
+                ids[field.name],
+                len(parts),
+            )
+            for field in encoder.fields.fields
+        ),
+    )
+
+
+def _numeric(name: str, missing_share: float) -> FieldStatistics:
+    return FieldStatistics(
+        name=name,
+        kind="numeric",
+        rows=0,
+        missing_share=missing_share,
+        unknown_shares=(0.0, 0.0, 0.0),
+        **value_statistics(np.zeros(0, np.int64)),
+    )
+
+
+def _with_table(
+    field: Field,
+    kind: str,
+    codes: NDArray[np.int64],
+    ids: NDArray[np.int64],
+    log_rows: int,
+) -> FieldStatistics:
+    values = ids.sum(axis=1) - ids[:, PADDING]
+    return FieldStatistics(
+        name=field.name,
+        kind=kind,
+        rows=field.rows,
+        missing_share=int(ids[:, MISSING].sum()) / log_rows,  # once a row, multi-valued or not
+        unknown_shares=tuple((ids[:, UNKNOWN] / np.maximum(values, 1)).tolist()),
+        **value_statistics(codes[:, FIRST_VALUE:].sum(axis=0)),
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

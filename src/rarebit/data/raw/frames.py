@@ -10,11 +10,11 @@ import polars as pl
 
 from rarebit.data.dataset import Dataset
 from rarebit.data.log_schema import LogSchema, Split
-from rarebit.data.raw.bad_rows import BadRows
 from rarebit.data.raw.encode import Origin, encode_log
 from rarebit.data.raw.encoder import Encoder, encoder_of
 from rarebit.data.raw.infer import SAMPLE_ROWS, infer_schema
 from rarebit.data.raw.readers import read_frame
+from rarebit.data.raw.rows import BadRows
 from rarebit.errors import DataError, SettingsError
 
 __all__ = ["as_polars", "encode_frame"]

@@ -5,9 +5,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Literal
 
+from rarebit.data.log_schema import TextFormat
 from rarebit.data.raw.byte_stream import ByteStream
 from rarebit.data.raw.csv_structure import count_columns, first_record
-from rarebit.data.text_format import TextFormat
 from rarebit.errors import DataError
 
 __all__ = ["TextFormat", "sniff_format", "sniff_like"]

@@ -14,9 +14,7 @@ import numpy as np
 import polars as pl
 from numpy.typing import NDArray
 
-from rarebit.data.raw.bad_rows import BadRows
 from rarebit.data.raw.byte_stream import ByteStream
-from rarebit.data.raw.chunk import Place, RawChunk
 from rarebit.data.raw.csv_structure import (
     LINE_FEED,
     LONG_LINE,
@@ -29,6 +27,7 @@ from rarebit.data.raw.csv_structure import (
     split_records,
     without_quotes,
 )
+from rarebit.data.raw.rows import BadRows, Place, RawChunk
 from rarebit.data.raw.text import TextFormat
 from rarebit.errors import DataError
 

@@ -1,10 +1,16 @@
-"""What a well-known data set is: files of its publisher, and the rows and columns made of them.
+"""What a set's files hold before rows are left out or added: the figures that its publisher gives.
+
+What a well-known data set is: files of its publisher, and the rows and columns made of them.
 
     files       what must lie in the folder
     protocols   what the columns are, how rows are split and values counted: the papers' ways, by name
     rows        the files as chunks with the columns of the protocols
 
 A protocol changes what is made of the rows, never the rows.
+
+Negative rows for a log of uses: items that the user did not use, drawn at random.
+
+Draws that hit an item the user has used are drawn again, all of them at once, until none is left.
 """
 
 from abc import ABC, abstractmethod
@@ -12,18 +18,69 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import ClassVar
 
+import numpy as np
 import polars as pl
+from numpy.typing import NDArray
 
+from rarebit.data.counter_random import random_bits, stream_key
 from rarebit.data.log_schema import LogSchema
-from rarebit.data.raw.bad_rows import BadRows
-from rarebit.data.raw.chunk import Place, RawChunk
+from rarebit.data.raw.coding import GrowingDictionary
+from rarebit.data.raw.passes import add_counts
 from rarebit.data.raw.readers import read_raw
+from rarebit.data.raw.rows import BadRows, Place, RawChunk
 from rarebit.data.raw.text import TextFormat
-from rarebit.data.sources._file_facts import FileFacts
+from rarebit.data.statistics import value_statistics
 from rarebit.errors import DataError, SettingsError
 from rarebit.settings import suggest
 
-__all__ = ["Progress", "Source", "keep", "read_table", "set_aside", "split_lines"]
+__all__ = [
+    "FileFacts",
+    "Progress",
+    "Source",
+    "draw_unused",
+    "keep",
+    "negatives",
+    "read_table",
+    "set_aside",
+    "split_lines",
+]
+
+
+class FileFacts:
+    """Counts the values of some columns as the rows go by.
+
+    >>> facts = FileFacts("ratings", ("user",))
+    >>> facts.add(pl.DataFrame({"user": ["ann", "ann", "bob"]}))
+    >>> facts.line()
+    'The files hold 3 ratings: user 2 values, the top 20 % of them in 0.667 of the rows.'
+    """
+
+    def __init__(self, what: str, columns: tuple[str, ...]) -> None:
+        self.what, self.rows = what, 0
+        self.dictionaries = {name: GrowingDictionary() for name in columns}
+        self.counts = {name: np.zeros(0, np.int64) for name in columns}
+
+    def add(self, frame: pl.DataFrame) -> None:
+        """Count some rows."""
+        self.rows += frame.height
+        for name, dictionary in self.dictionaries.items():
+            codes = frame[name].drop_nulls().cast(dictionary.dtype).to_physical().to_numpy()
+            missing = int(codes.max(initial=0)) + 1 - len(self.counts[name])
+            if missing > 0:
+                self.counts[name] = np.pad(self.counts[name], (0, missing))
+            add_counts(self.counts[name], codes.astype(np.int32))
+
+    def line(self) -> str:
+        """Return them in a sentence."""
+        found = {name: value_statistics(counts) for name, counts in self.counts.items()}
+        first, *others = [
+            f"{name} {facts['distinct']:,}{{}} {facts['top_share']:.3f}"
+            for name, facts in found.items()
+        ]
+        parts = [first.format(" values, the top 20 % of them in") + " of the rows"]
+        parts += [other.format(",") for other in others]
+        return f"The files hold {self.rows:,} {self.what}: {'; '.join(parts)}."
+
 
 Progress = Callable[[int, int], None]
 """Told how many bytes of the largest file are read, and how many there are."""
@@ -110,7 +167,7 @@ class Source(ABC):
 def keep(chunk: RawChunk, wanted: pl.Series) -> RawChunk:
     """Return the rows of a chunk that are wanted; each still knows its place.
 
-    >>> from rarebit.data.raw.chunk import Place
+    >>> from rarebit.data.raw.rows import Place
     >>> chunk = RawChunk(pl.DataFrame({"x": [7, 8, 9]}), lambda row: Place("a.csv", row + 1, ""))
     >>> kept = keep(chunk, chunk.frame["x"] != 8)
     >>> kept.frame["x"].to_list(), kept.locate(1).number
@@ -160,3 +217,51 @@ def read_table(chunks: Iterator[RawChunk], key: str, bad: BadRows) -> pl.DataFra
         seen = right if seen is None else pl.concat([seen, right])
     assert seen is not None, "a reader refuses an empty file"
     return seen
+
+
+Indices = NDArray[np.int64]
+
+
+def draw_unused(users: Indices, used: NDArray[np.bool_], draws: int, seed: int) -> Indices:
+    """Return `draws` items for each row, uniform over the items that its user has not used.
+
+    `used` has a row a user and a column an item. A draw depends on the seed and its place only.
+
+    >>> used = np.array([[True, False, True], [False, True, True]])
+    >>> draw_unused(np.array([0, 1]), used, draws=2, seed=0).tolist()
+    [[1, 1], [0, 0]]
+    """
+    places = np.arange(users.size * draws, dtype=np.uint64)
+    owners = np.repeat(users, draws)
+    drawn = np.empty(places.size, dtype=np.int64)
+    open_places, attempt = places, 0
+    while open_places.size:
+        bits = random_bits(stream_key(seed, "negative", attempt), open_places)
+        drawn[open_places] = bits % np.uint64(used.shape[1])
+        refused = used[owners[open_places], drawn[open_places]]
+        open_places, attempt = open_places[refused], attempt + 1
+    return drawn.reshape(users.size, draws)
+
+
+def negatives(
+    users: pl.Series, items: pl.Series, all_items: pl.Series, draws: int, seed: int
+) -> Indices:
+    """Return the items drawn for each use, `(uses, draws)`, as places in the list of all items."""
+    names = users.unique(maintain_order=True)
+    rows = _places(users, names)
+    used = np.zeros((names.len(), all_items.len()), dtype=np.bool_)
+    used[rows, _places(items, all_items)] = True
+    used_all = used.all(axis=1)
+    if used_all.any():
+        raise DataError(
+            f"user {names[int(used_all.argmax())]!r} used all {all_items.len():,} items of the log, "
+            "so no negative can be drawn; use the whole log, not a small part of it"
+        )
+    return draw_unused(rows, used, draws, seed)
+
+
+def _places(values: pl.Series, known: pl.Series) -> Indices:
+    """Return where each value stands in a list of distinct values that has them all."""
+    where = pl.DataFrame({"value": known}).with_row_index("place")
+    found = pl.DataFrame({"value": values}).join(where, on="value", maintain_order="left")
+    return found["place"].cast(pl.Int64).to_numpy()

@@ -13,9 +13,8 @@ from pathlib import Path
 from typing import ClassVar, Literal
 
 from rarebit.data.log_schema import Column, LogSchema
-from rarebit.data.raw.bad_rows import BadRows
-from rarebit.data.raw.chunk import RawChunk
 from rarebit.data.raw.readers import read_raw
+from rarebit.data.raw.rows import BadRows, RawChunk
 from rarebit.data.raw.text import TextFormat
 from rarebit.data.sources._base import Progress, Source
 

@@ -8,9 +8,8 @@ from pathlib import Path
 from typing import ClassVar
 
 from rarebit.data.log_schema import LogSchema
-from rarebit.data.raw.bad_rows import BadRows
-from rarebit.data.raw.chunk import RawChunk
 from rarebit.data.raw.readers import read_raw
+from rarebit.data.raw.rows import BadRows, RawChunk
 from rarebit.data.sources._base import Progress, Source
 from rarebit.data.sources.criteo import BINS, NAMES, columns
 

@@ -18,13 +18,10 @@ import numpy as np
 import polars as pl
 
 from rarebit.data.log_schema import Column, LogSchema, Split
-from rarebit.data.raw.bad_rows import BadRows
-from rarebit.data.raw.chunk import Place, RawChunk
 from rarebit.data.raw.readers import read_raw
+from rarebit.data.raw.rows import BadRows, Place, RawChunk
 from rarebit.data.raw.text import TextFormat
-from rarebit.data.sources._base import Progress, Source, set_aside
-from rarebit.data.sources._file_facts import FileFacts
-from rarebit.data.sources._negatives import negatives
+from rarebit.data.sources._base import FileFacts, Progress, Source, negatives, set_aside
 
 __all__ = ["Frappe"]
 

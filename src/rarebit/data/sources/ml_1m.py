@@ -15,10 +15,16 @@ from typing import ClassVar
 import polars as pl
 
 from rarebit.data.log_schema import Column, LogSchema
-from rarebit.data.raw.bad_rows import BadRows
-from rarebit.data.raw.chunk import RawChunk
-from rarebit.data.sources._base import Progress, Source, keep, read_table, set_aside, split_lines
-from rarebit.data.sources._file_facts import FileFacts
+from rarebit.data.raw.rows import BadRows, RawChunk
+from rarebit.data.sources._base import (
+    FileFacts,
+    Progress,
+    Source,
+    keep,
+    read_table,
+    set_aside,
+    split_lines,
+)
 
 __all__ = ["ML1M"]
 

@@ -1,0 +1,1 @@
+"""Tables that are stored small and looked up as they are."""

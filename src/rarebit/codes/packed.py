@@ -1,0 +1,654 @@
+"""Whether the parts of a packed table fit each other: asked once, before any row is looked up.
+
+What comes from a file may be anything. After this check no lookup reads beyond a part, and every entry
+has a place of its own. It reads all parts but the values, a chunk at a time.
+
+A table with many zeros as what is left of it, looked up without unpacking.
+
+    e(i)[c] = values[k]    where k is the position of the entry (i, c), and 0 where there is none
+
+A row is the same as that of the dense table, to the last bit. What is stored, and which of two forms
+the columns have, is told in `packed_parts.py`; how rows are found, in `packed_lookup.py`, and in
+`packed_kernel.py` for the CPU where nothing is trained.
+
+The values are one parameter: a packed table is trained in place, by any optimizer, and what was zero
+has neither gradient nor state. With 8 bits the values are integers with one scale a table, and frozen.
+
+A packed table as one file of its own: safetensors, read by mapping it into memory.
+
+What a lookup does not touch is not read, save for one look at everything but the values: offsets and
+columns of a file may be anything, and must fit each other before a row is looked up.
+
+Pack the tables of a model in place: keep what is not zero.
+"""
+
+import importlib
+import os
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar, Literal, NoReturn
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from torch.jit import is_tracing  # type: ignore[attr-defined]  # it is, but torch does not say so
+from torch.nn import functional as F
+from torch.optim import Optimizer
+
+from rarebit.codes.packed_lookup import (
+    WORD,
+    Parts,
+    column_type,
+    count_bits,
+    find_entries,
+    find_runs,
+    pack_rows,
+    packed_kernel,
+    pick,
+    rows_before,
+    unpack_bits,
+)
+from rarebit.errors import MissingExtraError, ModelFileError, UnsupportedTableError
+from rarebit.settings import check_types
+from rarebit.tables.apply import TableChanges, Where, put_tables, told
+from rarebit.tables.find import Site, find_sites, refuse_wrapped_model
+from rarebit.tables.table import (
+    AnyTable,
+    Method,
+    Table,
+    full_table,
+    is_trainable,
+    methods_of,
+    stored_tensors,
+    unsuited,
+    wrap,
+)
+
+__all__ = [
+    "Pack",
+    "PackedTable",
+    "Shape",
+    "load_packed",
+    "pack_",
+    "problem_of",
+    "save_packed",
+    "take_packed_",
+]
+
+CHUNK = 1 << 20
+"""Numbers that are looked at together."""
+WIDEST = 1 << 31
+
+
+def problem_of(parts: Parts, *, rows: int, width: int, padding: int | None) -> str | None:
+    """Return what is wrong with the parts of a table of this shape, in words; None when nothing is.
+
+    >>> from rarebit.codes.packed_lookup import pack_rows
+    >>> parts = pack_rows(torch.tensor([[0.0, 5.0], [0.0, 0.0], [6.0, 7.0]]))
+    >>> problem_of(parts, rows=3, width=2, padding=None)
+    >>> problem_of(parts, rows=2, width=2, padding=None)
+    'it marks rows that the table does not have'
+    >>> problem_of(parts, rows=3, width=2, padding=0)
+    'its padding row 0 is not empty'
+    """
+    return (
+        _wrong_kinds(parts, rows, width)
+        or _wrong_rows(parts, rows, padding)
+        or _wrong_offsets(parts)
+        or (_wrong_bits(parts, width) if parts.has_bitmaps else _wrong_columns(parts, width))
+    )
+
+
+def _wrong_kinds(parts: Parts, rows: int, width: int) -> str | None:
+    """Sizes and types come first: what follows computes with them."""
+    values, columns, offsets, filled = parts
+    if not 1 <= width <= WIDEST or rows < 0:
+        return f"no table is {rows} x {width}"
+    if values.dim() != 1 or not (values.is_floating_point() or values.dtype == torch.int8):
+        return f"its values are {values.dtype} of shape {tuple(values.shape)}"
+    if filled.dtype != torch.int64 or filled.shape != (-(-rows // WORD),):
+        return f"its marks of filled rows are not those of {rows} rows"
+    if offsets.dtype not in {torch.int32, torch.int64} or offsets.dim() != 1 or not len(offsets):
+        return f"its offsets are {offsets.dtype} of shape {tuple(offsets.shape)}"
+    numbers = (column_type(width), (len(values),))
+    bits = (torch.uint8, (len(offsets) - 1, -(-width // 8)))
+    if (columns.dtype, tuple(columns.shape)) not in {numbers, bits}:
+        return f"its columns are {columns.dtype} of shape {tuple(columns.shape)}"
+    return None
+
+
+def _wrong_rows(parts: Parts, rows: int, padding: int | None) -> str | None:
+    filled, beyond = parts.filled, -rows % WORD
+    # a shift keeps the sign, so that rows beyond the last one show as any bit that is left
+    if beyond and bool(filled[-1] >> (WORD - beyond)):
+        return "it marks rows that the table does not have"
+    marked = sum(int(count_bits(chunk).sum()) for chunk in filled.split(CHUNK))
+    if marked != len(parts.offsets) - 1:
+        return f"it marks {marked} filled rows and has offsets of {len(parts.offsets) - 1}"
+    if padding is None:
+        return None
+    if not 0 <= padding < rows:
+        return f"its padding row {padding} is not one of {rows} rows"
+    word, bit = divmod(padding, WORD)
+    return f"its padding row {padding} is not empty" if bool(filled[word] >> bit & 1) else None
+
+
+def _wrong_offsets(parts: Parts) -> str | None:
+    first, last = int(parts.offsets[0]), int(parts.offsets[-1])
+    if first != 0 or last != len(parts.values):
+        return f"its offsets go from {first} to {last}, and it has {len(parts.values)} values"
+    for start in range(0, len(parts.offsets), CHUNK):
+        chunk = parts.offsets[start : start + CHUNK + 1]  # the next chunk's first, too
+        if bool((chunk[1:] <= chunk[:-1]).any()):
+            return "its offsets do not give every filled row a value"
+    return None
+
+
+def _wrong_columns(parts: Parts, width: int) -> str | None:
+    # Offsets are good by now. Columns grow within a row, so each drop must be where a row begins.
+    columns, begins = parts.columns, parts.offsets
+    for start in range(0, len(columns), CHUNK):
+        chunk = columns[start : start + CHUNK + 1].long()  # the next chunk's first, too
+        if bool((chunk < 0).any()) or bool((chunk >= width).any()):
+            return f"it names columns beyond its width of {width}"
+        drops = (chunk[1:] <= chunk[:-1]).nonzero().view(-1).add_(start + 1)
+        nearest = torch.searchsorted(begins, drops.to(begins.dtype))
+        if not torch.equal(begins[nearest.clamp(max=len(begins) - 1)].long(), drops):
+            return "the columns of a row are not in order"
+    return None
+
+
+def _wrong_bits(parts: Parts, width: int) -> str | None:
+    offsets, at_once = parts.offsets, max(1, CHUNK // parts.columns.shape[1])
+    for start in range(0, len(parts.columns), at_once):
+        kept = unpack_bits(parts.columns[start : start + at_once])
+        if bool(kept[:, width:].any()):
+            return f"it names columns beyond its width of {width}"
+        expected = offsets[start : start + at_once + 1].diff()
+        if not torch.equal(kept.sum(dim=1), expected.long()):
+            return "the bits of a row are not as many as its values"
+    return None
+
+
+IDS = 1 << 15
+"""Ids that are looked up at once: what is computed of them stays in the caches."""
+LARGEST_CODE = 127
+PARTS = Parts._fields
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pack(Method):
+    """Keep only the entries of a table that are not zero, and where they are.
+
+    >>> Pack(bits=8)
+    Pack(bits=8)
+    """
+
+    title: ClassVar[str] = "a table with many zeros as what is left of it"
+    cost: ClassVar[str] = (
+        "a lookup takes about the time of a plain one at 90 % zeros, four times that at 50 %, and without a "
+        "C++ compiler up to four times longer still; a table takes 5 bytes an entry that is not zero, 4 a "
+        "row that is not empty, and a bit a row"
+    )
+    applies: ClassVar[str] = (
+        "tables of which training made most entries zero; not tables that are still to be pruned, for "
+        "an entry that is gone does not come back"
+    )
+
+    bits: Literal[8] | None = None
+    """Bits of a value; None keeps the values as they are, and trained."""
+
+    def __post_init__(self) -> None:
+        check_types(self)
+
+    @property
+    def after_training(self) -> bool:
+        """Before training no entry is zero."""
+        return True
+
+    def wrap(self, base: AnyTable) -> "PackedTable":
+        """Return the rows of `base`, packed; whatever it wraps is folded in."""
+        parts, scale = pack_rows(_folded(base)), None
+        if self.bits is not None:
+            codes, scale = _round(parts.values)
+            parts = parts._replace(values=codes)
+        shape = Shape(base.num_embeddings, base.embedding_dim, base.padding_idx, base.sparse)
+        table = PackedTable(self, parts, shape, scale=scale).train(base.training)
+        return table.requires_grad_(is_trainable(base))
+
+    def unsuited(self, rows: int, width: int) -> str | None:
+        """A table without entries has nothing to pack."""
+        return None if rows and width else "it has no weights"
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What a packed table is, besides its entries."""
+
+    rows: int
+    width: int
+    padding: int | None = None
+    sparse: bool = False
+    """Whether a plain table made of it gets sparse gradients."""
+
+
+class PackedTable(Table):
+    """A table that stores what is not zero.
+
+    >>> dense = nn.Embedding.from_pretrained(torch.tensor([[0.0, 5.0], [0.0, 0.0], [6.0, 7.0]]))
+    >>> packed = Pack().wrap(dense)
+    >>> packed(torch.tensor([2, 0]))
+    tensor([[6., 7.],
+            [0., 5.]])
+    """
+
+    values: Tensor
+    columns: Tensor
+    offsets: Tensor
+    filled: Tensor
+    scale: Tensor
+    """Of a table of integers only."""
+    before: Tensor
+    """The rank directory; it is counted again whenever a table is loaded, and never stored."""
+
+    def __init__(
+        self, method: Pack, parts: Parts, shape: Shape, *, scale: Tensor | None = None
+    ) -> None:
+        super().__init__(
+            method,
+            None,
+            num_embeddings=shape.rows,
+            embedding_dim=shape.width,
+            padding_idx=shape.padding,
+        )
+        self.shape = shape
+        if scale is None:
+            self.values = nn.Parameter(parts.values)
+        else:
+            self.register_buffer("values", parts.values)
+            self.register_buffer("scale", scale)
+        for name in PARTS[1:]:
+            self.register_buffer(name, getattr(parts, name))
+        self._count()
+
+    @property
+    def parts(self) -> Parts:
+        """The tensors that are stored."""
+        return Parts(self.values, self.columns, self.offsets, self.filled)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """Return the rows of these ids; the padding row is empty, so nothing has to be masked."""
+        with torch.autocast(ids.device.type, enabled=False):
+            return self.rows(ids)
+
+    def rows(self, ids: Tensor) -> Tensor:
+        """Return the rows of these ids, `(...)` to `(..., D)`."""
+        if torch.is_grad_enabled() and self.values.requires_grad:
+            rows = self._trained_rows(self._checked(ids))
+        elif (found := self._compiled_rows(ids)) is not None:
+            rows = found
+        else:
+            rows = self._served_rows(self._checked(ids))
+        return rows.view(*ids.shape, self.embedding_dim)
+
+    def padded_rows(self, ids: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the values and their columns, `(...)` to `(..., L)` each; L is the longest row's length.
+
+        Shorter rows go on with zeros in column 0. No size depends on the ids.
+
+        >>> dense = nn.Embedding.from_pretrained(torch.tensor([[0.0, 5.0], [0.0, 0.0], [6.0, 7.0]]))
+        >>> Pack().wrap(dense).padded_rows(torch.tensor([0, 2]))
+        (tensor([[5., 0.],
+            [6., 7.]]), tensor([[1, 0],
+            [0, 1]]))
+        """
+        shape = (*ids.shape, self.longest)
+        if not self.longest:
+            return self._floats(self.values.new_zeros(shape)), ids.new_zeros(shape).long()
+        runs = find_runs(self._checked(ids), self.parts, self.before)
+        steps = torch.arange(self.longest, device=ids.device)
+        missing = steps >= runs.length.unsqueeze(-1)  # (U, L)
+        positions = (runs.start.unsqueeze(-1) + steps).clamp_(max=len(self.values) - 1)
+        values = F.embedding(positions, self.values.unsqueeze(1)).squeeze(-1)
+        if self.parts.has_bitmaps:
+            bits = self.columns.index_select(0, runs.row.clamp(max=len(self.columns) - 1))
+            order = unpack_bits(bits).to(torch.uint8).argsort(dim=-1, descending=True, stable=True)
+            columns = order[:, : self.longest]
+        else:
+            columns = self.columns.index_select(0, positions.view(-1)).view_as(positions).long()
+        values = self._floats(values).masked_fill(missing, 0.0)
+        return values.view(shape), columns.masked_fill(missing, 0).view(shape)
+
+    def to_csr(self) -> Any:
+        """Return the table as a SciPy CSR array of shape `(N, D)`.
+
+        >>> dense = nn.Embedding.from_pretrained(torch.tensor([[0.0, 5.0], [0.0, 0.0], [6.0, 7.0]]))
+        >>> Pack().wrap(dense).to_csr().indptr.tolist()
+        [0, 1, 1, 3]
+        """
+        try:
+            sparse = importlib.import_module("scipy.sparse")  # not by its name: it has no types
+        except ImportError:
+            raise MissingExtraError("scipy", "test", "a SciPy array") from None
+        values, columns = self._floats(self.values.detach()).cpu(), self.columns.cpu()
+        if values.itemsize < 4:  # SciPy knows no shorter numbers
+            values = values.float()
+        if self.parts.has_bitmaps:
+            columns = unpack_bits(columns).nonzero()[:, 1]
+        filled = unpack_bits(self.filled.cpu().view(1, -1).view(torch.uint8)).view(-1)
+        counts = filled[: self.num_embeddings].long()
+        counts[counts.bool()] = self.offsets.cpu().long().diff()
+        starts = F.pad(counts.cumsum(0), (1, 0))
+        entries = (values.numpy(), columns.long().numpy(), starts.numpy())
+        shape = (self.num_embeddings, self.embedding_dim)
+        return sparse.csr_array(entries, shape=shape, copy=True)
+
+    @property
+    def sparse(self) -> bool:
+        """Whether a plain table made of this one gets sparse gradients."""
+        return self.shape.sparse
+
+    @property
+    def methods(self) -> tuple[Method, ...]:
+        """Only itself: what was there before is folded, as by `merge_`."""
+        return (self.method,)
+
+    @property
+    def num_weights(self) -> int:
+        """The entries that are not zero, and the scale where there is one."""
+        return len(self.values) + int("scale" in self._buffers)
+
+    def receive(self, method: Method) -> NoReturn:
+        """A packed table is the end: what changes rows needs them all."""
+        raise UnsupportedTableError(
+            f"{method} cannot be applied to a packed table, which keeps only some entries of its rows; "
+            "merge_ the model first"
+        )
+
+    def take(self, tensors: Mapping[str, Tensor]) -> str | None:
+        """Take over other parts, of any number of entries; or say what is wrong with them."""
+        missing = [name for name in self.state_dict() if name not in tensors]
+        if missing:
+            return f"it lacks its {', '.join(missing)}"
+        shape, given = self.shape, Parts(*(tensors[name] for name in PARTS))
+        problem = problem_of(given, rows=shape.rows, width=shape.width, padding=shape.padding)
+        if problem is not None:
+            return problem
+        if given.values.is_floating_point() != self.values.is_floating_point():
+            return f"its values are {given.values.dtype} and not {self.values.dtype}"
+        # All parts at once: a table must never hold some of its own and some of another.
+        for name, tensor in given._asdict().items():
+            own = getattr(self, name)
+            if own.shape != tensor.shape:
+                own.grad = None
+            # values keep their precision, as in any module; columns and offsets are of any size
+            dtype = own.dtype if name == "values" else tensor.dtype
+            own.data = tensor.detach().to(own.device, dtype, copy=True)
+        self._count()
+        return None
+
+    def _load_from_state_dict(
+        self, state_dict: dict[str, Any], prefix: str, *arguments: Any
+    ) -> None:
+        """Read parts of any number of entries, once they are known to fit each other."""
+        error_messages: list[str] = arguments[-1]
+        own = {
+            name.removeprefix(prefix): tensor
+            for name, tensor in state_dict.items()
+            if name.startswith(prefix)
+        }
+        problem = self.take(own) if own else None
+        if problem is not None:
+            error_messages.append(f"the packed table {prefix.rstrip('.')!r} is damaged: {problem}")
+            return
+        super()._load_from_state_dict(state_dict, prefix, *arguments)
+
+    def _count(self) -> None:
+        """Count what is not stored: the rank directory and the longest row."""
+        with torch.no_grad():
+            before = rows_before(self.filled)
+            lengths = self.offsets.diff()
+        self.register_buffer("before", before, persistent=False)
+        self.longest = int(lengths.max()) if len(lengths) else 0
+
+    def _checked(self, ids: Tensor) -> Tensor:
+        """Return the ids as one list, `(U,)`; raise where one has no row."""
+        flat = ids.reshape(-1).long()
+        if torch.compiler.is_compiling() or not len(flat):  # a graph cannot look at its ids
+            return flat
+        low, high = torch.stack(torch.aminmax(flat)).tolist()
+        if low < 0 or high >= self.num_embeddings:
+            raise IndexError(
+                f"ids must be from 0 to {self.num_embeddings - 1} in a table of "
+                f"{self.num_embeddings} rows, got {low if low < 0 else high}"
+            )
+        return flat
+
+    def _trained_rows(self, ids: Tensor) -> Tensor:
+        """Return the rows `(U, D)` with a gradient for the entries that are in them."""
+        with torch.no_grad():
+            entries = find_entries(ids, self.parts, self.before, self.embedding_dim)
+        # as for rows of plain tables: the backward of indexing adds in any order
+        values = F.embedding(entries.position, self.values.unsqueeze(1)).squeeze(1)
+        return values.new_zeros(len(ids) * self.embedding_dim).scatter(0, entries.place, values)
+
+    def _compiled_rows(self, ids: Tensor) -> Tensor | None:
+        """Return the rows `(U, D)` without a gradient, in one pass; None where that is not possible."""
+        # What is recorded to run again later must consist of torch's own operations.
+        if torch.compiler.is_compiling() or is_tracing():
+            return None
+        kernel = packed_kernel()
+        if kernel is None:
+            return None
+        shape, scale = (self.num_embeddings, self.embedding_dim), self._buffers.get("scale")
+        return kernel.rows(ids.reshape(-1).long(), self.parts, self.before, shape, scale)
+
+    @torch.no_grad()
+    def _served_rows(self, ids: Tensor) -> Tensor:
+        """Return the rows `(U, D)` without a gradient, some ids at a time."""
+        width, dtype = self.embedding_dim, self._floats(self.values[:0]).dtype
+        rows = torch.zeros(len(ids) * width, dtype=dtype, device=ids.device)
+        for some, target in zip(ids.split(IDS), rows.split(IDS * width), strict=True):
+            entries = find_entries(some, self.parts, self.before, width)
+            values = self._floats(pick(self.values, entries.position))
+            target.scatter_(0, entries.place, values)
+        return rows
+
+    def _floats(self, values: Tensor) -> Tensor:
+        """Return stored values as numbers: integers times their scale."""
+        return values.to(self.scale.dtype) * self.scale if "scale" in self._buffers else values
+
+
+def take_packed_(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
+    """Let the packed tables of a model take their parts out of a file, once those are checked.
+
+    >>> dense = nn.Embedding.from_pretrained(torch.tensor([[0.0, 5.0], [0.0, 0.0], [6.0, 7.0]]))
+    >>> stored = Pack().wrap(dense).state_dict()
+    >>> other = Pack().wrap(nn.Embedding(3, 2))
+    >>> take_packed_(other, stored)
+    >>> len(other.values)
+    3
+    """
+    for name, module in model.named_modules():
+        if isinstance(module, PackedTable):
+            start = f"{name}." if name else ""
+            own = {
+                key.removeprefix(start): t for key, t in tensors.items() if key.startswith(start)
+            }
+            problem = module.take(own)
+            if problem is not None:
+                raise ModelFileError(
+                    f"the packed table {name!r} is damaged: {problem}; save the model again or take "
+                    "an older copy"
+                )
+
+
+def _folded(base: AnyTable) -> Tensor:
+    """Return the rows of a table as merging would leave them, the padding row zero."""
+    weight = full_table(base if isinstance(base, nn.Embedding) else base.merge())
+    if base.padding_idx is None or not bool(weight[base.padding_idx].any()):
+        return weight
+    return weight.index_fill(0, torch.tensor([base.padding_idx], device=weight.device), 0.0)
+
+
+def _round(values: Tensor) -> tuple[Tensor, Tensor]:
+    """Return values as integers from -127 to 127, and their scale."""
+    if not bool(values.isfinite().all()):
+        raise UnsupportedTableError(
+            f"Pack(bits=8) needs values that are finite, and some of {len(values):,} are not; go back "
+            "to weights from before training diverged"
+        )
+    largest = values.abs().max() if len(values) else values.new_zeros(())
+    scale = (largest / LARGEST_CODE).clamp(min=torch.finfo(values.dtype).tiny)
+    codes = (values.double() / scale.double()).round_().clamp_(-LARGEST_CODE, LARGEST_CODE)
+    return codes.to(torch.int8), scale
+
+
+KIND = "rarebit packed table 1"
+MAX_DIGITS = 18
+NAMES = set(Parts._fields)
+
+
+def save_packed(table: PackedTable, path: str | os.PathLike[str]) -> Path:
+    """Write a packed table to a file, over an old one if need be, and return the file.
+
+    >>> import tempfile
+    >>> from torch import nn
+    >>> dense = nn.Embedding.from_pretrained(torch.tensor([[0.0, 5.0], [0.0, 0.0], [6.0, 7.0]]))
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     file = save_packed(Pack().wrap(dense), Path(folder) / "items.safetensors")
+    ...     table = load_packed(file)
+    >>> table(torch.tensor([2]))
+    tensor([[6., 7.]])
+    """
+    path = Path(path)
+    partial = path.with_name(f"{path.name}.partial")
+    about = {"kind": KIND, "rows": table.num_embeddings, "width": table.embedding_dim}
+    if table.padding_idx is not None:
+        about["padding"] = table.padding_idx
+    tensors = {name: tensor.cpu().contiguous() for name, tensor in table.state_dict().items()}
+    try:
+        save_file(tensors, partial, {key: str(value) for key, value in about.items()})
+        partial.replace(path)
+    except (OSError, SafetensorError) as error:
+        with suppress(OSError):
+            partial.unlink(missing_ok=True)
+        raise ModelFileError(
+            f"cannot write the table to {str(path)!r}: {error}; choose a folder you may write to"
+        ) from None
+    return path
+
+
+def load_packed(
+    path: str | os.PathLike[str], *, device: torch.device | str = "cpu", trainable: bool = False
+) -> PackedTable:
+    """Return the packed table of a file, mapped into memory on the CPU.
+
+    >>> load_packed("nowhere")
+    Traceback (most recent call last):
+    rarebit.errors.ModelFileError: 'nowhere' does not exist
+    """
+    path = Path(path)
+    try:
+        with safe_open(path, framework="pt") as file:
+            about = file.metadata() or {}
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  # it is no mapping
+        table = _table(about, tensors)
+    except FileNotFoundError:
+        raise ModelFileError(f"{str(path)!r} does not exist") from None
+    except (OSError, SafetensorError, RuntimeError, TypeError, ValueError) as error:
+        raise ModelFileError(
+            f"{str(path)!r} is no packed table, or damaged: {error}; write it again or take an older copy"
+        ) from None
+    return table.requires_grad_(trainable and "scale" not in tensors).to(device)
+
+
+def _table(about: dict[str, str], tensors: dict[str, Tensor]) -> PackedTable:
+    if about.get("kind") != KIND:
+        raise ValueError(f"it does not call itself a {KIND}")
+    scale = tensors.pop("scale", None)
+    if set(tensors) != NAMES:
+        raise ValueError(f"it has the parts {sorted(tensors)}")
+    shape = Shape(
+        _whole_number(about.get("rows", "")),
+        _whole_number(about.get("width", "")),
+        _whole_number(about["padding"]) if "padding" in about else None,
+    )
+    parts = Parts(**tensors)
+    problem = problem_of(parts, rows=shape.rows, width=shape.width, padding=shape.padding)
+    if problem is not None:
+        raise ValueError(problem)
+    if (scale is None) == (parts.values.dtype == torch.int8):
+        raise ValueError("integers have a scale, and other values have none")
+    if scale is not None and (scale.dim() or not scale.is_floating_point()):
+        raise ValueError(f"its scale is {scale.dtype} of shape {tuple(scale.shape)}")
+    return PackedTable(Pack(bits=None if scale is None else 8), parts, shape, scale=scale)
+
+
+def _whole_number(text: str) -> int:
+    if not (text.isascii() and text.isdigit() and len(text) <= MAX_DIGITS):
+        raise ValueError(f"{text[:MAX_DIGITS]!r} is no number of rows or columns")
+    return int(text)
+
+
+def pack_(
+    model: nn.Module,
+    *,
+    where: Where | None = None,
+    bits: Literal[8] | None = None,
+    optimizer: Optimizer | None = None,
+    verbose: bool = True,
+) -> TableChanges:
+    """Keep only the entries of the tables that are not zero, in place, and return what changed.
+
+    Rows stay the same to the last bit; `bits=8` rounds the values and ends their training. Tables of
+    width 1, and those that would not get smaller, are left alone. Whatever a table wraps is folded
+    first, as by `merge_`; buckets of hashed tables are packed as buckets. The report is false when
+    nothing was packed.
+
+    >>> import torch
+    >>> model = nn.Sequential(nn.Embedding(1000, 64))
+    >>> with torch.no_grad():
+    ...     _ = model[0].weight[:990].zero_()
+    >>> changes = pack_(model)
+    pack: 1 of 1 tables, 256,000 -> 2,812 bytes stored
+      0  1,000 x 64, 256,000 -> 2,812
+    """
+    refuse_wrapped_model(model)
+    method = Pack(bits=bits)
+    chosen, tables, skipped = [], [], []
+    for site in find_sites(model):
+        packed = _packed(site, method, where)
+        if isinstance(packed, str):
+            skipped.append((site.info.name, packed))
+        else:
+            chosen.append(site)
+            tables.append(packed)
+    after = put_tables(model, chosen, tables, optimizer)
+    before = tuple(site.info for site in chosen)
+    return told(TableChanges("pack", before, after, tuple(skipped)), verbose)
+
+
+def _packed(site: Site, method: Pack, where: Where | None) -> AnyTable | str:
+    """Return the table packed, or why it is left alone."""
+    if site.info.width < 2:
+        return "narrower than 2"
+    if where is not None and not where(site.info):
+        return "not chosen"
+    if any(isinstance(done, Pack) for done in methods_of(site.table)):
+        return "already packed"
+    reason = unsuited(site.table, method)
+    if reason is not None:
+        return reason
+    if site.info.refusal:
+        raise UnsupportedTableError(
+            f"cannot pack {site.info.name!r}: {site.info.refusal}. "
+            f"Leave it out with where=lambda t: t.name != {site.info.name!r}"
+        )
+    table = wrap(site.table, method)
+    if sum(tensor.nbytes for tensor in stored_tensors(table)) >= site.info.num_bytes:
+        return "it would not get smaller"
+    return table

@@ -1,0 +1,407 @@
+"""What a packed table is made of, and how it is made from a dense one.
+
+    values    (V,)              the entries that are not zero, row by row
+    columns   (V,)              the column of each: a byte, or more where rows are wider than 256
+              (R, ceil(D / 8))  or a bit for each column of a row that has any, whichever is smaller
+    offsets   (R + 1,)          where each row that has any begins among the values
+    filled    (ceil(N / 64),)   a bit for each row of the table: whether it has any
+
+Shapes: N rows of the table, D its width, R rows that are not empty, V entries that are not zero.
+
+Rows out of a packed table in one pass over the ids: a small C++ kernel, compiled on first use.
+
+It finds the run of each id as `packed_lookup.py` does, and writes the rows at once, where torch would make
+a list of all entries first. The rows are the same to the last bit. How it is compiled is told in
+`compiled.py`; where it cannot be, that is said once, and plain torch does the same, slower.
+
+Shapes: U ids, D the width of the table.
+
+Rows out of a packed table, without unpacking it: what is touched are the entries of these rows.
+
+    id ─► word of `filled` ─► its bit, and the bits below it + rank directory ─► row ─► offsets ─► run
+
+A run is the part of `values` that belongs to an id; an empty row has a run of no length. All runs of a
+batch are laid end to end, and each entry knows two numbers: its position in `values`, and its place in
+the rows that are returned.
+
+Shapes: U ids, E entries of their rows, D the width of the table.
+"""
+
+import ctypes
+import functools
+import logging
+import os
+from collections.abc import Mapping
+from ctypes import c_float, c_int, c_int64, c_void_p
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from rarebit.tables.compiler import is_plain, is_switched_off, load_compiled
+from rarebit.tables.table import CHUNK
+
+__all__ = [
+    "WORD",
+    "Entries",
+    "PackedKernel",
+    "Parts",
+    "Runs",
+    "column_type",
+    "count_bits",
+    "find_entries",
+    "find_runs",
+    "load_packed_kernel",
+    "pack_bits",
+    "pack_rows",
+    "packed_kernel",
+    "parts_bytes",
+    "pick",
+    "rows_before",
+    "unpack_bits",
+]
+
+WORD = 64
+"""Bits of a word, in which filled rows are marked and counted."""
+PAIRS, FOURS, BYTES = 0x5555555555555555, 0x3333333333333333, 0x0F0F0F0F0F0F0F0F
+ALL_BYTES = 0x0101010101010101
+
+
+class Parts(NamedTuple):
+    """The tensors of a packed table."""
+
+    values: Tensor
+    columns: Tensor
+    offsets: Tensor
+    filled: Tensor
+
+    @property
+    def has_bitmaps(self) -> bool:
+        """Whether columns are bits, not numbers."""
+        return self.columns.dim() == 2
+
+
+def pack_rows(weight: Tensor) -> Parts:
+    """Return the parts of a dense table `(N, D)`, built in chunks of bounded memory.
+
+    >>> parts = pack_rows(torch.tensor([[0.0, 5.0], [0.0, 0.0], [6.0, 7.0]]))
+    >>> parts.values, parts.columns.tolist(), parts.offsets.tolist(), parts.filled
+    (tensor([5., 6., 7.]), [[2], [3]], [0, 1, 3], tensor([5]))
+    """
+    weight, width = weight.detach(), weight.shape[1]
+    counts = torch.cat([(chunk != 0).sum(dim=1) for chunk in weight.split(CHUNK)])  # (N,)
+    filled = counts > 0
+    ends = counts[filled].cumsum(0)
+    offsets = F.pad(ends, (1, 0))
+    small = int(offsets[-1]) <= torch.iinfo(torch.int32).max
+    as_bits = _bitmaps_are_smaller(int(offsets[-1]), len(ends), width)
+    values, columns = [], []
+    for chunk in weight.split(CHUNK):
+        kept = chunk != 0
+        values.append(chunk[kept])
+        if as_bits:
+            columns.append(pack_bits(kept[kept.any(dim=1)]))
+        else:
+            columns.append(kept.nonzero()[:, 1].to(column_type(width)))
+    words = F.pad(filled, (0, -len(filled) % WORD))
+    return Parts(
+        torch.cat(values),
+        torch.cat(columns),
+        offsets.to(torch.int32 if small else torch.int64),
+        pack_bits(words.view(1, -1)).view(-1).view(torch.int64),
+    )
+
+
+def parts_bytes(num_values: int, num_filled: int, rows: int, width: int, *, value: int = 4) -> int:
+    """Return the bytes of a packed table with so many values in so many rows that are not empty.
+
+    >>> parts_bytes(num_values=100, num_filled=50, rows=1000, width=64)
+    832
+    """
+    numbers, bitmaps = _bytes_of_columns(num_values, num_filled, width)
+    offset = 4 if num_values <= torch.iinfo(torch.int32).max else 8
+    words = -(-rows // WORD)
+    return value * num_values + min(numbers, bitmaps) + offset * (num_filled + 1) + 8 * words
+
+
+def column_type(width: int) -> torch.dtype:
+    """Return the smallest type that holds the number of any column.
+
+    >>> column_type(256), column_type(257)
+    (torch.uint8, torch.int16)
+    """
+    if width <= 1 << 8:
+        return torch.uint8
+    return torch.int16 if width <= 1 << 15 else torch.int32
+
+
+def pack_bits(kept: Tensor) -> Tensor:
+    """Return booleans `(R, D)` as bits, `(R, ceil(D / 8))`: the first column is the lowest bit.
+
+    >>> pack_bits(torch.tensor([[True, False, True]]))
+    tensor([[5]], dtype=torch.uint8)
+    """
+    padded = F.pad(kept, (0, -kept.shape[1] % 8)).view(torch.uint8)
+    shifts = torch.arange(8, dtype=torch.uint8, device=kept.device)
+    bits = padded.view(len(kept), padded.shape[1] // 8, 8) << shifts  # (R, ceil(D / 8), 8)
+    return bits.sum(dim=-1, dtype=torch.uint8)
+
+
+def unpack_bits(bits: Tensor) -> Tensor:
+    """Return bits `(R, C)` as booleans `(R, 8 C)`.
+
+    >>> unpack_bits(torch.tensor([[5]], dtype=torch.uint8)).nonzero().tolist()
+    [[0, 0], [0, 2]]
+    """
+    # the eight booleans of a byte are one number of eight bytes, found by one lookup
+    numbers = torch.arange(256, dtype=torch.uint8, device=bits.device).unsqueeze(1)
+    shifts = torch.arange(8, dtype=torch.uint8, device=bits.device)
+    eights = ((numbers >> shifts) & 1).view(torch.int64).view(-1)  # (256,)
+    spread = eights.index_select(0, bits.reshape(-1).int()).view(torch.bool)
+    return spread.view(bits.shape[0], 8 * bits.shape[1])
+
+
+def count_bits(words: Tensor) -> Tensor:
+    """Return how many bits of each word are set.
+
+    >>> count_bits(torch.tensor([0, 7, -1]))
+    tensor([ 0,  3, 64])
+    """
+    twos = words - ((words >> 1) & PAIRS)
+    fours = (twos & FOURS).add_((twos >> 2).bitwise_and_(FOURS))
+    eights = fours.add_(fours >> 4).bitwise_and_(BYTES)
+    return eights.mul_(ALL_BYTES).bitwise_right_shift_(56)  # all bytes added up in the highest
+
+
+def rows_before(filled: Tensor) -> Tensor:
+    """Return the rank directory: how many rows are filled before each word.
+
+    >>> rows_before(torch.tensor([7, 1, 0]))
+    tensor([0, 3, 4], dtype=torch.int32)
+    """
+    counts = count_bits(filled)
+    before = counts.cumsum(0).sub_(counts)
+    small = not len(before) or int(before[-1]) < torch.iinfo(torch.int32).max - WORD
+    return before.to(torch.int32) if small else before
+
+
+def _bitmaps_are_smaller(num_values: int, num_filled: int, width: int) -> bool:
+    numbers, bitmaps = _bytes_of_columns(num_values, num_filled, width)
+    return bitmaps < numbers
+
+
+def _bytes_of_columns(num_values: int, num_filled: int, width: int) -> tuple[int, int]:
+    """Return the bytes of columns as numbers, and as bits."""
+    return num_values * column_type(width).itemsize, num_filled * -(-width // 8)
+
+
+SOURCE = Path(__file__).with_suffix(".cpp")
+IDS = (c_void_p, c_int64, c_int, c_void_p)
+"""ids, their number, threads, rows to be written"""
+SIZES = (c_int64, c_int64, c_int64, c_int64)
+"""rows of the table, those that are not empty, values, width"""
+PARTS = (c_void_p, c_void_p, c_void_p, c_void_p, c_int, c_void_p, c_int, c_float)
+"""filled, rank directory, offsets, columns, bytes of a column, values, bytes of a value, scale"""
+
+_log = logging.getLogger(__name__)
+
+
+@functools.cache
+def packed_kernel() -> "PackedKernel | None":
+    """Return the kernel, compiled and loaded at the first call; None where that is not possible.
+
+    >>> kernel, weight = packed_kernel(), torch.tensor([[0.0, 5.0], [0.0, 0.0]])
+    >>> parts, ids = pack_rows(weight), torch.tensor([1, 0])
+    >>> rows = kernel and kernel.rows(ids, parts, rows_before(parts.filled), (2, 2))
+    >>> rows is None or torch.equal(rows, weight[ids])
+    True
+    """
+    kernel = load_packed_kernel(os.environ)
+    if kernel is None and not is_switched_off(os.environ):
+        _log.warning(
+            "no C++ compiler made a kernel for packed tables, so a lookup takes up to four times as long; "
+            "install g++ or clang++, or set RAREBIT_COMPILE=0 to do without"
+        )
+    return kernel
+
+
+class PackedKernel:
+    """The compiled function."""
+
+    def __init__(self, library: ctypes.CDLL) -> None:
+        self._fill = library.rarebit_packed_rows
+        self._fill.argtypes = (*IDS, *SIZES, *PARTS)
+        self._fill.restype = c_int64
+
+    def rows(
+        self,
+        ids: Tensor,
+        parts: Parts,
+        before: Tensor,
+        shape: tuple[int, int],
+        scale: Tensor | None = None,
+    ) -> Tensor | None:
+        """Return the rows `(U, D)` of these ids `(U,)`, out of a table of this shape.
+
+        None where the tensors are of another form than the kernel reads, where an id has no row, and
+        where the parts do not fit each other: plain torch then does it, or says what is wrong.
+        """
+        if not _suits(ids, parts, before, shape, scale):
+            return None
+        rows = torch.empty(len(ids), shape[1], dtype=torch.float32, device="cpu")
+        # Told to, torch makes tensors that have no numbers: there is nothing to write to.
+        if not is_plain(rows, torch.float32):
+            return None
+        values, columns, offsets, filled = parts
+        done = self._fill(
+            *(ids.data_ptr(), len(ids), torch.get_num_threads(), rows.data_ptr()),
+            *(shape[0], len(offsets) - 1, len(values), shape[1]),
+            *(filled.data_ptr(), before.data_ptr(), offsets.data_ptr()),
+            *(columns.data_ptr(), 0 if parts.has_bitmaps else columns.itemsize),
+            *(values.data_ptr(), values.itemsize, 1.0 if scale is None else float(scale)),
+        )
+        return rows if done == len(ids) else None
+
+
+def _suits(
+    ids: Tensor, parts: Parts, before: Tensor, shape: tuple[int, int], scale: Tensor | None
+) -> bool:
+    """Return whether the kernel can read these: their types, and that each is as long as it must be."""
+    values, columns, offsets, filled = parts
+    rows, width = shape
+    lengths = [len(offsets) - 1, -(-width // 8)] if parts.has_bitmaps else [len(values)]
+    return (
+        is_plain(ids, torch.int64)
+        and is_plain(values, torch.float32 if scale is None else torch.int8)
+        and is_plain(columns, torch.uint8 if parts.has_bitmaps else column_type(width))
+        and is_plain(offsets, torch.int32)
+        and is_plain(filled, torch.int64)
+        and is_plain(before, torch.int32)
+        and (scale is None or is_plain(scale, torch.float32))
+        and list(columns.shape) == lengths
+        and len(filled) == len(before) == -(-rows // WORD)
+    )
+
+
+def load_packed_kernel(environment: Mapping[str, str]) -> PackedKernel | None:
+    """Return a kernel from the cache or the compiler that an environment names; None without one.
+
+    >>> load_packed_kernel({"RAREBIT_COMPILE": "0"}) is None
+    True
+    """
+    return load_compiled(SOURCE, _tried, environment)
+
+
+def _tried(library: ctypes.CDLL) -> PackedKernel | None:
+    kernel = PackedKernel(library)
+    return kernel if _is_right(kernel) else None
+
+
+def _is_right(kernel: PackedKernel) -> bool:
+    """Return whether rows of two small tables are found, of each form one, and an id beyond is refused."""
+    bits = torch.tensor([[0.0, 5.0], [0.0, 0.0], [6.0, 7.0]], dtype=torch.float32, device="cpu")
+    numbers = torch.eye(3, 20, dtype=torch.float32, device="cpu")
+    ids = torch.tensor([2, 1, 0, 2], device="cpu")
+    for weight in (bits, numbers):
+        parts, shape = pack_rows(weight), (weight.shape[0], weight.shape[1])
+        before = rows_before(parts.filled)
+        rows = kernel.rows(ids, parts, before, shape)
+        if rows is None or not torch.equal(rows, weight[ids]):
+            return False
+        if kernel.rows(ids + 1, parts, before, shape) is not None:
+            return False
+    return True
+
+
+LANES = 4
+"""Parts of a list that are picked at once: torch picks one list with one thread."""
+
+
+class Runs(NamedTuple):
+    """Where the entries of each id lie, `(U,)` each."""
+
+    row: Tensor
+    """How many rows that are not empty come before it: its number among them, if it is one."""
+    here: Tensor
+    """1 where the row is not empty, else 0."""
+    start: Tensor
+    """The position of its first value."""
+    length: Tensor
+    """How many values it has."""
+
+
+class Entries(NamedTuple):
+    """All entries of a batch of ids, `(E,)` each."""
+
+    position: Tensor
+    """Where the entry is in `values`."""
+    place: Tensor
+    """Where it goes in the flat rows `(U * D,)`."""
+
+
+def find_runs(ids: Tensor, parts: Parts, before: Tensor) -> Runs:
+    """Return where the entries of these int64 ids `(U,)` are; `before` is the rank directory.
+
+    >>> from rarebit.codes.packed_lookup import pack_rows, rows_before
+    >>> parts = pack_rows(torch.tensor([[0.0, 5.0], [0.0, 0.0], [6.0, 7.0]]))
+    >>> runs = find_runs(torch.tensor([2, 1]), parts, rows_before(parts.filled))
+    >>> runs.start.tolist(), runs.length.tolist()
+    ([1, 1], [2, 0])
+    """
+    block, bit = ids >> 6, ids & (WORD - 1)
+    word = parts.filled.index_select(0, block)
+    here = (word >> bit).bitwise_and_(1)
+    below = word.bitwise_and_((1 << bit).sub_(1))
+    row = count_bits(below).add_(before.index_select(0, block))
+    start = parts.offsets.index_select(0, row).long()
+    # an empty row ends where it starts, so that it needs no case of its own
+    end = parts.offsets.index_select(0, row + here)
+    return Runs(row, here, start, end - start)
+
+
+def find_entries(ids: Tensor, parts: Parts, before: Tensor, width: int) -> Entries:
+    """Return the entries of the rows of these int64 ids `(U,)`.
+
+    >>> from rarebit.codes.packed_lookup import pack_rows, rows_before
+    >>> parts = pack_rows(torch.tensor([[0.0, 5.0], [0.0, 0.0], [6.0, 7.0]]))
+    >>> entries = find_entries(torch.tensor([0, 1, 0]), parts, rows_before(parts.filled), width=2)
+    >>> entries.position.tolist(), entries.place.tolist()
+    ([0, 0], [1, 5])
+    """
+    runs = find_runs(ids, parts, before)
+    ends = runs.length.cumsum(0)
+    total = int(ends[-1]) if len(ends) else 0
+    owner = torch.repeat_interleave(runs.length, output_size=total)  # which id an entry is of
+    shift = runs.start - (ends - runs.length)
+    position = torch.arange(total, device=ids.device).add_(pick(shift, owner))
+    column = _columns_of_bits(runs, parts) if parts.has_bitmaps else pick(parts.columns, position)
+    return Entries(position, owner.mul_(width).add_(column))
+
+
+def pick(source: Tensor, positions: Tensor) -> Tensor:
+    """Return the numbers at these positions, `(E,)`, without a gradient.
+
+    >>> pick(torch.tensor([5.0, 6.0, 7.0]), torch.tensor([2, 0]))
+    tensor([7., 5.])
+    """
+    if source.device.type != "cpu":
+        return source.index_select(0, positions)
+    picked = torch.empty(len(positions), dtype=source.dtype)
+    even = len(positions) // LANES * LANES
+    lanes, rest = (LANES, even // LANES), slice(even, None)
+    torch.gather(
+        source.expand(LANES, -1), 1, positions[:even].view(lanes), out=picked[:even].view(lanes)
+    )
+    torch.gather(source, 0, positions[rest], out=picked[rest])
+    return picked
+
+
+def _columns_of_bits(runs: Runs, parts: Parts) -> Tensor:
+    """Return the column of each entry, from the bits of the rows that are not empty."""
+    found = runs.here.nonzero().view(-1)
+    rows = runs.row.index_select(0, found)
+    kept = unpack_bits(parts.columns.index_select(0, rows))  # (rows found, 8 C)
+    owner = torch.repeat_interleave(runs.length.index_select(0, found))
+    return kept.view(-1).nonzero().view(-1).sub_(owner.mul_(kept.shape[1]))

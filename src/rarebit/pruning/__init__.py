@@ -1,0 +1,1 @@
+"""Pruning: PEP, tickets, budgets, the driver of the two stages, and what pruning kept."""

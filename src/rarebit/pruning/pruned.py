@@ -1,0 +1,136 @@
+"""Pruned: tables of which only the largest entries are left (magnitude pruning, and the stages of PEP).
+
+    e(i) = m_i ⊙ V_i        m the `keep` entries of all tables that are largest in magnitude
+
+Applied to a model, it cuts at once: train it first, and go on training what is left. In a run it is both
+stages of Liu et al. (ICLR 2021). The run is trained while a threshold rises until the budget is met, or
+learned thresholds have met it (`pep+pruned`); then what has survived is trained again from where it
+started, and packed. With by="magnitude" the run is trained to its best epoch and cut then: the control.
+
+Not for rows that are looked up once: there is nothing to learn from which entries they need.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import ClassVar, Literal, Self
+
+from rarebit.codes.packed import Pack
+from rarebit.methods._sizing import check_share
+from rarebit.pruning._ticket import keep_largest
+from rarebit.pruning.masked import Masked, MaskedStack, MaskedTable
+from rarebit.settings import check_types, require
+from rarebit.tables.stack import Stack
+from rarebit.tables.table import AnyTable, Method, Pair, Table, stored_tensors
+
+__all__ = ["Pruned", "PrunedBy", "PrunedStart"]
+
+PrunedBy = Literal["threshold", "magnitude"]
+PrunedStart = Literal["ticket", "random", "trained"]
+
+FOLDED = "the product is cut entry by entry; what survives is folded and trained as a plain table"
+LAST = "a pruned table keeps single entries, which nothing else may change; prune last"
+BYTES_AN_ENTRY, BYTES_A_ROW, BYTES_A_TABLE = 5, 4.125, 12
+"""Of a packed table: a value and its column; an offset and a bit; one more offset, and the bits of a last word."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pruned(Method):
+    """Keep the entries that count most, and nothing else.
+
+    >>> Pruned(keep=30_000)
+    Pruned(keep=30000, by='threshold', start='ticket', epochs=None)
+    """
+
+    title: ClassVar[str] = "single entries cut until a budget is met, the rest trained again"
+    paper: ClassVar[str] = (
+        "Liu et al., Learnable Embedding Sizes for Recommender Systems, ICLR 2021"
+    )
+    control: ClassVar[str] = "magnitude"
+    cost: ClassVar[str] = (
+        "a run is trained twice; what it leaves is packed, about 5 bytes an entry and 4 a row"
+    )
+    applies: ClassVar[str] = (
+        "tables that must become much smaller, above all where rows differ in how much they need; not "
+        "where zeros save nothing, as on hardware that wants whole rows"
+    )
+    training_only: ClassVar[bool] = True
+    pairs: ClassVar[Mapping[str, Pair]] = {
+        "mlet": Pair(allowed=True, words=FOLDED),
+        "product-start": Pair(allowed=True, words="the table starts at the product and is cut"),
+        "pep": Pair(allowed=True, words="these thresholds are learned until they meet the budget"),
+        "hashing": Pair(
+            allowed=False, words="buckets of many values have no entries to spare; use one of them"
+        ),
+        "low-rank": Pair(
+            allowed=False,
+            words="a product of factors is small already; use one of them, or mlet+pruned",
+        ),
+        "quantize": Pair(
+            allowed=False, words="small integers are not trained; use pruned, which packs"
+        ),
+        "masked": Pair(allowed=False, words="the mask is what pruning is to find; leave it out"),
+        "pruned": Pair(allowed=False, words="the smaller budget is the one that counts; use one"),
+    }
+    pairs_before: ClassVar[Mapping[str, Pair]] = {
+        **{
+            name: Pair(allowed=False, words=LAST)
+            for name in ("mlet", "product-start", "pep", "hashing", "low-rank", "masked")
+        },
+        "quantize": Pair(
+            allowed=True, words="the table is folded first, not packed, and its zeros stay zero"
+        ),
+    }
+
+    keep: int
+    """Entries left over all tables."""
+    by: PrunedBy = "threshold"
+    """"threshold": cut while the model is trained. "magnitude": cut once, after it is trained."""
+    start: PrunedStart = "ticket"
+    """Where a run trains what is left from: "ticket", the values it had at first; "random", new ones;
+    "trained", not at all: the model stays as pruning left it."""
+    epochs: int | None = None
+    """Epochs of pruning; as many as the run has if not given."""
+
+    def __post_init__(self) -> None:
+        check_types(self)
+        require(self.keep >= 1, f"at least one entry must be kept, got keep={self.keep}")
+        require(
+            self.epochs is None or self.epochs >= 1,
+            f"epochs must be at least 1, got epochs={self.epochs}",
+        )
+
+    @classmethod
+    def for_share(cls, shapes: Sequence[tuple[int, int]], share: float) -> Self:
+        """Return the budget whose packed tables have at most this share of the bytes, if no row is empty.
+
+        >>> Pruned.for_share([(1000, 64)], share=0.1).keep
+        4292
+        """
+        check_share(share)
+        whole = 4 * sum(rows * width for rows, width in shapes)
+        empty = BYTES_A_ROW * sum(rows for rows, _ in shapes) + BYTES_A_TABLE * len(shapes)
+        return cls(keep=max(int((share * whole - empty) / BYTES_AN_ENTRY), 1))
+
+    def wrap(self, base: AnyTable) -> Table:
+        """Return the table with all but its largest entries held at zero."""
+        return self.wrap_all({"table": base})[0]
+
+    def wrap_all(self, tables: Mapping[str, AnyTable]) -> list[Table]:
+        """Return the tables with all but the largest entries of all of them held at zero."""
+        masked = Masked(keep_largest(tables, self.keep)).wrap_all(tables)
+        return [
+            MaskedTable(self, table.inner, table.kept)
+            for table in masked
+            if isinstance(table, MaskedTable)
+        ]
+
+    def stack(self, tables: Sequence[Table], lengths: Sequence[int]) -> Stack:
+        """Return pruned tables behind one lookup of their rows and one of their masks."""
+        masked = [table for table in tables if isinstance(table, MaskedTable)]
+        return MaskedStack(self, masked, lengths)
+
+    def serve(self, table: Table) -> AnyTable:
+        """Return what is left of a table, packed; a plain table with zeros where that is no smaller."""
+        packed, plain = Pack().wrap(table), table.merge()
+        sizes = [sum(t.nbytes for t in stored_tensors(found)) for found in (packed, plain)]
+        return packed if sizes[0] < sizes[1] else plain

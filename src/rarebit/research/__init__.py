@@ -1,0 +1,1 @@
+"""Controls, neighbours and theory: what we measure and do not recommend."""

@@ -1,0 +1,1 @@
+"""Seam 2: several embedding sets, each with its own interaction."""

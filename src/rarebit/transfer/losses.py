@@ -1,0 +1,512 @@
+"""The protocol of transfer losses: how far the rare rows of each table are from the frequent ones.
+
+A loss is settings (`TransferLoss`, frozen) that start something that runs (`RunningLoss`). One that has
+nothing to remember is both. `RunningLoss.loss` returns one number a table; their sum is what the rows get
+their transfer gradient of. Tables share no space, so no loss mixes rows of two of them, nor of two
+embedding sets. Reductions are means over the rows of a table, never sums over rows.
+
+Adversarial: rare rows that a discriminator cannot tell from frequent ones (Gong et al., 2018, FRAGE).
+
+    D(e)  = sigmoid(<w, e> + b)                          how frequent a row looks
+    l_D   = (mean over S of -log D + mean over T of -log(1 - D)) / 2
+    l     = mean over T of log(1 - D)                    minus the discriminator's own loss on rare rows
+
+    w, b    `Discriminators.weight` and `.bias`, of each table and embedding set its own
+    S, T    the sampled frequent rows; the rare rows of the batch
+
+The discriminator takes one step of its own SGD a batch, before the rows are asked for their gradient. Both
+classes count the same, however many rows they have; a table without rare rows in the batch takes no step.
+
+Not for tables where the zeros of pruned entries give rare rows away: no gradient can remove those.
+
+CosReg: rows that point in all directions (Gao et al., 2019), in linear time.
+
+    l = 1/N sum_i sum_{j != i} cos(e_i, e_j) = (||sum_i e_i / ||e_i|| ||^2 - N) / N
+
+    N    the rows of a table that are in the batch, frequent and rare ones; rows of zeros are left out
+
+Its other side is a uniform distribution over the sphere, so it takes no frequent rows. A batch of pairs
+would be N x N; the sum of unit vectors is the same number.
+
+MMD: the distance of two samples by kernels of several widths (Gretton et al., 2012).
+
+l = mean k(x, x') - 2 mean k(x, y) + mean k(y, y')
+k(a, b) = mean over widths w of exp(-||a - b||^2 / (w * v))
+
+x, y    at most `sample` rare rows of the batch, and as many sampled frequent ones
+v       the mean of ||x - y||^2, a plain number: the kernels grow and shrink with the table
+
+Moments: rare rows with the mean, spread and further moments of frequent ones, column by column.
+
+    l = mean over columns of sum_k ( mean over T of z^k - mean over S of z^k )^2        z = (e - m) / s
+
+    m    the mean of the sampled frequent rows S, of each column
+    s    how far rows of both sides are from m, by the mean of the squares; a plain number
+    k    1 to `moments`: the mean, the spread, then what skewness and kurtosis are made of
+
+In units of s the loss does not depend on how large a table's rows are, and powers of z stay small.
+
+Relatives: a rare row is drawn to the weighted mean of its frequent relatives.
+
+    l = mean over T of 1/2 || e_i - sum_r w_ir e_r ||^2        sum_r w_ir = 1
+
+    r       the frequent relatives of item i: those that meet the same items as it does
+    w_ir    how much it is like each of them
+
+The other losses move rare rows to where frequent ones lie as a crowd; this one says to which of them. It
+needs relatives, which a selection by co-occurrence finds. Rows without any do not move.
+
+Sliced Wasserstein: rare and frequent rows compared in order, along random directions (Rabin et al., 2011).
+
+    l = mean over directions of mean over r of ( x_(r) - y(q_r) )^2        q_r = (r + 1/2) / n
+
+    x_(r)     projections of the n rare rows in ascending order, at most `sample` of the batch
+    y(q)      the q-th quantile of the projections of the sampled frequent rows
+
+With as many frequent rows as rare ones, they are paired in their order. Directions are new in each step.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from rarebit.errors import SettingsError, TrainingError
+from rarebit.settings import check_types, require
+from rarebit.transfer.batch import TransferBatch
+
+__all__ = [
+    "MMD",
+    "Adversarial",
+    "CosReg",
+    "Discriminators",
+    "LossTables",
+    "Moments",
+    "Relatives",
+    "RunningLoss",
+    "RunningRelatives",
+    "SlicedWasserstein",
+    "StatelessLoss",
+    "TransferLoss",
+]
+
+
+@dataclass(frozen=True)
+class LossTables:
+    """The tables that a loss is started for."""
+
+    names: tuple[str, ...]
+    """What they are called, F of them."""
+    num_sets: int
+    """Embedding sets side by side in a row: M."""
+    width: int
+    """How wide a row of one set is: D."""
+    device: torch.device
+    dtype: torch.dtype
+    relatives: tuple[Tensor, Tensor] | None = None
+    """Ids in their table and weights of the frequent relatives of each row of the group, `(N, R)` both."""
+
+
+class RunningLoss(ABC):
+    """A transfer loss at work on one group of tables."""
+
+    @abstractmethod
+    def loss(self, batch: TransferBatch) -> Tensor:
+        """Return the loss of each table, `(F,)`; 0 for a table without rows to move."""
+
+    @torch.enable_grad()
+    def loss_and_gradient(self, batch: TransferBatch) -> tuple[Tensor, Tensor]:
+        """Return the loss of each table, `(F,)`, and the gradient of their sum for the rows, `(U, M, D)`."""
+        losses = self.loss(batch)
+        [gradient] = torch.autograd.grad(losses.sum(), batch.rows)
+        return losses.detach(), gradient
+
+    def learn(self, batch: TransferBatch) -> Tensor | None:
+        """Take one step of what the loss itself learns, on rows without a history.
+
+        Returns the share of rows that a discriminator told right, `(F,)`, where there is one.
+        """
+        del batch
+        return None
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what the coming steps depend on."""
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from what `state_dict` returned."""
+        del state
+
+
+class TransferLoss(ABC):
+    """The settings of a transfer loss: a frozen dataclass."""
+
+    every_row: ClassVar[bool] = False
+    """Whether it moves frequent rows as well as rare ones."""
+
+    @abstractmethod
+    def start(self, tables: LossTables) -> RunningLoss:
+        """Return the loss at work on some tables."""
+
+
+class StatelessLoss(TransferLoss, RunningLoss):
+    """A loss that remembers nothing."""
+
+    def start(self, tables: LossTables) -> RunningLoss:
+        """Return the loss itself."""
+        del tables
+        return self
+
+
+BOUND = 0.1
+"""Weights of a discriminator start between minus this and this."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Adversarial(TransferLoss):
+    """Move rare rows to where a discriminator takes them for frequent ones.
+
+    >>> Adversarial(lr=0.01)
+    Adversarial(lr=0.01, weight_decay=0.0, seed=0)
+    """
+
+    # NOTE[DIFF]: FRAGE has an output a class, 0.02 for language models and 0.01 for translation; of one
+    # output, whose weight is the difference of the two, the same step is twice the rate.
+    lr: float = 0.02
+    """The learning rate of the discriminators."""
+    weight_decay: float = 0.0
+    """Their weight decay."""
+    seed: int = 0
+    """What their weights start from."""
+
+    def __post_init__(self) -> None:
+        check_types(self)
+        require(self.lr > 0, f"lr must be above 0, got lr={self.lr}")
+        require(
+            self.weight_decay >= 0,
+            f"weight_decay must be at least 0, got weight_decay={self.weight_decay}",
+        )
+
+    def start(self, tables: LossTables) -> "Discriminators":
+        """Return a discriminator for each table and set."""
+        return Discriminators(self, tables)
+
+
+class Discriminators(RunningLoss):
+    """A linear discriminator for each table and embedding set, and their optimizer."""
+
+    def __init__(self, settings: Adversarial, tables: LossTables) -> None:
+        # drawn on the CPU: the same in all processes, whatever their device
+        generator = torch.Generator().manual_seed(settings.seed)
+        shape = (len(tables.names), tables.num_sets, tables.width)
+        start = torch.rand(shape, generator=generator, dtype=tables.dtype) * 2 - 1
+        self.weight = nn.Parameter((start * BOUND).to(tables.device))  # (F, M, D)
+        self.bias = nn.Parameter(torch.zeros(shape[:2], dtype=tables.dtype, device=tables.device))
+        self.optimizer = torch.optim.SGD(
+            [self.weight, self.bias], lr=settings.lr, weight_decay=settings.weight_decay
+        )
+
+    def loss(self, batch: TransferBatch) -> Tensor:
+        """Return minus the discriminators' loss on the rows that move, `(F,)`."""
+        losses = F.softplus(_mistake(batch, self._logits(batch, batch.rows)))  # (U, M)
+        return -batch.total(losses.sum(dim=1)) / batch.divisor
+
+    @torch.no_grad()
+    def loss_and_gradient(self, batch: TransferBatch) -> tuple[Tensor, Tensor]:
+        """Return the same loss, and its gradient, written out: minus sigmoid(logit) w / n."""
+        rows = batch.rows.detach()
+        mistakes = _mistake(batch, self._logits(batch, rows))  # (U, M)
+        minus = -batch.divisor
+        losses = batch.total(F.softplus(mistakes).sum(dim=1)) / minus
+        steps = _mistake(batch, self.weight.detach().flatten(1)) / minus.unsqueeze(1)
+        of_rows = (batch.member.T @ steps).reshape(rows.shape)  # zero for rows that do not move
+        return losses, of_rows * torch.sigmoid(mistakes).unsqueeze(-1)
+
+    @torch.no_grad()
+    def learn(self, batch: TransferBatch) -> Tensor:
+        """Take one step; return the share of rows told right before it, both classes alike."""
+        rows = batch.rows.detach()
+        moved = self._logits(batch, rows)  # (U, M)
+        # the gradient of l_D, written out: autograd would add rows up one by one
+        looks = torch.sigmoid(moved).unsqueeze(-1)  # (U, M, 1)
+        ours = batch.total(torch.cat([looks * rows, looks, (moved < 0).unsqueeze(-1)], dim=-1))
+        share = batch.present * (-0.5 / batch.others.shape[1])
+        theirs = self._sum_others(batch.others) * share.reshape(-1, 1, 1)
+        both = torch.addcdiv(theirs, ours, batch.divisor.reshape(-1, 1, 1), value=0.5)
+        self._descend(both[..., :-1])
+        # of rare rows those told right, less the frequent ones told wrong: from -1/2 to 1/2
+        return both[..., -1].mean(dim=1) + 0.5
+
+    def _sum_others(self, others: Tensor) -> Tensor:
+        """Return sums over the sampled rows `(F, S, M, D)` of each discriminator, `(F, M, D + 2)`.
+
+        They are of the rows, each as often as it looks rare; of how rare it looks; and of those told wrong.
+        """
+        flat = others.transpose(1, 2).flatten(0, 1)  # (F M, S, D)
+        weight, bias = self.weight.detach().reshape(-1, flat.shape[2], 1), self.bias.detach()
+        minus = torch.baddbmm(
+            bias.reshape(-1, 1, 1), flat, weight, beta=-1, alpha=-1
+        )  # (F M, S, 1)
+        looks = torch.sigmoid(minus)
+        rows = torch.bmm(looks.transpose(1, 2), flat).squeeze(1)  # (F M, D)
+        counts = torch.cat([looks, minus >= 0], dim=2).sum(dim=1)  # (F M, 2)
+        return torch.cat([rows, counts], dim=1).reshape(*self.bias.shape, -1)
+
+    def _logits(self, batch: TransferBatch, rows: Tensor) -> Tensor:
+        """Return how frequent each row looks to the discriminators of its table, `(U, M)`."""
+        weight, bias = self.weight.detach(), self.bias.detach()
+        # against those of all tables, which is one product, and a row of each: (M, U, F)
+        logits = torch.baddbmm(bias.T.unsqueeze(1), rows.transpose(0, 1), weight.permute(1, 2, 0))
+        table = batch.table.reshape(1, -1, 1).expand(len(logits), -1, 1)
+        return logits.gather(2, table).squeeze(2).T
+
+    def _descend(self, gradient: Tensor) -> None:
+        """Take the step of gradient descent that the optimizer's settings say."""
+        # by hand: on a GPU, a call of the optimizer takes as long as several of these
+        settings = self.optimizer.param_groups[0]
+        gradients = gradient[..., :-1], gradient[..., -1]
+        for parameter, own in zip((self.weight, self.bias), gradients, strict=True):
+            if settings["weight_decay"]:
+                own = own + settings["weight_decay"] * parameter  # noqa: PLW2901  # the same gradient
+            parameter.sub_(own, alpha=settings["lr"])
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return weights and optimizer."""
+        return {
+            "weight": self.weight.detach(),
+            "bias": self.bias.detach(),
+            "optimizer": self.optimizer.state_dict(),
+        }
+
+    @torch.no_grad()
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from weights and optimizer of the same tables."""
+        for name, parameter in (("weight", self.weight), ("bias", self.bias)):
+            if state[name].shape != parameter.shape:
+                raise TrainingError(
+                    f"the discriminators have a {name} of the shape {tuple(parameter.shape)}, the one "
+                    f"given is of the shape {tuple(state[name].shape)}; use the same model"
+                )
+            parameter.copy_(state[name])
+        self.optimizer.load_state_dict(dict(state["optimizer"]))
+
+
+def _mistake(batch: TransferBatch, logits: Tensor) -> Tensor:
+    """Return how wrong it is to take rare rows for so frequent; below zero is right."""
+    return -logits if batch.flipped else logits
+
+
+@dataclass(frozen=True, kw_only=True)
+class CosReg(StatelessLoss):
+    """Move rows apart until their cosines cancel out.
+
+    >>> CosReg()
+    CosReg()
+    """
+
+    every_row: ClassVar[bool] = True
+
+    def loss(self, batch: TransferBatch) -> Tensor:
+        """Return the mean over the rows of their cosines with all others, `(F,)`."""
+        square = batch.rows.square().sum(dim=-1, keepdim=True)  # (U, M, 1)
+        counts = (square > 0) & batch.moves.reshape(-1, 1, 1)
+        unit = torch.where(counts, batch.rows, 0.0) * torch.where(counts, square, 1.0).rsqrt()
+        number = batch.total(counts.squeeze(-1).to(unit.dtype))  # (F, M)
+        total = batch.total(unit).square().sum(dim=-1)
+        return ((total - number) / number.clamp(min=1.0)).sum(dim=1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class MMD(StatelessLoss):
+    """Move rare rows until their sample looks like one of frequent rows, by the kernel distance.
+
+    >>> MMD(sample=32).widths
+    (0.25, 0.5, 1.0, 2.0, 4.0)
+    """
+
+    widths: tuple[float, ...] = (0.25, 0.5, 1.0, 2.0, 4.0)
+    """Widths of the kernels, in mean squared distances of a rare and a frequent row."""
+    sample: int = 64
+    """Rows of each side and table that are held against each other; the cost is its square."""
+
+    def __post_init__(self) -> None:
+        check_types(self)
+        require(
+            bool(self.widths) and min(self.widths) > 0, f"widths must be above 0, got {self.widths}"
+        )
+        require(self.sample >= 1, f"sample must be at least 1, got sample={self.sample}")
+
+    def loss(self, batch: TransferBatch) -> Tensor:
+        """Return the squared distance of the two samples of each table, `(F,)`."""
+        picked = batch.pick(self.sample)
+        rare = batch.rows_at(picked.index).transpose(1, 2)  # (F, M, P, D)
+        frequent = batch.others[:, : self.sample].transpose(1, 2)  # (F, M, S, D)
+        weight = picked.weight.unsqueeze(1)  # (F, 1, P)
+        even = torch.full_like(frequent[..., 0], 1 / frequent.shape[2])  # (F, M, S)
+        apart = _squares(rare, frequent)
+        scale = _mean(apart.detach(), weight, even)
+        scale = torch.where(scale > 0, scale, 1.0)  # (F, M)
+        within = _mean(self._kernel(_squares(rare, rare), scale), weight, weight)
+        across = _mean(self._kernel(apart, scale), weight, even)
+        theirs = _mean(self._kernel(_squares(frequent, frequent), scale), even, even)
+        return (within - 2 * across + theirs).sum(dim=1) * batch.present
+
+    def _kernel(self, squares: Tensor, scale: Tensor) -> Tensor:
+        widths = [(squares / (scale[..., None, None] * width)).neg().exp() for width in self.widths]
+        return sum(widths[1:], start=widths[0]) / len(widths)
+
+
+def _squares(first: Tensor, second: Tensor) -> Tensor:
+    """Return the squared distances `(..., P, S)` of rows `(..., P, D)` and `(..., S, D)`."""
+    lengths = first.square().sum(-1).unsqueeze(-1) + second.square().sum(-1).unsqueeze(-2)
+    return (lengths - 2 * first @ second.transpose(-1, -2)).clamp(min=0.0)
+
+
+def _mean(values: Tensor, first: Tensor, second: Tensor) -> Tensor:
+    """Return the mean of `(..., P, S)` with weights `(..., P)` and `(..., S)`."""
+    return ((values @ second.unsqueeze(-1)).squeeze(-1) * first).sum(dim=-1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Moments(StatelessLoss):
+    """Move rare rows until their moments are those of frequent rows.
+
+    >>> Moments(moments=4)
+    Moments(moments=4)
+    """
+
+    moments: int = 2
+    """How many moments count."""
+
+    def __post_init__(self) -> None:
+        check_types(self)
+        require(self.moments >= 1, f"moments must be at least 1, got moments={self.moments}")
+
+    def loss(self, batch: TransferBatch) -> Tensor:
+        """Return the squared distances of the moments of each table, `(F,)`."""
+        mean = batch.others.mean(dim=1)  # (F, M, D)
+        theirs = batch.others - mean.unsqueeze(1)  # (F, S, M, D)
+        own = batch.rows - batch.of_rows(mean)  # (U, M, D)
+        share = batch.share.reshape(-1, 1, 1)
+        far = 0.5 * (theirs.square().mean(dim=1) + batch.total(share * own.detach().square()))
+        spread = torch.where(far > 0, far, 1.0).sqrt()
+        own, theirs = own / batch.of_rows(spread), theirs / spread.unsqueeze(1)
+        apart = [
+            (batch.total(share * own**k) - (theirs**k).mean(dim=1)).square().mean(dim=-1)
+            for k in range(1, self.moments + 1)
+        ]
+        return torch.stack(apart).sum(dim=(0, 2)) * batch.present
+
+
+@dataclass(frozen=True, kw_only=True)
+class Relatives(TransferLoss):
+    """Draw each rare row to its frequent relatives.
+
+    >>> Relatives(sample=64)
+    Relatives(sample=64)
+    """
+
+    sample: int = 256
+    """Rare rows of each table that are moved in a step."""
+
+    def __post_init__(self) -> None:
+        check_types(self)
+        require(self.sample >= 1, f"sample must be at least 1, got sample={self.sample}")
+
+    def start(self, tables: LossTables) -> "RunningRelatives":
+        """Return the loss with the relatives of the tables' rows."""
+        if tables.relatives is None:
+            raise SettingsError(
+                f"Relatives needs to know the relatives of {', '.join(tables.names)}; give "
+                "HarmlessTransfer a selection that has them, as select="
+            )
+        ids, weights = tables.relatives
+        weights = weights.to(tables.device, tables.dtype)
+        return RunningRelatives(self.sample, ids.to(tables.device), weights)
+
+
+class RunningRelatives(RunningLoss):
+    """The relatives of each row of a group, and how much each of them counts."""
+
+    def __init__(self, sample: int, ids: Tensor, weights: Tensor) -> None:
+        total = weights.sum(dim=1, keepdim=True)
+        self.sample = sample
+        self.ids = ids  # r, (N, R): in the row's own table
+        self.weights = weights / torch.where(total > 0, total, 1.0)  # w, (N, R)
+
+    def loss(self, batch: TransferBatch) -> Tensor:
+        """Return half the mean squared distance of rare rows from their relatives, `(F,)`."""
+        picked = batch.pick(self.sample)
+        numbers = batch.ids.index_select(0, picked.index.reshape(-1)).clamp(min=0)  # (F P,)
+        weights = self.weights.index_select(0, numbers)  # (F P, R)
+        has_relatives = weights.sum(dim=1) > 0
+        means = self._means(batch, numbers, weights)
+        own = batch.rows_at(picked.index)  # (F, P, M, D)
+        squares = 0.5 * (own - means.reshape(own.shape)).square().sum(dim=(2, 3))
+        share = picked.weight * has_relatives.reshape(picked.weight.shape)
+        return (share * squares).sum(dim=1)
+
+    def _means(self, batch: TransferBatch, numbers: Tensor, weights: Tensor) -> Tensor:
+        """Return the weighted mean of the relatives of these rows, `(F, P, M, D)`."""
+        tables, relatives = batch.num_tables, weights.shape[1]
+        ids = self.ids.index_select(0, numbers).reshape(tables, -1)  # (F, P R)
+        rows = batch.look_up(ids.T).transpose(0, 1).to(weights.dtype)  # (F, P R, M, D)
+        rows = rows.reshape(tables, -1, relatives, *rows.shape[2:])
+        return torch.einsum("fprmd,fpr->fpmd", rows, weights.reshape(tables, -1, relatives))
+
+
+DIRECTIONS = 1 << 31
+"""Where the places of random numbers begin that directions are drawn from."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SlicedWasserstein(StatelessLoss):
+    """Move rare rows until they are spread as frequent ones are in every direction.
+
+    >>> SlicedWasserstein(directions=16)
+    SlicedWasserstein(directions=16, sample=256)
+    """
+
+    directions: int = 32
+    """Random directions of a step."""
+    sample: int = 256
+    """Rare rows of each table that are compared."""
+
+    def __post_init__(self) -> None:
+        check_types(self)
+        require(
+            self.directions >= 1, f"directions must be at least 1, got directions={self.directions}"
+        )
+        require(self.sample >= 1, f"sample must be at least 1, got sample={self.sample}")
+
+    def loss(self, batch: TransferBatch) -> Tensor:
+        """Return the mean squared distance along the directions, `(F,)`."""
+        picked, directions = batch.pick(self.sample), self._directions(batch)
+        is_there = (picked.weight > 0)[..., None, None]  # (F, P, 1, 1)
+        own = batch.rows_at(picked.index) @ directions  # (F, P, M, L)
+        own = torch.where(is_there, own, torch.inf).sort(dim=1).values
+        theirs = (batch.others @ directions).sort(dim=1).values  # (F, S, M, L)
+        pairs = theirs.gather(1, self._quantiles(picked.number, theirs).expand_as(own))
+        squares = torch.where(is_there, own - pairs, 0.0).square()
+        weight = picked.weight[..., None, None]
+        return (weight * squares).sum(dim=1).mean(dim=-1).sum(dim=-1)
+
+    def _quantiles(self, number: Tensor, theirs: Tensor) -> Tensor:
+        """Return which frequent row each rare one is paired with, by their ranks, `(F, P, 1, 1)`."""
+        ranks = torch.arange(self.sample, device=number.device)
+        size = theirs.shape[1]
+        # in whole numbers: floor of (r + 1/2) * size / n
+        place = (2 * ranks + 1) * size // (2 * number.clamp(min=1).unsqueeze(1))
+        return place.clamp(max=size - 1)[..., None, None]
+
+    def _directions(self, batch: TransferBatch) -> Tensor:
+        """Return unit vectors `(D, L)` that point anywhere with the same chance."""
+        shape = (batch.rows.shape[-1], self.directions)
+        uniform = batch.draws.uniform(*shape, first=DIRECTIONS)
+        normal = torch.special.ndtri(uniform.clamp(min=2.0**-54))
+        unit: Tensor = normal / normal.norm(dim=0, keepdim=True)
+        return unit.to(batch.rows.dtype)
