@@ -327,7 +327,7 @@ class Checkpoints:
         loop.step.raise_if_not_finite()
         raise_if_weights_are_not_finite(loop.step.model)
         self.wait()  # for the last one: two copies at once would be one too many
-        name = f"{STATE}{loop.epoch:06d}-{loop.batch:010d}"
+        name = f"{CHECKPOINTS_STATE}{loop.epoch:06d}-{loop.batch:010d}"
         best = None
         if loop.best.epoch not in (None, self.best_epoch):
             best, self.best_epoch = _copied(loop.best.weights), loop.best.epoch
