@@ -197,7 +197,7 @@ def _bytes_of_columns(num_values: int, num_filled: int, width: int) -> tuple[int
     return num_values * column_type(width).itemsize, num_filled * -(-width // 8)
 
 
-SOURCE = Path(__file__).with_suffix(".cpp")
+SOURCE = Path(__file__).with_name("packed_kernel.cpp")
 IDS = (c_void_p, c_int64, c_int, c_void_p)
 """ids, their number, threads, rows to be written"""
 SIZES = (c_int64, c_int64, c_int64, c_int64)
