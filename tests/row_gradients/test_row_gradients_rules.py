@@ -186,7 +186,9 @@ def test_zeros_of_a_rule_are_exact_zeros():
 def test_an_answer_of_another_shape_is_refused(answer):
     model = embedding()
     with (
-        pytest.raises(TrainingError, match=r"one gradient a row, a tensor of shape \(2, 6\), got"),
+        pytest.raises(
+            TrainingError, match=r"one gradient per row, a tensor of shape \(2, 6\), got"
+        ),
         RowGradients(model, lambda i, g: answer(g)) as rows,
     ):
         rows.backward(*losses_of(model, (torch.tensor([1, 2]),)))

@@ -26,7 +26,7 @@ def gather_ranks(tensor: Tensor, counts: Sequence[int]) -> Tensor:
 
 
 def gather_counts(counts: Sequence[int], device: torch.device) -> list[list[int]]:
-    """Return the counts of all processes: for each count, one number a rank."""
+    """Return the counts of all processes: for each count, one number per rank."""
     own = torch.tensor(counts, device=device)
     parts = [torch.empty_like(own) for _ in range(world_size())]
     distributed.all_gather(parts, own)
@@ -34,7 +34,7 @@ def gather_counts(counts: Sequence[int], device: torch.device) -> list[list[int]
 
 
 def keep_from_ddp(model: nn.Module, parameters: Iterable[nn.Parameter]) -> list[str]:
-    """Tell DDP to leave these parameters alone; return what it was told before."""
+    """Make DDP ignore these parameters too; return the names it ignored before."""
     before = list(getattr(model, "_ddp_params_and_buffers_to_ignore", []))
     ours = set(parameters)
     named = model.named_parameters(remove_duplicate=False)
@@ -43,7 +43,7 @@ def keep_from_ddp(model: nn.Module, parameters: Iterable[nn.Parameter]) -> list[
 
 
 def ignore_in_ddp(model: nn.Module, names: list[str]) -> None:
-    """Tell DDP which parameters to leave alone: these and no others."""
+    """Make DDP ignore these parameters and no others."""
     for parameter in model.parameters():
         parameter.__dict__.pop("_ddp_ignored", None)
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, names)  # noqa: SLF001  # the only way DDP has

@@ -1,11 +1,10 @@
-"""A function of tensors that is recorded as a CUDA graph once it is known, and replayed from then on.
+"""Functions of tensors that are recorded as CUDA graphs and replayed.
 
-What a rule does to the rows of a step is many small kernels, and a GPU finishes them sooner than the host
-can ask for them. In a loop that is run operation by operation this would be most of what a rule costs. Its
-sizes do not depend on the ids, so it can be recorded: then it is one launch.
+A rule runs many small kernels on the rows of a step, and a GPU finishes them sooner than the host can
+launch them. Its sizes do not depend on the ids, so it can be recorded: then it is one launch.
 
-It is recorded after some calls that were alike: the same key, and tensors of the same shapes. Other calls
-are run as they are, and so is everything while the whole step is being recorded.
+A call is recorded after several that were alike: the same key, and tensors of the same shapes. Other calls
+run without a recording, and so does everything while the whole step is being recorded.
 """
 
 import functools
@@ -17,30 +16,21 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-__all__ = [
-    "Function",
-    "Recorded",
-    "Recorder",
-    "Replay",
-    "aside",
-    "is_recording",
-    "join",
-    "record_graph",
-]
+__all__ = ["Recorded", "aside", "is_recording", "join", "record_graph"]
 
 Function: TypeAlias = Callable[[Sequence[Tensor]], tuple[Tensor, ...]]
-"""Tensors to tensors, without a look at what is in them."""
+"""Tensors to tensors, without reading their values on the host."""
 Replay: TypeAlias = Callable[[], tuple[Tensor, ...]]
 """Runs a function again on the tensors it was recorded with; its results are always in the same memory."""
 Recorder: TypeAlias = Callable[[Function, Sequence[Tensor]], Replay]
 
 WARM_UP = 5
-"""Calls that are alike before one is recorded: more than a recording of the whole step waits for."""
+"""Alike calls before one is recorded: more than a recording of the whole step waits for."""
 
 
 @dataclass(frozen=True)
 class Recording:
-    """A call that was recorded."""
+    """A recorded call."""
 
     key: Hashable
     places: list[Tensor]
@@ -48,7 +38,7 @@ class Recording:
     replay: Replay
 
     def __call__(self, inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        """Return what the function makes of other inputs."""
+        """Return the function of other inputs."""
         for place, tensor in zip(self.places, inputs, strict=True):
             place.copy_(tensor)
         # copies: the next replay writes to the same memory, and somebody may still hold these
@@ -56,12 +46,7 @@ class Recording:
 
 
 class Recorded:
-    """Calls functions, and replays one that comes again and again.
-
-    >>> double = Recorded()
-    >>> double("key", lambda inputs: (2 * inputs[0],), [torch.tensor(4.0)])
-    (tensor(8.),)
-    """
+    """Calls functions, and replays one that comes again and again."""
 
     def __init__(self, record: Recorder | None = None) -> None:
         self._recorder = record
@@ -71,17 +56,19 @@ class Recorded:
         self._gave_up = False
 
     def forget(self) -> None:
-        """Give the recording up; the next calls may make another."""
+        """Drop the recording; the next calls may make another."""
         self.recording, self._last, self._alike = None, None, 0
 
     def __call__(
         self, key: Hashable, function: Function, inputs: Sequence[Tensor]
     ) -> tuple[Tensor, ...]:
-        """Return what the function makes of the inputs.
+        """Return the function of the inputs.
 
         The key stands for all else that it depends on: functions of the same key are the same.
         """
-        record = self._recorder or (record_graph if _may_record(inputs) else None)
+        record = self._recorder
+        if record is None and inputs[0].is_cuda and not is_recording():
+            record = record_graph
         if record is None or self._gave_up:
             return function(inputs)
         key = (key, *((tensor.shape, tensor.dtype, tensor.device) for tensor in inputs))
@@ -89,19 +76,14 @@ class Recorded:
             self._alike = self._alike + 1 if key == self._last else 1
             self._last = key
             if self._alike > WARM_UP:
-                self._record(record, key, function, inputs)
+                self.recording = None  # frees the memory of the last one
+                try:
+                    places = [tensor.clone() for tensor in inputs]
+                    self.recording = Recording(key, places, record(function, places))
+                except Exception:  # noqa: BLE001  # a rule may do anything that cannot be recorded
+                    self._gave_up = True
         known = self.recording is not None and self.recording.key == key
         return self.recording(inputs) if self.recording and known else function(inputs)
-
-    def _record(
-        self, record: Recorder, key: Hashable, function: Function, inputs: Sequence[Tensor]
-    ) -> None:
-        self.recording = None  # gives the memory of the last one back
-        try:
-            places = [tensor.clone() for tensor in inputs]
-            self.recording = Recording(key, places, record(function, places))
-        except Exception:  # noqa: BLE001  # anything that a rule does may be what cannot be recorded
-            self._gave_up = True
 
 
 def record_graph(function: Function, inputs: Sequence[Tensor]) -> Replay:
@@ -110,11 +92,11 @@ def record_graph(function: Function, inputs: Sequence[Tensor]) -> Replay:
     before = generator.clone_state()
     graph = torch.cuda.CUDAGraph()
     try:
-        # what other threads do meanwhile, as to bring the next batch, does not matter
+        # other threads may work meanwhile, as one that loads the next batch
         with torch.cuda.graph(graph, capture_error_mode="thread_local"):
             results = function(inputs)
     except BaseException:
-        generator.graphsafe_set_state(before)  # or it goes on waiting for the end of the recording
+        generator.graphsafe_set_state(before)  # or it keeps waiting for the end of the recording
         raise
 
     def replay() -> tuple[Tensor, ...]:
@@ -131,9 +113,9 @@ def is_recording() -> bool:
 
 @contextmanager
 def aside(device: torch.device) -> Iterator[None]:
-    """Let a GPU do what is in the `with` block beside what follows, up to `join`.
+    """Let a GPU run the `with` block beside what follows, up to `join`; elsewhere it runs at once.
 
-    It begins after all that was asked for before. Elsewhere it is done at once.
+    It begins after all work that was launched before.
     """
     if device.type != "cuda":
         yield
@@ -145,17 +127,12 @@ def aside(device: torch.device) -> Iterator[None]:
 
 
 def join(device: torch.device) -> None:
-    """Let what follows wait for what is done aside."""
+    """Let what follows wait for the work aside."""
     if device.type == "cuda":
         torch.cuda.current_stream(device).wait_stream(_stream(device))
 
 
 @functools.cache
 def _stream(device: torch.device) -> torch.cuda.Stream:
-    """Return the stream for work aside: one for all, as torch keeps workspaces for each for good."""
+    """Return the stream for work aside: one for all, since torch keeps workspaces for each forever."""
     return torch.cuda.Stream(device)
-
-
-def _may_record(inputs: Sequence[Tensor]) -> bool:
-    """Return whether these are on a GPU, and no recording is under way already."""
-    return inputs[0].is_cuda and not is_recording()

@@ -1,38 +1,32 @@
-"""Rules: a plain function of ids and gradients, or one that is told more of the rows of a step.
-
-The lookups of a step, added up row by row, and what the tables hold in those rows.
-
-A rule is asked for the gradients of a step: each distinct row once, then back to the lookups.
-
-Row gradients: a rule rewrites the gradient of each looked-up row before the optimizer sees it.
+"""Row gradients: a rule rewrites the gradient of each looked-up row before the optimizer sees it.
 
     rule(ids, gradients) -> gradient        ids (U,)   gradients (K, U, D)   gradient (U, D)
 
-    U    distinct rows of the step          K    losses          D    width of a row
+    U    distinct rows of the step          K    losses          D    width of a row          T    lookups
 
 A rule is pure and works on rows, so it holds for plain tables and for tables made by methods alike.
-It is called once an optimizer step for each group of `RowGradients.tables`, on row gradients that are
+It is called once per optimizer step for each group of `RowGradients.tables`, on row gradients that are
 unscaled, summed over the micro-batches and averaged over the processes: rules are not linear, and one
 called on parts would give another answer. It sees float32, or float64 where the table is that wide.
 On a GPU, where no size may depend on the ids, some slots hold no row: their id is -1, their gradients
-are zero, and what the rule returns for them is ignored. A `GroupRule` is told more: which tables the rows
-are of, and what is in them. On a GPU it can be recorded and replayed (`row_gradients/recorded.py`), and in a step
-that is recorded as a whole, what needs no gradients runs beside the backward.
+are zero, and what the rule returns for them is ignored. A `GroupRule` also sees which tables the rows
+belong to and their values. On a GPU it can be recorded and replayed (`row_gradients/recorded.py`); in a
+step that is recorded as a whole, what needs no gradients runs beside the backward.
 
 Where a rule returns the sum over the losses, a row's gradient is what plain `backward()` gives: for one
 loss in one process on the CPU to the last bit, else within the rounding of a sum. In a bfloat16 model
 each lookup's gradient has 8 bits and only their sum is float32; under autocast tables are float32.
 
-What the tables hand out while a rule is attached is a leaf: torch refuses to change it in place. A
-weight that is used without a module, as in `x @ table.weight.T`, adds its gradient past the rule, and
-so does a lookup inside `torch.utils.checkpoint` with `use_reentrant=True`.
+While a rule is attached, tables hand out leaves: torch refuses to change them in place. A weight that is
+used without a module, as in `x @ table.weight.T`, adds its gradient past the rule, and so does a lookup
+inside `torch.utils.checkpoint` with `use_reentrant=True`.
 
 Several processes (`DistributedDataParallel`):
 
-- Make `RowGradients` first, then wrap the same model. The tables are kept out of what the wrapper
-  averages; their lookups are gathered, so all processes make the same update of each table.
-- All processes call `backward` with as many losses as the others. Batches may differ in size.
-- The first loss must reach every parameter outside the tables, the others none but the model's.
+- Make `RowGradients` first, then wrap the same model. DDP does not average the tables; their lookups are
+  gathered, so all processes make the same update of each table.
+- All processes call `backward` with the same number of losses. Batches may differ in size.
+- The first loss must reach every parameter outside the tables, the others only the model's.
 """
 
 from abc import ABC, abstractmethod
@@ -53,10 +47,10 @@ from rarebit.row_gradients.lookups import (
     RowGroup,
     TiedTable,
     Watch,
-    Watched,
     WatchedTable,
     add_gradient,
     choose_sites,
+    join_parts,
     watch_tables,
     watch_tied,
     wide,
@@ -67,22 +61,13 @@ from rarebit.tables.distinct import Distinct, find_distinct
 from rarebit.tables.find import TableInfo, refuse_wrapped_model
 from rarebit.tables.stack import PlainStack, take_rows
 
-__all__ = [
-    "AskedRule",
-    "GroupRule",
-    "KnownRows",
-    "RowGradients",
-    "RowStep",
-    "Rule",
-    "over_losses",
-    "places_of",
-    "rows_of",
-    "sum_lookups",
-    "sum_losses",
-]
+__all__ = ["GroupRule", "RowGradients", "RowStep", "Rule", "sum_losses"]
 
 Rule: TypeAlias = Callable[[Tensor, Tensor], Tensor]
-"""Ids `(U,)` and gradients `(K, U, D)` of distinct rows to one gradient a row, `(U, D)`."""
+"""Ids `(U,)` and gradients `(K, U, D)` of distinct rows to one gradient per row, `(U, D)`."""
+
+SPREAD = 1024
+"""Places behind the last slot that take the sums of lookups without a rule."""
 
 
 @dataclass(frozen=True)
@@ -90,22 +75,22 @@ class RowStep:
     """The distinct rows of one group in one step."""
 
     number: int
-    """Which of `RowGradients.tables` they are of."""
+    """The group's place in `RowGradients.tables`."""
     ids: Tensor
-    """Their numbers in the group, ascending, `(U,)`; -1 in slots without a row."""
+    """Row numbers in the group, ascending, `(U,)`; -1 in slots without a row."""
     gradients: Tensor
     """The gradient of each loss, `(K, U, D)`."""
     rows: Tensor
-    """What the tables hold, `(U, D)`, in the precision of the gradients; any numbers in slots without a row."""
+    """The rows' values, `(U, D)`, in the precision of the gradients; undefined in slots without a row."""
     prepared: Any = None
     """What the rule prepared for them."""
 
 
 class GroupRule(ABC):
-    """A rule that is told which tables its rows are of, and what is in the rows."""
+    """A rule that also sees which tables its rows belong to, and the rows' values."""
 
     def absent_ids(self, number: int) -> Tensor | None:
-        """Return ids of more rows that it wants to see in a step, `(n, F)` for the tables of a group.
+        """Return ids of more rows to include in a step, `(n, F)` for the F tables of a group.
 
         Below zero is none. The main gradient of rows that are not in the batch is zero.
         """
@@ -113,27 +98,33 @@ class GroupRule(ABC):
         return None
 
     def prepare(self, number: int, ids: Tensor, rows: Tensor) -> Any:
-        """Return what it can know of a step without the gradients; the arguments are as in `RowStep`.
+        """Return what is known of a step without the gradients; the arguments are as in `RowStep`.
 
-        Called once a step before `answer`. In a recorded step it runs beside the backward.
+        Called once per step before `answer`. In a recorded step it runs beside the backward.
         """
         del number, ids, rows
 
     @abstractmethod
     def answer(self, step: RowStep) -> Tensor:
-        """Return one gradient a row, `(U, D)`."""
+        """Return one gradient per row, `(U, D)`."""
 
     def recording_key(self) -> Hashable:
-        """Return what its answer depends on but for the step and tensors that stay where they are.
+        """Return what the answer depends on, apart from the step and tensors that stay in place.
 
-        On a GPU, a rule with a key is recorded after some steps, and again when the key is another one.
-        One without is called in every step.
+        On a GPU, a rule with a key is recorded after some steps, and again when the key changes. A rule
+        without a key is called in every step.
         """
         return None
 
 
-SPREAD = 1024
-"""Places that take what is added up for no row."""
+def sum_losses(ids: Tensor, gradients: Tensor) -> Tensor:
+    """Return the sum over the losses: the rule that changes nothing.
+
+    >>> sum_losses(torch.tensor([3]), torch.tensor([[[1.0, 2.0]], [[10.0, 20.0]]]))
+    tensor([[11., 22.]])
+    """
+    del ids
+    return gradients.sum(dim=0)
 
 
 @dataclass(frozen=True)
@@ -142,65 +133,43 @@ class KnownRows:
 
     distinct: Distinct
     ids: Tensor
-    """The number of each slot's row in its group, `(U,)`; -1 in slots without a row."""
+    """The row number of each slot, `(U,)`; -1 in slots without a row."""
     is_empty: Tensor
-    """Which slots are without a row, `(U,)`."""
+    """Slots without a row, `(U,)`."""
     has_no_rule: Tensor
-    """Which lookups keep their own gradient, `(T,)`."""
+    """Lookups that keep their own gradient, `(T,)`."""
     places: Tensor | None
-    """Where each lookup is added up, `(T,)`: its slot, or one of some behind the last; None: by `distinct`."""
+    """Where each lookup is summed, `(T,)`: its slot, or a place behind the last; None: by `distinct`."""
     rows: Tensor | None
-    """What the tables hold, `(U, D)`, where the rule wants to know."""
+    """The rows' values, `(U, D)`, for a `GroupRule`."""
     skip: int
-    """How many slots no rule is asked for: in the compact form, lookups without a rule have the first."""
+    """Slots without a rule: in the compact form, lookups without a rule share the first."""
     prepared: Any
-    """What the rule prepared for the slots that it is asked for."""
+    """What the rule prepared for its slots."""
 
-
-def places_of(distinct: Distinct, has_no_rule: Tensor) -> Tensor | None:
-    """Return `KnownRows.places`, where additions may come in any order."""
-    if not has_no_rule.is_cuda or world_size() > 1:
-        return None
-    # lookups without a rule would wait for each other at one slot: they are spread behind the last
-    behind = torch.arange(len(has_no_rule), device=has_no_rule.device) % SPREAD + len(distinct.ids)
-    return torch.where(has_no_rule, behind, distinct.slot_of)
-
-
-def sum_lookups(known: KnownRows, gradients: Tensor) -> Tensor:
-    """Return the sum of each row's lookups `(K, U, D)`, the same bits in all processes."""
-    distinct, size = known.distinct, len(known.ids)
-    if gradients.numel() == 0:
-        sums = [gradients[0]] * len(gradients)
-    elif known.places is not None:
-        zeros = [loss.new_zeros(size + SPREAD, loss.shape[1]) for loss in gradients]
-        sums = [
-            zero.index_add_(0, known.places, loss)[:size]
-            for zero, loss in zip(zeros, gradients, strict=True)
-        ]
-    elif gradients.is_cuda:
-        # additions on a GPU come in any order, but for those within a bag
-        order, starts = distinct.order, distinct.starts
-        sums = [F.embedding_bag(order, loss, starts, mode="sum") for loss in gradients]
-    else:
-        sums = [distinct.sum(loss) for loss in gradients]
-    return sums[0].unsqueeze(0) if len(sums) == 1 else torch.stack(sums)
-
-
-def over_losses(gradients: Tensor) -> Tensor:
-    """Return the sum over the losses; of one there is nothing to add, nor to copy."""
-    return gradients[0] if len(gradients) == 1 else gradients.sum(dim=0)
-
-
-def rows_of(found: LookedUpRows, distinct: Distinct) -> Tensor:
-    """Return what the tables hold in each slot, `(U, D)`: the row of its first lookup."""
-    parts = [part.reshape(-1, found.group.width) for part in found.rows()]
-    rows = parts[0] if len(parts) == 1 else torch.cat(parts)  # (T, D)
-    return take_rows(rows, distinct.first).to(wide(rows.dtype))
+    def sum_lookups(self, gradients: Tensor) -> Tensor:
+        """Return the sum of each row's lookups `(K, U, D)`, the same bits in all processes."""
+        distinct, size = self.distinct, len(self.ids)
+        if gradients.numel() == 0:
+            sums = [gradients[0]] * len(gradients)
+        elif self.places is not None:
+            zeros = [loss.new_zeros(size + SPREAD, loss.shape[1]) for loss in gradients]
+            sums = [
+                zero.index_add_(0, self.places, loss)[:size]
+                for zero, loss in zip(zeros, gradients, strict=True)
+            ]
+        elif gradients.is_cuda:
+            # a GPU adds in any order, except within a bag
+            order, starts = distinct.order, distinct.starts
+            sums = [F.embedding_bag(order, loss, starts, mode="sum") for loss in gradients]
+        else:
+            sums = [distinct.sum(loss) for loss in gradients]
+        return sums[0].unsqueeze(0) if len(sums) == 1 else torch.stack(sums)
 
 
 @dataclass(frozen=True)
 class AskedRule:
-    """A rule, and how the rows that it is asked for are kept."""
+    """Asks a rule for the gradients of a step: each distinct row once, then back to the lookups."""
 
     rule: Rule | GroupRule
     static: bool | None
@@ -211,14 +180,18 @@ class AskedRule:
         """Return all that is known of a step before its gradients."""
         distinct = find_distinct(found.keys, static=self.static, most=found.most_keys)
         ids = distinct.ids.long()
-        # in the compact form, lookups without a rule have the first slot
+        # in the compact form, lookups without a rule share the first slot
         skip = 0 if self._is_static(ids) else int((ids[:1] < 0).sum())
         rows = prepared = None
         if isinstance(self.rule, GroupRule) and ids.shape[0] > skip:
-            rows = rows_of(found, distinct)
+            parts = join_parts([part.reshape(-1, found.group.width) for part in found.rows()])
+            rows = take_rows(parts, distinct.first).to(wide(parts.dtype))  # of a row's first lookup
             prepared = self._ask_to_prepare(self.rule, number, ids[skip:], rows[skip:])
-        has_no_rule = found.keys < 0
-        places = places_of(distinct, has_no_rule)
+        has_no_rule, places = found.keys < 0, None
+        if has_no_rule.is_cuda and world_size() == 1:
+            # additions in any order; lookups without a rule would queue at one slot, so they are spread
+            behind = torch.arange(len(has_no_rule), device=has_no_rule.device) % SPREAD + len(ids)
+            places = torch.where(has_no_rule, behind, distinct.slot_of)
         return KnownRows(distinct, ids, ids < 0, has_no_rule, places, rows, skip, prepared)
 
     @torch.no_grad()
@@ -230,7 +203,7 @@ class AskedRule:
         The rule's answer goes to the first lookup of a row, zero to its others.
         """
         distinct, keep, leave = known.distinct, known.has_no_rule, known.is_empty
-        sums = sum_lookups(known, gradients)
+        sums = known.sum_lookups(gradients)
         if self._is_static(keep) and known.places is None:
             sums = sums.masked_fill(leave.unsqueeze(-1), 0.0)
         rows = sums[0] if known.rows is None else known.rows
@@ -239,11 +212,11 @@ class AskedRule:
         if is_sum is not None:
             keep = keep | is_sum.index_select(0, distinct.slot_of)
             leave = leave | is_sum
-        return distinct.put_first(answer, over_losses(gradients), keep, leave), keep
+        return distinct.put_first(answer, _over_losses(gradients), keep, leave), keep
 
     @torch.no_grad()
     def answer_tied(self, number: int, tied: TiedTable, scale: Tensor | None) -> Tensor:
-        """Return the gradient `(N, D)` of all rows of a weight that is used elsewhere, too."""
+        """Return the gradient `(N, D)` of all rows of a weight that is also used elsewhere."""
         gradients = tied.gradients()
         ids = torch.arange(tied.group.num_rows, device=gradients.device)
         rows, prepared = tied.weight.detach().to(gradients.dtype), None
@@ -261,13 +234,12 @@ class AskedRule:
     ) -> tuple[Tensor, Tensor | None]:
         """Return the rule's answer for each slot, scaled again, and which answers are the plain sum.
 
-        A plain sum is left where it came from: adding it up elsewhere rounds in another order. Not on a
-        GPU, where additions come in any order, nor with several processes: each would have an order of
-        its own.
+        A plain sum stays with its lookups: adding it up elsewhere rounds in another order. Not on a
+        GPU, which adds in any order, nor with several processes, whose orders differ.
         """
         ids, sums = step.ids, step.gradients
         unscaled = sums if scale is None else sums * scale.reciprocal()
-        plain = answer = over_losses(unscaled)
+        plain = answer = _over_losses(unscaled)
         if ids.shape[0] > skip:
             asked = replace(
                 step, ids=ids[skip:], gradients=unscaled[:, skip:], rows=step.rows[skip:]
@@ -284,10 +256,6 @@ class AskedRule:
         is_sum = None if is_sum is None else is_sum & is_finite
         return torch.where(is_finite, answer * scale, torch.nan), is_sum
 
-    def _is_static(self, ids: Tensor) -> bool:
-        """Return whether all slots are kept, so that no size depends on the ids."""
-        return ids.is_cuda if self.static is None else self.static
-
     def _call_rule(self, step: RowStep) -> Tensor:
         with torch.autocast(step.gradients.device.type, enabled=False):
             if isinstance(self.rule, GroupRule):
@@ -298,35 +266,34 @@ class AskedRule:
         got = tuple(getattr(answer, "shape", ())) or type(answer).__name__
         if got != expected:
             raise TrainingError(
-                f"the rule must return one gradient a row, a tensor of shape {expected}, got {got}"
+                f"the rule must return one gradient per row, a tensor of shape {expected}, got {got}"
             )
         return answer
 
+    def _is_static(self, ids: Tensor) -> bool:
+        """Return whether all slots are kept, so that no size depends on the ids."""
+        return ids.is_cuda if self.static is None else self.static
+
+
+def _over_losses(gradients: Tensor) -> Tensor:
+    """Return the sum over the losses; a single loss is neither added nor copied."""
+    return gradients[0] if len(gradients) == 1 else gradients.sum(dim=0)
+
 
 class Early(NamedTuple):
-    """What was prepared for a table before the backward."""
+    """What the rule prepared for a table before the backward."""
 
     lookups: list[Lookup]
     absent: list[Lookup]
     known: KnownRows
 
 
-def sum_losses(ids: Tensor, gradients: Tensor) -> Tensor:
-    """Return the sum over the losses: the rule that changes nothing.
-
-    >>> sum_losses(torch.tensor([3]), torch.tensor([[[1.0, 2.0]], [[10.0, 20.0]]]))
-    tensor([[11., 22.]])
-    """
-    del ids
-    return gradients.sum(dim=0)
-
-
 class RowGradients:
     """Lets a rule rewrite the row gradients of a model's tables; `backward` replaces `loss.backward()`.
 
-    `where` chooses tables as for `apply_`; tables narrower than `min_width` and frozen ones are left
-    alone. Tables that lie behind one lookup are one group: `tables` lists the groups with the numbers
-    of their rows. A table whose weight is used elsewhere too is a group of all its rows.
+    `where` chooses tables as for `apply_`; tables narrower than `min_width` and frozen ones are skipped.
+    Tables behind one lookup form one group: `tables` lists the groups with their row numbers. A table
+    whose weight is also used elsewhere is a group of all its rows.
 
     >>> model = nn.Sequential(nn.Embedding(9, 2), nn.Linear(2, 1))
     >>> def half(ids, gradients):
@@ -364,7 +331,7 @@ class RowGradients:
 
     @property
     def tables(self) -> tuple[RowGroup, ...]:
-        """The groups of tables; the rule is called once a step for each, in this order."""
+        """The groups of tables; each step calls the rule once for each, in this order."""
         return tuple(table.group for table in self._all())
 
     @torch.no_grad()
@@ -372,11 +339,6 @@ class RowGradients:
         """Return rows `(n, F, D)` of a group of F tables, for ids `(n, F)` of each, without their history.
 
         A weight that several tables share is one table here.
-
-        >>> model = nn.Sequential(nn.Embedding.from_pretrained(torch.eye(3), freeze=False))
-        >>> with RowGradients(model, sum_losses) as rows:
-        ...     rows.look_up(0, torch.tensor([[2]]))
-        tensor([[[0., 0., 1.]]])
         """
         if number >= len(self._tables):
             return F.embedding(ids, self._tied[number - len(self._tables)].weight)
@@ -387,7 +349,7 @@ class RowGradients:
         stack = table.module
         if isinstance(stack, PlainStack):
             return F.embedding(ids + stack.offsets.index_select(0, slots), stack.embedding.weight)
-        # any other stack reads all its slots, whichever of its tables are asked
+        # any other stack reads all its slots, whichever tables were asked for
         of_slots = ids.new_zeros(len(ids), table.numbering.first_row.shape[0])
         rows = table.look_up(of_slots.index_copy_(1, slots, ids))
         return rows.index_select(1, slots)
@@ -397,9 +359,9 @@ class RowGradients:
     ) -> None:
         """Leave gradients in all parameters, as `backward()` of the summed losses does.
 
-        For micro-batches, `last` says which one ends the step: the tables get their gradient then.
-        Divide each loss by their number, as with plain accumulation. Give the `scaler` instead of
-        scaling the losses.
+        With micro-batches, pass `last=False` for all but the last one of a step: the tables get their
+        gradient with the last. Divide each loss by their number, as with plain accumulation. Pass the
+        `scaler` instead of scaling the losses.
         """
         self._check(losses)
         try:
@@ -413,23 +375,23 @@ class RowGradients:
                 if last:
                     self._finish(None if scaler is None else _scale_of(scaler, losses[0].device))
         except BaseException:
-            self.discard()  # a step that failed must not be a part of the next one
+            self.discard()  # a failed step must not be part of the next one
             raise
 
     def discard(self) -> None:
-        """Forget the micro-batches of a step that will not be finished, as `zero_grad` forgets theirs."""
+        """Forget the micro-batches of an unfinished step, as `zero_grad` forgets theirs."""
         self._num_losses = None
         self._early = {}
         for table in self._all():
             table.drop_step()
 
     def forget_recordings(self) -> None:
-        """Let a rule that was changed past its `recording_key` be recorded again."""
+        """Drop the recordings: for a rule that changed in ways its `recording_key` does not show."""
         for recorded in self._recorded:
             recorded.forget()
 
     def close(self) -> None:
-        """Take everything off the model again; raise when a step was left unfinished."""
+        """Remove everything from the model; raise when a step was left unfinished."""
         unfinished = self._take_off()
         self._watch.raise_if_forgotten()
         if unfinished:
@@ -453,7 +415,7 @@ class RowGradients:
             self._take_off()
 
     def _take_off(self) -> bool:
-        """Take all hooks off; return whether micro-batches were waiting for the end of their step."""
+        """Remove all hooks; return whether micro-batches were waiting for the end of their step."""
         if not self._watch.passing:
             self._watch.passing = True
             for table in self._all():
@@ -461,7 +423,7 @@ class RowGradients:
             ignore_in_ddp(self.model, self._ignored_before)
         return sum(table.drop_step() for table in self._all()) > 0
 
-    def _all(self) -> list[Watched]:
+    def _all(self) -> list[WatchedTable | TiedTable]:
         return [*self._tables, *self._tied]
 
     def _parameters(self) -> list[nn.Parameter]:
@@ -481,24 +443,24 @@ class RowGradients:
             )
 
     def _collect(self, losses: Sequence[Tensor]) -> None:
-        """Run the backward of each loss, and keep what it left in the leaves."""
+        """Run the backward of each loss, and keep the gradients of the leaves."""
         for table in self._all():
             table.begin(len(losses))
         try:
             # the first loss comes last: its backward ends the step of a DDP model
             for number in reversed(range(len(losses))):
-                self._run_backward(losses[number], is_real=number == 0)
+                if number == 0 or world_size() == 1:
+                    losses[number].backward(retain_graph=number > 0)
+                else:
+                    self._backward_past_ddp(losses[number])
                 for table in self._all():
                     table.take(number)
         finally:
             for table in self._all():
                 table.end()
 
-    def _run_backward(self, loss: Tensor, *, is_real: bool) -> None:
-        if is_real or world_size() == 1:
-            loss.backward(retain_graph=not is_real)
-            return
-        # DDP takes a backward for the only one of the step, so it must not see this one
+    def _backward_past_ddp(self, loss: Tensor) -> None:
+        """Add the gradients of a loss unseen by DDP, which takes a backward for the only one of the step."""
         leaves = [leaf for table in self._tables for *_, leaf in table.leaves]
         inputs = [*leaves, *(p for p in self.model.parameters() if p.requires_grad)]
         gradients = torch.autograd.grad(loss, inputs, retain_graph=True, allow_unused=True)
@@ -507,36 +469,31 @@ class RowGradients:
                 add_gradient(tensor, gradient.clone())
 
     def _finish(self, scale: Tensor | None) -> None:
-        """Ask the rule, and go on with the backward into the tables."""
+        """Ask the rule, and continue the backward into the tables."""
         assert self._num_losses is not None
         parts: list[tuple[Tensor, Tensor]] = []
         try:
             self._add_absent(self._num_losses)
-            for number, counts in enumerate(self._counts()):
-                looked_up = self._tables[number].looked_up(self._num_losses, counts)
+            counts: Sequence[list[int] | None] = [None] * len(self._tables)
+            if world_size() > 1 and self._tables:
+                device = self._parameters()[0].device
+                counts = gather_counts([table.count() for table in self._tables], device)
+            for number, of_ranks in enumerate(counts):
+                looked_up = self._tables[number].looked_up(self._num_losses, of_ranks)
                 if looked_up is not None:
                     found, gradients = looked_up
-                    early = self._early.get(number)
-                    known = None if early is None else early.known
-                    answer = self._replay_answer(number, found, gradients, known, scale)
-                    parts += found.cut(*answer)
+                    parts += found.split(*self._answer(number, found, gradients, scale))
             for number, tied in enumerate(self._tied, start=len(self._tables)):
-                tied.add(self._asked.answer_tied(number, tied, scale))
+                answer = self._asked.answer_tied(number, tied, scale)
+                add_gradient(tied.weight, answer.to(tied.weight.dtype))
         finally:
             self.discard()
         if not parts and not self._tied:
             raise TrainingError(
                 "the losses depend on no row of the tables with row gradients; look rows up with "
-                "gradients enabled after RowGradients was made, then call rows.backward(loss)"
+                "gradients enabled after making RowGradients, then call rows.backward(loss)"
             )
         torch.autograd.backward([rows for rows, _ in parts], [gradient for _, gradient in parts])
-
-    def _counts(self) -> list[list[int] | None]:
-        """Return how much each process has looked up in each table; None when there is only one."""
-        if world_size() == 1 or not self._tables:
-            return [None for _ in self._tables]
-        device = self._parameters()[0].device
-        return [*gather_counts([table.count() for table in self._tables], device)]
 
     @property
     def _asked(self) -> AskedRule:
@@ -545,7 +502,7 @@ class RowGradients:
     def _is_early(self) -> bool:
         """Return whether the rule prepares its answer while the backward runs: in a recorded step.
 
-        A recording that turns out to be of other lookups than the backward reaches can be thrown away.
+        A recording whose lookups turn out to differ from those the backward reaches can be thrown away.
         """
         is_whole = self._num_losses is None and world_size() == 1
         return (
@@ -563,7 +520,7 @@ class RowGradients:
                 self._early[number] = Early(lookups, absent, known)
 
     def _add_absent(self, num_losses: int) -> None:
-        """Add what the rule wants to see besides to the lookups of the step."""
+        """Add the further rows that the rule asks for to the lookups of the step."""
         for number, table in enumerate(self._tables):
             early = self._early.get(number)
             if early is None:
@@ -578,11 +535,11 @@ class RowGradients:
             table.step += early.absent
 
     def _absent(self, number: int, lookups: Sequence[Lookup], num_losses: int) -> list[Lookup]:
-        """Return the lookup of rows that the rule wants to see besides, where there are lookups at all."""
+        """Return the lookup of further rows that the rule asks for, where there are lookups at all."""
         ids = self.rule.absent_ids(number) if isinstance(self.rule, GroupRule) else None
         if ids is None or not lookups:
             return []
-        # a slot that needs none reads once more what it has read: that moves no other row
+        # a slot that needs none reads again what it has read: that moves no other row
         table, slots = self._tables[number], self._slots[number].to(ids.device)
         read = table.rows_of(lookups).ids
         again = torch.arange(len(ids), device=ids.device) % len(read)
@@ -595,20 +552,15 @@ class RowGradients:
             more = more.index_copy(1, slots, own)
         return [table.look_up_more(more, num_losses)]
 
-    def _replay_answer(
-        self,
-        number: int,
-        found: LookedUpRows,
-        gradients: Tensor,
-        known: KnownRows | None,
-        scale: Tensor | None,
+    def _answer(
+        self, number: int, found: LookedUpRows, gradients: Tensor, scale: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        """Return what `_answer` does, from a recording where the rule allows that and there is one."""
+        """Return what `AskedRule.answer` does, from a recording where the rule has a key for one."""
+        early = self._early.get(number)
         key = self.rule.recording_key() if isinstance(self.rule, GroupRule) else None
-        if key is None or known is not None or world_size() > 1:
-            return self._asked.answer(
-                number, known or self._asked.prepare(number, found), gradients, scale
-            )
+        if key is None or early is not None or world_size() > 1:
+            known = self._asked.prepare(number, found) if early is None else early.known
+            return self._asked.answer(number, known, gradients, scale)
         rows, last = found.rows(), [] if scale is None else [scale]
 
         def answer(inputs: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
@@ -616,15 +568,16 @@ class RowGradients:
             given = self._asked.prepare(number, replace(found, ids=ids, parts=others[: len(rows)]))
             return self._asked.answer(number, given, gradients, others[-1] if last else None)
 
-        # a recording reads the tables where they lay when it was made
-        homes = tuple(tensor.data_ptr() for tensor in self._tables[number].tensors())
+        # a recording reads the tables at the addresses they had when it was made
+        module = self._tables[number].module
+        homes = tuple(tensor.data_ptr() for tensor in (*module.parameters(), *module.buffers()))
         inputs = [gradients, found.ids, *rows, *last]
         gradients, keep = self._recorded[number]((key, homes), answer, inputs)
         return gradients, keep
 
 
 def _first_slots(table: WatchedTable) -> Tensor:
-    """Return the first slot of each table of a stack; nothing for a table of its own."""
+    """Return the first slot of each table of a stack; nothing for a single table."""
     if table.numbering.first_row.dim() == 0:
         return torch.empty(0, dtype=torch.int64)
     first_rows = table.numbering.first_row.tolist()
