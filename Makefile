@@ -1,8 +1,8 @@
 # Everything here works from a fresh copy with Python 3.11 or later and make.
-# The first call makes .venv in this folder and says what it will download; later calls reuse it.
+# The first call creates .venv in this folder and lists what it will download; later calls reuse it.
 #
 #   make PYTHON=/path/to/python test     use that Python, and its torch if it has one
-#   make test ARGS="-k pep"              pass more arguments on
+#   make test ARGS="-k pep"              pass more arguments to pytest
 
 PYTHON ?= python3
 ARGS ?=
@@ -11,23 +11,27 @@ RUN := .venv/bin/python -m
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help setup demo test test-all check bench format clean
+.PHONY: help setup demo test test-slow test-all check bench format clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
-setup: ## Make .venv with everything for development
+setup: ## Create .venv with everything for development
 	@$(SETUP) all dev
 
-demo: ## Run the demo: a small model, its tables made better and smaller
+demo: ## Run the demo: improve and shrink the tables of a small model
 	@$(SETUP) cli
 	$(RUN) rarebit demo $(ARGS)
 
-test: ## Run the tests
+test: ## Run the quick tests: everything essential, in about four minutes
 	@$(SETUP) test
 	$(RUN) pytest -n 2 $(ARGS)
 
-test-all: ## Run the tests with every optional package, the slow ones too
+test-slow: ## Run only the tests marked slow, with every optional package
+	@$(SETUP) all test
+	$(RUN) pytest -n 2 --run-slow -m slow $(ARGS)
+
+test-all: ## Run every test, quick and slow, with every optional package
 	@$(SETUP) all test
 	$(RUN) pytest -n 2 --run-slow $(ARGS)
 
@@ -38,12 +42,12 @@ check: ## Check style and types
 	$(RUN) mypy
 	.venv/bin/python tools/count_suppressions.py src
 
-bench: ## Measure a training step and the time to import
+bench: ## Measure a training step and the import time
 	@$(SETUP) cli
 	$(RUN) rarebit bench train $(ARGS)
 	$(RUN) rarebit bench import $(ARGS)
 
-format: ## Format the code and mend what can be mended by itself
+format: ## Format the code and apply automatic fixes
 	@$(SETUP) dev
 	$(RUN) ruff check --fix .
 	$(RUN) ruff format .

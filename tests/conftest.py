@@ -1,4 +1,4 @@
-"""What holds for every test: seeds, threads, slow tests, and a summary of what did not run."""
+"""Setup for every test: seeds, threads, the slow tier, and a summary of what was not exercised."""
 
 import random
 import signal
@@ -16,7 +16,7 @@ hypothesis.settings.load_profile("rarebit")
 
 
 def pytest_addoption(parser):
-    parser.addoption("--run-slow", action="store_true", help="run the tests marked slow, too")
+    parser.addoption("--run-slow", action="store_true", help="also run the tests marked slow")
 
 
 def pytest_collection_modifyitems(config, items):
@@ -30,7 +30,7 @@ def pytest_collection_modifyitems(config, items):
 
 @pytest.fixture(autouse=True)
 def seed():
-    """Start every test from the same random state, so that its place in the run does not matter."""
+    """Start every test from the same random state, so that the order of tests does not matter."""
     random.seed(0)
     np.random.seed(0)  # noqa: NPY002  # libraries that still use the global state
     torch.manual_seed(0)
@@ -39,14 +39,14 @@ def seed():
 
 @pytest.fixture(autouse=True, scope="session")
 def foreground():
-    """Hear Ctrl-C: the background job of a shell ignores it, and so would all it starts."""
+    """Receive Ctrl-C: a shell's background jobs ignore it, and so would every process they start."""
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(autouse=True)
 def threads(request):
-    """Use one torch thread: two workers share two cores, and sums are added in a fixed order."""
+    """Use one torch thread: two workers share two cores, and sums keep a fixed order."""
     marker = request.node.get_closest_marker("threads")
     torch.set_num_threads(marker.args[0] if marker else 1)
 
@@ -63,7 +63,7 @@ def pytest_terminal_summary(terminalreporter):
 
 
 def _why(report):
-    """Return the reason of a skip, as a worker or this process reported it."""
+    """Return the reason for a skip, as a worker or this process reported it."""
     text = report.longrepr[2] if isinstance(report.longrepr, tuple | list) else str(report.longrepr)
     text = text.removeprefix("Skipped: ")
     if text.startswith(PREFIX):
