@@ -287,7 +287,7 @@ def test_ctrl_c_leaves_nothing(tmp_path, when):
 
 KILLED = """
 import os, pathlib, signal, sys
-from rarebit.data import folder
+from rarebit.data import prepared
 from rarebit.data.raw import encode
 from rarebit.data.prepare import prepare
 
@@ -303,7 +303,7 @@ def progress(stage, done, total):
 if when == "manifest":
     encode.write_manifest = die
 if when == "renaming":
-    folder._move = die
+    prepared._move = die
 if when == "between renames":
     really = pathlib.Path.rename
     def rename(self, target):

@@ -439,9 +439,9 @@ def test_flags_that_a_compiler_does_not_know_are_left_out(tmp_path, monkeypatch,
 def test_two_processes_may_compile_at_once(tmp_path):
     code = (
         "import torch\n"
-        "from rarebit.tables import compiled\n"
+        "from rarebit.tables import compiler\n"
         "from rarebit.training.row_kernel import row_kernel\n"
-        f"compiled.FLAGS, compiled.CHOICES = {QUICK_FLAGS}, ((),)\n"
+        f"compiler.FLAGS, compiler.CHOICES = {QUICK_FLAGS}, ((),)\n"
         "print(row_kernel().merge(torch.tensor([4, 2, 4]), torch.ones(3, 1)))"
     )
     paths = {"PYTHONPATH": str(SOURCES), "OMP_NUM_THREADS": "1"}
