@@ -125,7 +125,7 @@ def test_weights_start_as_those_of_a_linear_layer():
         ({"num_fields": 0}, "num_fields must be at least 1, got num_fields=0"),
         ({"layers": ()}, "a compressed interaction network needs a layer, got none"),
         ({"layers": (4, 0)}, r"layers need at least 1 feature map, got \(4, 0\)"),
-        ({"split_half": True}, r"needs layers of even size, save the last, got \(4, 3, 2\)"),
+        ({"split_half": True}, r"needs layers of even size, except the last, got \(4, 3, 2\)"),
     ],
 )
 def test_bad_settings_are_refused(arguments, message):

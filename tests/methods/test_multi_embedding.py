@@ -205,7 +205,7 @@ def test_a_model_with_sets_gets_no_others():
 
 
 def test_fields_with_a_width_of_their_own_are_refused():
-    with pytest.raises(SettingsError, match="widths of their own, whose rows all embedding sets"):
+    with pytest.raises(SettingsError, match="their own widths, whose rows all embedding sets"):
         with_sets_of(make(widths={"user": 2}))
 
 

@@ -91,5 +91,5 @@ def test_several_sets_take_a_layer_from_the_shared_network():
 def test_a_bad_network_of_products_is_refused():
     with pytest.raises(SettingsError, match="needs a layer, got none"):
         build_model("xdeepfm", SMALL, {"cin": []})
-    with pytest.raises(SettingsError, match=r"layers of even size, save the last, got \(3, 3\)"):
+    with pytest.raises(SettingsError, match=r"layers of even size, except the last, got \(3, 3\)"):
         build_model("xdeepfm", SMALL, {"cin": [3, 3], "split_half": True})

@@ -7,7 +7,7 @@
     W^{k,h}  row h of `weights[k]`, which holds i and j side by side, (i, j) at i F + j
 
 Two variants of released code: with `relu`, x^{k+1} = relu(... + b^k), `biases[k]`; and with
-`split_half`, one half of a layer's rows, save the last layer's, is pooled and the other goes on.
+`split_half`, a layer pools one half of its rows and passes the other on; the last layer pools all.
 
 A layer makes the products x^k_i * x^0_j once, by far its largest tensor, and sums them with one matrix
 product.
@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from rarebit.interactions.block import require_sizes, sets_axis
 from rarebit.settings import require
 
 __all__ = ["CompressedInteraction"]
@@ -27,11 +28,7 @@ __all__ = ["CompressedInteraction"]
 class CompressedInteraction(nn.Module):
     """Pooled feature maps of all layers, `(..., F, D)` to `(..., out_width)`.
 
-    With `num_sets`, the input is `(M, B, F, D)` and every set has layers of its own.
-
-    >>> cin = CompressedInteraction(num_fields=3, layers=(8, 6), split_half=True)
-    >>> cin(torch.zeros(5, 3, 4)).shape, cin.out_width  # 8 / 2 and 6
-    (torch.Size([5, 10]), 10)
+    With `num_sets`, the input is `(M, B, F, D)` and every set has its own layers.
     """
 
     def __init__(
@@ -44,14 +41,22 @@ class CompressedInteraction(nn.Module):
         num_sets: int | None = None,
     ) -> None:
         super().__init__()
-        _check(num_fields, layers, split_half=split_half)
-        sets = () if num_sets is None else (num_sets,)
+        require_sizes(num_fields=num_fields)
+        require(len(layers) >= 1, "a compressed interaction network needs a layer, got none")
+        require(
+            all(size >= 1 for size in layers), f"layers need at least 1 feature map, got {layers}"
+        )
+        require(
+            not split_half or all(size % 2 == 0 for size in layers[:-1]),
+            f"split_half needs layers of even size, except the last, got {layers}",
+        )
+        sets = sets_axis(num_sets)
         kept = [size // 2 if split_half else size for size in layers[:-1]]
         inputs = [maps * num_fields for maps in (num_fields, *kept)]
         self.num_sets = num_sets
         self.relu = relu
         self.split_half = split_half
-        self.kept = (*kept, 0)  # how many maps of a layer go on to the next
+        self.kept = (*kept, 0)  # maps of each layer that the next one uses
         self.weights = nn.ParameterList(
             _uniform(*sets, size, width, bound=width**-0.5)  # as nn.Linear starts
             for size, width in zip(layers, inputs, strict=True)
@@ -95,13 +100,3 @@ class CompressedInteraction(nn.Module):
 
 def _uniform(*shape: int, bound: float) -> nn.Parameter:
     return nn.Parameter(torch.empty(shape).uniform_(-bound, bound))
-
-
-def _check(num_fields: int, layers: Sequence[int], *, split_half: bool) -> None:
-    require(num_fields >= 1, f"num_fields must be at least 1, got num_fields={num_fields}")
-    require(len(layers) >= 1, "a compressed interaction network needs a layer, got none")
-    require(all(size >= 1 for size in layers), f"layers need at least 1 feature map, got {layers}")
-    require(
-        not split_half or all(size % 2 == 0 for size in layers[:-1]),
-        f"split_half needs layers of even size, save the last, got {layers}",
-    )

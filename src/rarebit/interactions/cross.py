@@ -1,21 +1,13 @@
-"""Cross network of DCN-V2: explicit products of growing degree (Wang et al., 2021, eq. 1).
+"""Cross networks: explicit products of growing degree.
 
-    x_{l+1} = x_0 * (W_l x_l + b_l) + x_l
+    CrossNetwork          x_{l+1} = x_0 * (W_l x_l + b_l) + x_l        DCN-V2 (Wang et al., 2021, eq. 1)
+    VectorCrossNetwork    x_{l+1} = x_0 (w_l . x_l) + b_l + x_l        DCN (Wang et al., 2017, eq. 3)
 
-    x_0        the fields side by side, F D wide
-    W_l, b_l   `weight[l]`, `bias[l]`; with embedding sets, `weight[m, l]`, `bias[m, l]`
+    x_0               the fields side by side, F D wide
+    W_l or w_l, b_l   `weight[l]`, `bias[l]`; with embedding sets, `weight[m, l]`, `bias[m, l]`
 
-One matrix product a layer; sets are one batched product.
-
-Cross network of DCN: products of growing degree from one vector a layer (Wang et al., 2017, eq. 3).
-
-    x_{l+1} = x_0 (w_l . x_l) + b_l + x_l
-
-    x_0        the fields side by side, F D wide
-    w_l, b_l   `weight[l]`, `bias[l]`; with embedding sets, `weight[m, l]`, `bias[m, l]`
-
-Every x_l is x_0 times a number, plus what no row changes, so only the number is carried from layer to
-layer:
+The first takes one matrix product per layer; sets are one batched product. In the second, every x_l is x_0
+times a number, plus a vector that is the same for all rows, so only the number is carried from layer to layer:
 
     x_l = a_l x_0 + c_l        c_l = b_0 + ... + b_{l-1}
     a_{l+1} = a_l + a_l (w_l . x_0) + w_l . c_l        a_0 = 1
@@ -26,30 +18,24 @@ The products w_l . x_0 of all layers are one matrix product, and x_L is made onc
 import torch
 from torch import Tensor, nn
 
-from rarebit.interactions.block import affine, as_autocast, filled_up
-from rarebit.settings import require
+from rarebit.interactions.block import affine, as_autocast, filled_up, require_sizes, sets_axis
 
 __all__ = ["CrossNetwork", "VectorCrossNetwork"]
 
 
 class CrossNetwork(nn.Module):
-    """Crossed features of all fields, `(..., F, D)` to `(..., F * D)`.
+    """Crossed features of all fields, `(..., F, D)` to `(..., F * D)`, by one matrix per layer.
 
-    With `num_sets`, the input is `(M, B, F, D)` and every set has layers of its own.
-
-    >>> CrossNetwork(num_fields=3, dim=4, num_layers=2)(torch.zeros(5, 3, 4)).shape
-    torch.Size([5, 12])
+    With `num_sets`, the input is `(M, B, F, D)` and every set has its own layers.
     """
 
     def __init__(
         self, num_fields: int, dim: int, num_layers: int, *, num_sets: int | None = None
     ) -> None:
         super().__init__()
-        require(num_fields >= 1, f"num_fields must be at least 1, got num_fields={num_fields}")
-        require(dim >= 1, f"dim must be at least 1, got dim={dim}")
-        require(num_layers >= 1, f"num_layers must be at least 1, got num_layers={num_layers}")
+        require_sizes(num_fields=num_fields, dim=dim, num_layers=num_layers)
         width = num_fields * dim
-        sets = () if num_sets is None else (num_sets,)
+        sets = sets_axis(num_sets)
         self.num_sets = num_sets
         self.weight = nn.Parameter(torch.empty(*sets, num_layers, width, width))
         self.bias = nn.Parameter(torch.zeros(*sets, num_layers, width))
@@ -62,30 +48,25 @@ class CrossNetwork(nn.Module):
         first = filled_up(rows)  # x_0: (..., F * D), once for all layers
         weights, biases = filled_up(self.weight, dims=2), filled_up(self.bias)
         crossed = first
-        # unbind, not weight[l]: its backward is one stack, not a zero-filled copy a layer
+        # unbind, not weight[l]: its backward is one stack, not a zero-filled copy per layer
         for weight, bias in zip(weights.unbind(-3), biases.unbind(-2), strict=True):
             crossed = first * affine(crossed, weight, bias) + crossed
         return crossed[..., : rows.shape[-1]]
 
 
 class VectorCrossNetwork(nn.Module):
-    """Crossed features of all fields, `(..., F, D)` to `(..., F * D)`.
+    """Crossed features of all fields, `(..., F, D)` to `(..., F * D)`, by one vector per layer.
 
-    With `num_sets`, the input is `(M, B, F, D)` and every set has layers of its own.
-
-    >>> VectorCrossNetwork(num_fields=3, dim=4, num_layers=2)(torch.zeros(5, 3, 4)).shape
-    torch.Size([5, 12])
+    With `num_sets`, the input is `(M, B, F, D)` and every set has its own layers.
     """
 
     def __init__(
         self, num_fields: int, dim: int, num_layers: int, *, num_sets: int | None = None
     ) -> None:
         super().__init__()
-        require(num_fields >= 1, f"num_fields must be at least 1, got num_fields={num_fields}")
-        require(dim >= 1, f"dim must be at least 1, got dim={dim}")
-        require(num_layers >= 1, f"num_layers must be at least 1, got num_layers={num_layers}")
+        require_sizes(num_fields=num_fields, dim=dim, num_layers=num_layers)
         width = num_fields * dim
-        sets = () if num_sets is None else (num_sets,)
+        sets = sets_axis(num_sets)
         spread = (2.0 / (width + 1)) ** 0.5  # Xavier's, of a matrix with one column
         self.weight = nn.Parameter(spread * torch.randn(*sets, num_layers, width))
         self.bias = nn.Parameter(torch.zeros(*sets, num_layers, width))
@@ -93,7 +74,7 @@ class VectorCrossNetwork(nn.Module):
     def forward(self, embeddings: Tensor) -> Tensor:
         """Return the crossed features."""
         first = embeddings.flatten(-2)  # x_0: (..., F * D)
-        # in half precision the matrix product is, but not the sums that follow
+        # only the matrix product is in half precision, not the sums that follow
         products = (first @ self.weight.mT).to(first.dtype)  # w_l . x_0: (..., L)
         before = self.bias.cumsum(dim=-2) - self.bias  # c_l: ([M,] L, F * D)
         shifts = (self.weight * before).sum(dim=-1).unsqueeze(-2)  # w_l . c_l: ([M,] 1, L)

@@ -1,40 +1,31 @@
-"""Field-aware factorization machine: a field has another vector for each field it meets (Juan et al., 2016).
+"""Products of pairs of fields that know which fields meet.
 
-    sum over i < j of  v_i^j * v_j^i        elementwise
+    FieldAwareMachine       sum over i < j of    v_i^j * v_j^i         FFM (Juan et al., 2016)
+    FieldWeightedMachine    sum over i < j of    r_ij (v_i * v_j)      FwFM (Pan et al., 2018)
+    FieldWeightedPooling    sum over all i, j of w_ij (v_i * v_j)      NFwFM (Guo et al., 2024); i = j too
 
     v_i^j   the vector of field i for field j: a field's embedding holds those for all F fields,
             side by side, F D wide
-
-Only the vectors that meet are gathered: half of them, F (F - 1) / 2, on each side of the product.
-Summed over D it is the second-order term of the score.
-
-Products of fields with a weight for each pair of fields (Pan et al., 2018; Guo et al., 2024).
-
-    FieldWeightedMachine    sum over i < j of    r_ij (v_i * v_j)      elementwise; FwFM of Pan et al.
-    FieldWeightedPooling    sum over all i, j of w_ij (v_i * v_j)      i = j too; NFwFM of Guo et al.
-
-    r_ij    `strength`, one number a pair: the upper triangle of a matrix, row by row
+    r_ij    `strength`, one number per pair: the upper triangle of a matrix, row by row
     w_ij    `weight`, F x F
     with embedding sets, `strength[m]` and `weight[m]`
 
-Both are `sum over i of v_i * (W v)_i`: one matrix product over the fields of all rows of a batch, and
-nothing of F x F numbers a row.
+All products are elementwise; summed over D they are the second-order term of the score. The first gathers only
+the vectors that meet: half of them, F (F - 1) / 2, on each side of the product. The other two are
+`sum over i of v_i * (W v)_i`: one matrix product over the fields of all rows of a batch, without F x F
+numbers per row.
 """
 
 import torch
 from torch import Tensor, nn
 
-from rarebit.settings import require
+from rarebit.interactions.block import require_sizes, sets_axis
 
 __all__ = ["FieldAwareMachine", "FieldWeightedMachine", "FieldWeightedPooling"]
 
 
 class FieldAwareMachine(nn.Module):
-    """Sum of the elementwise products of all pairs of fields, `(..., F, F * D)` to `(..., D)`.
-
-    >>> FieldAwareMachine(num_fields=2, dim=1)(torch.tensor([[[1.0, 2.0], [3.0, 4.0]]]))  # 2*3
-    tensor([[6.]])
-    """
+    """Sum of the products of all pairs of fields, `(..., F, F * D)` to `(..., D)`."""
 
     forth: Tensor
     """Where v_i^j lies among a row's F x F vectors, for each i < j."""
@@ -43,8 +34,7 @@ class FieldAwareMachine(nn.Module):
 
     def __init__(self, num_fields: int, dim: int) -> None:
         super().__init__()
-        require(num_fields >= 1, f"num_fields must be at least 1, got num_fields={num_fields}")
-        require(dim >= 1, f"dim must be at least 1, got dim={dim}")
+        require_sizes(num_fields=num_fields, dim=dim)
         i, j = torch.triu_indices(num_fields, num_fields, offset=1)
         self.dim = dim
         self.register_buffer("forth", i * num_fields + j, persistent=False)
@@ -61,10 +51,7 @@ class FieldWeightedMachine(nn.Module):
     """Weighted sum of the products of all pairs of fields, `(..., F, D)` to `(..., D)`.
 
     It starts with all weights one, as a factorization machine. With `num_sets`, the input is
-    `(M, B, F, D)` and every set has weights of its own.
-
-    >>> FieldWeightedMachine(num_fields=3)(torch.tensor([[[1.0], [2.0], [3.0]]])).tolist()
-    [[11.0]]
+    `(M, B, F, D)` and every set has its own weights.
     """
 
     pair: Tensor
@@ -72,7 +59,7 @@ class FieldWeightedMachine(nn.Module):
 
     def __init__(self, num_fields: int, *, num_sets: int | None = None) -> None:
         super().__init__()
-        _check(num_fields)
+        require_sizes(num_fields=num_fields)
         i, j = torch.triu_indices(num_fields, num_fields, offset=1)
         num_pairs = len(i)
         pair = torch.full((num_fields, num_fields), num_pairs)
@@ -80,7 +67,7 @@ class FieldWeightedMachine(nn.Module):
         self.num_sets = num_sets
         self.register_buffer("pair", pair.flatten(), persistent=False)
         # NOTE[DIFF]: the paper does not say how r starts; here as FM, which is r = 1
-        self.strength = nn.Parameter(torch.ones(*_sets(num_sets), num_pairs))  # r
+        self.strength = nn.Parameter(torch.ones(*sets_axis(num_sets), num_pairs))  # r
 
     def forward(self, embeddings: Tensor) -> Tensor:
         """Return the pooled weighted products."""
@@ -92,17 +79,14 @@ class FieldWeightedMachine(nn.Module):
 class FieldWeightedPooling(nn.Module):
     """Weighted sum of the products of all fields with all fields, `(..., F, D)` to `(..., D)`.
 
-    With `num_sets`, the input is `(M, B, F, D)` and every set has weights of its own.
-
-    >>> FieldWeightedPooling(num_fields=3, num_sets=2)(torch.zeros(2, 5, 3, 4)).shape
-    torch.Size([2, 5, 4])
+    With `num_sets`, the input is `(M, B, F, D)` and every set has its own weights.
     """
 
     def __init__(self, num_fields: int, *, num_sets: int | None = None) -> None:
         super().__init__()
-        _check(num_fields)
+        require_sizes(num_fields=num_fields)
         self.num_sets = num_sets
-        self.weight = nn.Parameter(torch.randn(*_sets(num_sets), num_fields, num_fields))  # w
+        self.weight = nn.Parameter(torch.randn(*sets_axis(num_sets), num_fields, num_fields))  # w
 
     def forward(self, embeddings: Tensor) -> Tensor:
         """Return the pooled weighted products."""
@@ -115,11 +99,3 @@ def _pool(embeddings: Tensor, weight: Tensor, num_sets: int | None) -> Tensor:
     fields = embeddings.movedim(-2, first).flatten(first + 1)  # ([M,] F, B * D)
     pooled = (fields * (weight @ fields)).sum(dim=-2)  # ([M,] B * D)
     return pooled.reshape(*embeddings.shape[:-2], embeddings.shape[-1])
-
-
-def _check(num_fields: int) -> None:
-    require(num_fields >= 1, f"num_fields must be at least 1, got num_fields={num_fields}")
-
-
-def _sets(num_sets: int | None) -> tuple[int, ...]:
-    return () if num_sets is None else (num_sets,)

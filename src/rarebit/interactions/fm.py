@@ -1,32 +1,27 @@
-"""Factorization machine: all pairwise products of fields at once (Rendle, 2010).
+"""Factorization machine, and inner products of all pairs of fields.
 
-    sum over i < j of  v_i * v_j  =  1/2 [ (sum_i v_i)² - sum_i v_i² ]      elementwise, eq. (1) and lemma 3.1
+    FactorizationMachine    sum over i < j of  v_i * v_j  =  1/2 [ (sum_i v_i)² - sum_i v_i² ]
+    InnerProducts           p_ij = <v_i, v_j>      i < j
 
-The right side costs F D instead of F² D. Summed over D it is the second-order term of the score.
+The first is elementwise (Rendle, 2010, eq. 1 and lemma 3.1). Its right side costs F D instead of F² D. Summed
+over D it is the second-order term of the score.
 
-Inner products of all pairs of fields (Qu et al., 2016; Naumov et al., 2019).
-
-    p_ij = <v_i, v_j>      i < j
-
-One batched product gives all F² of them, of which the upper triangle is taken. Some fields may be
-kept beside the products: all in a product network, in DLRM the one vector of all numbers.
+The second is the product network's and DLRM's (Qu et al., 2016; Naumov et al., 2019): one batched product
+gives all F² of them, of which the upper triangle is taken. Some fields may be kept before the products: all in
+a product network, in DLRM the one vector of all numbers.
 """
 
 import torch
 from torch import Tensor, nn
 
+from rarebit.interactions.block import require_sizes
 from rarebit.settings import require
 
 __all__ = ["FactorizationMachine", "InnerProducts"]
 
 
 class FactorizationMachine(nn.Module):
-    """Sum of the elementwise products of all pairs of fields, `(..., F, D)` to `(..., D)`.
-
-    >>> import torch
-    >>> FactorizationMachine()(torch.tensor([[[1.0], [2.0], [3.0]]]))  # 1*2 + 1*3 + 2*3
-    tensor([[11.]])
-    """
+    """Sum of the elementwise products of all pairs of fields, `(..., F, D)` to `(..., D)`."""
 
     def forward(self, embeddings: Tensor) -> Tensor:
         """Return the pooled pairwise products."""
@@ -39,10 +34,7 @@ class InnerProducts(nn.Module):
     """The first `num_kept` fields side by side, then every pair's inner product.
 
     `(..., F, D)` to `(..., num_kept * D + F (F - 1) / 2)`. One field alone has no pair: its product
-    with itself stands in. Nothing is learned here, so sets need no parameters of their own.
-
-    >>> InnerProducts(num_fields=3, dim=1)(torch.tensor([[[2.0], [3.0], [5.0]]]))
-    tensor([[ 6., 10., 15.]])
+    with itself stands in. There are no parameters, so sets need nothing else.
     """
 
     places: Tensor
@@ -50,8 +42,7 @@ class InnerProducts(nn.Module):
 
     def __init__(self, num_fields: int, dim: int, *, num_kept: int = 0) -> None:
         super().__init__()
-        require(num_fields >= 1, f"num_fields must be at least 1, got num_fields={num_fields}")
-        require(dim >= 1, f"dim must be at least 1, got dim={dim}")
+        require_sizes(num_fields=num_fields, dim=dim)
         require(
             0 <= num_kept <= num_fields,
             f"num_kept must lie in [0, num_fields], got num_kept={num_kept} of {num_fields}",

@@ -5,15 +5,15 @@
 
     Q, K, V, R  the four parts of a layer's `weight`, all heads of one side by side
 
-These are the paper's equations. Its code has more: a relu and a bias on each of the four parts, a division
-by the root of a head's width, and layer norm at the end of a layer.
+These are the paper's equations. Its code adds a relu and a bias on each of the four parts, a division by the
+root of a head's width, and layer norm at the end of a layer.
 
-`OneResidual` is the form that the code of learned pruning trains (Liu et al., 2021), from pytorch-fm:
+`OneResidual` is the form in the code of learned pruning (Liu et al., 2021), from pytorch-fm:
 layers of torch's `MultiheadAttention`, which have biases, divide <Q e, K e> by the root of a head's
 width and mix the heads once more, between one projection at the start and one residual at the end.
 
 Q, K, V and R are one matrix product, sets one batched product. The weights a_ik are never stored
-where torch has a fused kernel for them: otherwise they are F² numbers a row, head and layer.
+where torch has a fused kernel for them: otherwise they are F² numbers per row, head and layer.
 """
 
 import math
@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from rarebit.interactions.block import require_sizes, sets_axis
 from rarebit.settings import require
 
 __all__ = ["OneResidual", "SelfAttention"]
@@ -30,10 +31,7 @@ __all__ = ["OneResidual", "SelfAttention"]
 class SelfAttention(nn.Module):
     """Layers of attention with a residual each, `(..., F, D)` to `(..., F * heads * head_dim)`.
 
-    With `num_sets`, the input is `(M, B, F, D)` and every set has layers of its own.
-
-    >>> SelfAttention(4, num_layers=2, num_heads=2, head_dim=3)(torch.zeros(5, 7, 4)).shape
-    torch.Size([5, 42])
+    With `num_sets`, the input is `(M, B, F, D)` and every set has its own layers.
     """
 
     def __init__(
@@ -73,10 +71,7 @@ class OneResidual(nn.Module):
 
         P, R  `project`, `residual`
 
-    With `num_sets`, the input is `(M, B, F, D)` and every set has layers of its own.
-
-    >>> OneResidual(4, num_layers=2, num_heads=2, head_dim=3)(torch.zeros(5, 7, 4)).shape
-    torch.Size([5, 42])
+    With `num_sets`, the input is `(M, B, F, D)` and every set has its own layers.
     """
 
     def __init__(
@@ -131,7 +126,7 @@ class SetLinear(nn.Module):
         num_sets: int | None = None,
     ) -> None:
         super().__init__()
-        sets = () if num_sets is None else (num_sets,)
+        sets = sets_axis(num_sets)
         bound = math.sqrt(6.0 / (width + units))  # Xavier's, of each part
         weight = torch.empty(*sets, parts * units, width).uniform_(-bound, bound)
         self.num_sets = num_sets
@@ -182,10 +177,7 @@ def _as_one_matrix_starts(layer: SetLinear) -> SetLinear:
 
 
 def _check(dim: int, num_layers: int, num_heads: int, head_dim: int, dropout: float) -> None:
-    require(dim >= 1, f"dim must be at least 1, got dim={dim}")
-    require(num_layers >= 1, f"num_layers must be at least 1, got num_layers={num_layers}")
-    require(num_heads >= 1, f"num_heads must be at least 1, got num_heads={num_heads}")
-    require(head_dim >= 1, f"head_dim must be at least 1, got head_dim={head_dim}")
+    require_sizes(dim=dim, num_layers=num_layers, num_heads=num_heads, head_dim=head_dim)
     require(
         0.0 <= dropout < 1.0,
         f"attention_dropout must lie in [0, 1), got attention_dropout={dropout}",

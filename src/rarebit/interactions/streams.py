@@ -1,14 +1,11 @@
-"""Concatenation: the fields side by side, for a network that finds the interactions itself.
+"""Features side by side: the fields themselves, several interactions, or two networks over the same fields.
 
-Several interactions of the same embeddings, side by side.
+    Concatenation    [v_1, ..., v_F], for a network that finds the interactions itself
+    Parallel         [ interaction_1(v), interaction_2(v), ... ]
+    TwoStreams       x = relu layers of [v_1, ..., v_F], y = other relu layers of the same (Mao et al., 2023)
 
-Two networks over the same fields, side by side (Mao et al., 2023, without feature selection).
-
-    x = relu layers of [v_1, ..., v_F]        `first`
-    y = other relu layers of the same         `second`
-
-What makes the streams differ in the paper is a gate on the fields of each. It is left out here, as
-the paper of multi-embedding does (Guo et al., 2024): the streams differ by how they start.
+In the paper of two streams, a gate on the fields makes them differ. It is left out here, as in the paper of
+multi-embedding (Guo et al., 2024): the streams differ by how they start.
 """
 
 from collections.abc import Sequence
@@ -29,7 +26,7 @@ class Concatenation(nn.Module):
 
 
 class Parallel(nn.Module):
-    """Each interaction's features, `(..., F, D)` to a tuple with one tensor an interaction."""
+    """Each interaction's features, `(..., F, D)` to a tuple with one tensor per interaction."""
 
     def __init__(self, *interactions: nn.Module) -> None:
         super().__init__()
@@ -43,12 +40,7 @@ class Parallel(nn.Module):
 class TwoStreams(nn.Module):
     """The features of both streams, `(..., F, D)` to `(..., X)` and `(..., Y)`.
 
-    With `num_sets`, the input is `(M, B, F, D)` and every set has streams of its own.
-
-    >>> import torch
-    >>> x, y = TwoStreams(12, (8, 6), (5,))(torch.zeros(2, 3, 4))
-    >>> x.shape, y.shape
-    (torch.Size([2, 6]), torch.Size([2, 5]))
+    With `num_sets`, the input is `(M, B, F, D)` and every set has its own streams.
     """
 
     def __init__(

@@ -1,28 +1,25 @@
-"""The fully connected part of a model.
-
-What all ranking models share: `score = head(backbone(batch)) + wide(batch)`.
+"""What all ranking models share: `score = head(backbone(batch)) + wide(batch)`.
 
     backbone    embeddings plus interaction: a batch to features, one tensor or several
-    head        features to one score a row
+    head        features to one score per row
     wide        first-order terms, optional
 
 Shapes: B batch, F fields, D width, M embedding sets.
 
-With `num_sets`, a backbone has M embeddings a field, each with an interaction of its own, and returns
-the mean of their features, tensor by tensor (multi-embedding: Guo et al., 2024). The M rows of a value
-lie side by side in one table: one lookup, whatever M is.
+With `num_sets`, a backbone has M embeddings per field, each with its own interaction, and returns the mean
+of their features, tensor by tensor (multi-embedding: Guo et al., 2024). The M rows of a value lie side by
+side in one table: one lookup, whatever M is.
 
-The set form of a model: what each embedding set has of its own, before the mean over sets.
+An interaction without a nonlinearity would make of M sets no more than one wide set. So `Network` puts the
+first hidden layer behind the interaction of each set, before the mean, and leaves the others to the head:
 
-    one set      features = interaction(v)                         head: all hidden layers
+    one set      features = interaction(v)                                  head: all hidden layers
     M sets       features = mean over m of block_m(interaction_m(v^m))      head: without the first
-
-An interaction without a nonlinearity would make of M sets no more than one wide set, so a layer is put
-behind each, and the head has one less (Guo et al., 2024).
 """
 
 import itertools
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, ClassVar, Self, TypedDict, Unpack
 
 import torch
@@ -37,70 +34,18 @@ from rarebit.settings import require
 from rarebit.tables.collection import TableCollection, TableInit
 from rarebit.tables.table import full_table
 
-__all__ = [
-    "MLP",
-    "Backbone",
-    "FirstOrder",
-    "RankingModel",
-    "TableOptions",
-    "settings_of",
-    "with_layer_a_set",
-]
-
-
-class MLP(nn.Module):
-    """Hidden layers of `Linear, [BatchNorm,] ReLU, [Dropout]` and one output, `(B, W)` to `(B,)`."""
-
-    def __init__(
-        self, width: int, hidden: Sequence[int], *, dropout: float = 0.0, batch_norm: bool = False
-    ) -> None:
-        super().__init__()
-        require(
-            all(units >= 1 for units in hidden), f"hidden layers need at least 1 unit, got {hidden}"
-        )
-        require(0.0 <= dropout < 1.0, f"dropout must lie in [0, 1), got dropout={dropout}")
-        layers: list[nn.Module] = []
-        for units in hidden:
-            layers.append(Linear(width, units))
-            if batch_norm:
-                layers.append(nn.BatchNorm1d(units))
-            layers.append(nn.ReLU())
-            if dropout:
-                layers.append(nn.Dropout(dropout))
-            width = units
-        self.layers = nn.Sequential(*layers, Linear(width, 1))
-
-    def forward(self, features: Tensor) -> Tensor:
-        """Return one number a row."""
-        score: Tensor = self.layers(features).squeeze(-1)
-        return score
+__all__ = ["MLP", "Backbone", "FirstOrder", "Network", "RankingModel", "TableOptions"]
 
 
 class TableOptions(TypedDict, total=False):
-    """How the tables of a model are made; each may be left out."""
+    """How the tables of a model are made; all keys are optional."""
 
     widths: Mapping[str, int]
-    """Fields whose tables have a width of their own, which is projected to the model's."""
+    """Fields whose tables have their own width, which is projected to the model's."""
     init: TableInit
     """How rows start: "normal", or "xavier" over all fields as one table."""
     std: float
-    """The spread of rows that start normal."""
-
-
-def settings_of(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings among the `locals()` of a model's constructor, plain: its first line.
-
-    >>> settings_of({"self": None, "schema": None, "dim": 4, "hidden": (8,), "tables": {"std": 0.1}})
-    {'dim': 4, 'hidden': [8], 'std': 0.1}
-    """
-    given = {**arguments, **arguments.get("tables", {})}
-    return {
-        name: list(value)
-        if isinstance(value, Iterable) and not isinstance(value, Mapping | str)
-        else value
-        for name, value in given.items()
-        if name not in ("self", "schema", "tables", "__class__")
-    }
+    """The standard deviation of rows that start normal."""
 
 
 class RankingModel(nn.Module):
@@ -123,13 +68,25 @@ class RankingModel(nn.Module):
         super().__init__()
         self.schema = schema
         self.settings = dict(settings)
-        """What the model was built with, so that it can be built again."""
+        """The constructor's arguments, so that the model can be built again."""
         self.backbone = backbone
         self.head = head
         self.wide = wide
 
+    @staticmethod
+    def settings_of(arguments: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the settings among the `locals()` of a model's constructor: its first line."""
+        given = {**arguments, **arguments.get("tables", {})}
+        return {
+            name: list(value)
+            if isinstance(value, Iterable) and not isinstance(value, Mapping | str)
+            else value
+            for name, value in given.items()
+            if name not in ("self", "schema", "tables", "__class__")
+        }
+
     def forward(self, batch: Batch) -> Tensor:
-        """Return one logit a row, `(B,)`."""
+        """Return one logit per row, `(B,)`."""
         score: Tensor = self.head(self.backbone(batch))
         return score if self.wide is None else score + self.wide(batch)
 
@@ -157,7 +114,7 @@ class RankingModel(nn.Module):
         )
         require(
             not own.tables.projections,
-            f"{name} has fields with widths of their own, whose rows all embedding sets would share; "
+            f"{name} has fields with their own widths, whose rows all embedding sets would share; "
             "build it without widths",
         )
         new.start_first_set_(own)
@@ -184,7 +141,12 @@ class Backbone(nn.Module):
         **tables: Unpack[TableOptions],
     ) -> None:
         super().__init__()
-        _check(schema, dim, num_sets)
+        require(dim >= 1, f"dim must be at least 1, got dim={dim}")
+        require(
+            num_sets is None or num_sets >= 1,
+            f"num_sets must be at least 1, got num_sets={num_sets}",
+        )
+        _require_tables(schema)
         width = dim * (num_sets or 1)
         num_numeric = len(schema.numeric_fields)
         self.num_sets = num_sets
@@ -219,7 +181,7 @@ class Backbone(nn.Module):
         return features.mean(dim=0)
 
     def _widen_bound_(self, dim: int) -> None:
-        """Start each set within Xavier's bound of a table of its own, not of one as wide as all sets."""
+        """Start each set within Xavier's bound of its own table, not of one as wide as all sets."""
         rows = sum(field.rows for field in self.tables.fields)
         with torch.no_grad():
             for table in self.tables.tables():
@@ -235,7 +197,7 @@ class Backbone(nn.Module):
                 self.numeric[:, : other.numeric.shape[1]] = other.numeric
 
     def refuse_equal_sets(self) -> None:
-        """Raise when two sets start with the same rows: nothing tells them apart."""
+        """Raise when two sets start with the same rows: they would never differ."""
         for field, table in zip(self.tables.fields, self.tables.tables(), strict=True):
             rows = full_table(table)
             if table.padding_idx is not None:
@@ -256,7 +218,7 @@ class FirstOrder(nn.Module):
 
     def __init__(self, schema: Schema, *, std: float = 0.01) -> None:
         super().__init__()
-        _check_tables(schema)
+        _require_tables(schema)
         self.tables = TableCollection(schema.table_fields, 1, std=std)
         num_numeric = len(schema.numeric_fields)
         self.register_parameter(
@@ -265,22 +227,14 @@ class FirstOrder(nn.Module):
         self.bias = nn.Parameter(torch.zeros(()))
 
     def forward(self, batch: Batch) -> Tensor:
-        """Return the sum of the weights of a row."""
+        """Return the sum of the weights of each row."""
         score: Tensor = self.tables(batch.ids).sum(dim=(1, 2)) + self.bias
         if self.numeric is None:
             return score
         return score + batch.numeric.to(self.numeric.dtype) @ self.numeric
 
 
-def _check(schema: Schema, dim: int, num_sets: int | None) -> None:
-    require(dim >= 1, f"dim must be at least 1, got dim={dim}")
-    require(
-        num_sets is None or num_sets >= 1, f"num_sets must be at least 1, got num_sets={num_sets}"
-    )
-    _check_tables(schema)
-
-
-def _check_tables(schema: Schema) -> None:
+def _require_tables(schema: Schema) -> None:
     require(
         len(schema.table_fields) > 0,
         "a ranking model needs at least one categorical or multi-valued field, got "
@@ -288,22 +242,62 @@ def _check_tables(schema: Schema) -> None:
     )
 
 
-def with_layer_a_set(
-    interaction: nn.Module,
-    width: int,
-    hidden: Sequence[int],
-    *,
-    num_sets: int | None,
-    dropout: float,
-    batch_norm: bool,
-) -> tuple[nn.Module, int, Sequence[int]]:
-    """Return an interaction, the width of its features, and the hidden layers left for the head.
+class MLP(nn.Module):
+    """Hidden layers of `Linear, [BatchNorm,] ReLU, [Dropout]` and one output, `(B, W)` to `(B,)`."""
 
-    >>> with_layer_a_set(nn.Identity(), 6, (8, 4), num_sets=None, dropout=0.0, batch_norm=False)
-    (Identity(), 6, (8, 4))
-    """
-    if num_sets is None:
-        return interaction, width, hidden
-    require(len(hidden) >= 1, "several embedding sets need a hidden layer each, got hidden=()")
-    block = Block(width, hidden[0], dropout=dropout, batch_norm=batch_norm, num_sets=num_sets)
-    return nn.Sequential(interaction, block), hidden[0], tuple(hidden[1:])
+    def __init__(
+        self, width: int, hidden: Sequence[int], *, dropout: float = 0.0, batch_norm: bool = False
+    ) -> None:
+        super().__init__()
+        require(
+            all(units >= 1 for units in hidden), f"hidden layers need at least 1 unit, got {hidden}"
+        )
+        require(0.0 <= dropout < 1.0, f"dropout must lie in [0, 1), got dropout={dropout}")
+        layers: list[nn.Module] = []
+        for units in hidden:
+            layers.append(Linear(width, units))
+            if batch_norm:
+                layers.append(nn.BatchNorm1d(units))
+            layers.append(nn.ReLU())
+            if dropout:
+                layers.append(nn.Dropout(dropout))
+            width = units
+        self.layers = nn.Sequential(*layers, Linear(width, 1))
+
+    def forward(self, features: Tensor) -> Tensor:
+        """Return one number per row."""
+        score: Tensor = self.layers(features).squeeze(-1)
+        return score
+
+
+@dataclass(frozen=True)
+class Network:
+    """The hidden layers behind an interaction; with embedding sets, the first is per set."""
+
+    hidden: Sequence[int]
+    dropout: float
+    batch_norm: bool
+    num_sets: int | None
+
+    def begin(self, interaction: nn.Module, width: int) -> nn.Module:
+        """Return the interaction, which has features of this width, with the first layer of each set."""
+        if self.num_sets is None:
+            return interaction
+        require(
+            len(self.hidden) >= 1, "several embedding sets need a hidden layer each, got hidden=()"
+        )
+        block = Block(
+            width,
+            self.hidden[0],
+            dropout=self.dropout,
+            batch_norm=self.batch_norm,
+            num_sets=self.num_sets,
+        )
+        return nn.Sequential(interaction, block)
+
+    def head(self, width: int) -> MLP:
+        """Return the layers that are left."""
+        hidden = self.hidden
+        if self.num_sets is not None:
+            width, hidden = hidden[0], tuple(hidden[1:])
+        return MLP(width, hidden, dropout=self.dropout, batch_norm=self.batch_norm)

@@ -8,11 +8,11 @@ The score of a row:
     w       `head.attention`
     MLP     `head.mlp` over the second feature; only where there are `hidden` layers: AutoInt+
 
-`residual` says where a field's own embedding is added to what it looked at: in "each" layer, as in the
+`residual` chooses where a field's own embedding is added to what it attends to: in "each" layer, as in the
 paper, or "once" behind the last, as in the code of learned pruning (Liu et al., 2021). `first_order` adds
 w_0 + sum_i w_i, as DeepCTR-Torch does: `wide`.
 
-With M embedding sets, attention and the network's first layer are one a set:
+With M embedding sets, attention and the network's first layer are per set:
 
     score = w . mean over m of [e_1^m, ..., e_F^m] + MLP( mean over m of block_m([v_1^m, ..., v_F^m]) )
 """
@@ -25,15 +25,7 @@ from torch import Tensor, nn
 from rarebit.data.schema import Schema
 from rarebit.interactions.self_attention import OneResidual, SelfAttention
 from rarebit.interactions.streams import Concatenation, Parallel
-from rarebit.models._base import (
-    MLP,
-    Backbone,
-    FirstOrder,
-    RankingModel,
-    TableOptions,
-    settings_of,
-    with_layer_a_set,
-)
+from rarebit.models._base import MLP, Backbone, FirstOrder, Network, RankingModel, TableOptions
 from rarebit.settings import require
 
 __all__ = ["AutoInt"]
@@ -42,7 +34,7 @@ _NEAR_ZERO = {"std": 1e-4, "wide_std": 1e-4}
 
 
 class AutoInt(RankingModel):
-    """Fields that look at each other, with a network beside them where there are hidden layers."""
+    """Fields that look at each other, and a network over them where there are hidden layers."""
 
     presets: ClassVar[Mapping[str, Mapping[str, Any]]] = {
         "pep": {
@@ -75,7 +67,7 @@ class AutoInt(RankingModel):
         num_sets: int | None = None,
         **tables: Unpack[TableOptions],
     ) -> None:
-        settings = settings_of(locals())
+        settings = self.settings_of(locals())
         require(0.0 <= dropout < 1.0, f"dropout must lie in [0, 1), got dropout={dropout}")
         num_fields = len(schema.fields)
         attention = SelfAttention if residual == "each" else OneResidual
@@ -91,16 +83,9 @@ class AutoInt(RankingModel):
         ]
         mlp = None
         if hidden:
-            deep, width, hidden = with_layer_a_set(
-                Concatenation(),
-                num_fields * dim,
-                hidden,
-                num_sets=num_sets,
-                dropout=dropout,
-                batch_norm=batch_norm,
-            )
-            branches.append(deep)
-            mlp = MLP(width, hidden, dropout=dropout, batch_norm=batch_norm)
+            network = Network(hidden, dropout=dropout, batch_norm=batch_norm, num_sets=num_sets)
+            branches.append(network.begin(Concatenation(), num_fields * dim))
+            mlp = network.head(num_fields * dim)
         super().__init__(
             schema,
             backbone=Backbone(schema, dim, Parallel(*branches), num_sets=num_sets, **tables),
@@ -111,7 +96,7 @@ class AutoInt(RankingModel):
 
 
 class AutoIntHead(nn.Module):
-    """A weighted sum of what the fields looked at, plus the network's score."""
+    """A weighted sum of the attended fields, plus the network's score."""
 
     def __init__(self, width: int, mlp: MLP | None) -> None:
         super().__init__()
@@ -119,6 +104,6 @@ class AutoIntHead(nn.Module):
         self.mlp = mlp
 
     def forward(self, features: tuple[Tensor, ...]) -> Tensor:
-        """Return one number a row."""
+        """Return one number per row."""
         score: Tensor = self.attention(features[0]).squeeze(-1)  # (B, F * H * A)
         return score if self.mlp is None else score + self.mlp(features[1])  # (B, F * D)

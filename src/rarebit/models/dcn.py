@@ -1,4 +1,4 @@
-"""DCN: a cross network beside a deep one (Wang et al., 2017).
+"""DCN: a cross network and a deep one (Wang et al., 2017).
 
 The score of a row:
 
@@ -10,7 +10,7 @@ The score of a row:
     h_L        `head.mlp` over the second feature, x_0
     w, b       `head.cross` for x_L, the last layer of `head.mlp` for h_L
 
-With M embedding sets, cross network and first layer are one a set and the rest is shared:
+With M embedding sets, cross network and first layer are per set and the rest is shared:
 
     score = w . [mean over m of x_L^m, h_L] + b        h_1 = mean over m of block_m(x_0^m)
 """
@@ -23,20 +23,13 @@ from torch import Tensor, nn
 from rarebit.data.schema import Schema
 from rarebit.interactions.cross import VectorCrossNetwork
 from rarebit.interactions.streams import Concatenation, Parallel
-from rarebit.models._base import (
-    MLP,
-    Backbone,
-    RankingModel,
-    TableOptions,
-    settings_of,
-    with_layer_a_set,
-)
+from rarebit.models._base import MLP, Backbone, Network, RankingModel, TableOptions
 
 __all__ = ["DCN"]
 
 
 class DCN(RankingModel):
-    """A cross network of one vector a layer and a deep network, side by side."""
+    """A cross network of one vector per layer and a deep network, side by side."""
 
     presets: ClassVar[Mapping[str, Mapping[str, Any]]] = {
         "mlet": {"num_layers": 2, "hidden": (128, 128), "std": 1e-4},
@@ -54,23 +47,16 @@ class DCN(RankingModel):
         num_sets: int | None = None,
         **tables: Unpack[TableOptions],
     ) -> None:
-        settings = settings_of(locals())
+        settings = self.settings_of(locals())
         num_fields = len(schema.fields)
         cross = VectorCrossNetwork(num_fields, dim, num_layers, num_sets=num_sets)
-        deep, width, hidden = with_layer_a_set(
-            Concatenation(),
-            num_fields * dim,
-            hidden,
-            num_sets=num_sets,
-            dropout=dropout,
-            batch_norm=batch_norm,
-        )
+        network = Network(hidden, dropout=dropout, batch_norm=batch_norm, num_sets=num_sets)
+        width = num_fields * dim
+        deep = network.begin(Concatenation(), width)
         super().__init__(
             schema,
             backbone=Backbone(schema, dim, Parallel(cross, deep), num_sets=num_sets, **tables),
-            head=DCNHead(
-                num_fields * dim, MLP(width, hidden, dropout=dropout, batch_norm=batch_norm)
-            ),
+            head=DCNHead(num_fields * dim, network.head(width)),
             settings=settings,
         )
 
@@ -84,7 +70,7 @@ class DCNHead(nn.Module):
         self.mlp = mlp
 
     def forward(self, features: tuple[Tensor, Tensor]) -> Tensor:
-        """Return one number a row."""
+        """Return one number per row."""
         crossed, fields = features  # (B, F * D) each; with sets, the second is a hidden layer
         score: Tensor = self.cross(crossed).squeeze(-1) + self.mlp(fields)
         return score

@@ -7,7 +7,7 @@ The score of a row:
     x_0        all fields side by side
     W_l, b_l   `backbone.interaction`
 
-With M embedding sets, cross network and first layer are one a set and the rest is shared (Guo et al.,
+With M embedding sets, cross network and first layer are per set and the rest is shared (Guo et al.,
 2024):
 
     score = MLP( mean over m of block_m(x_L^m) )
@@ -18,14 +18,7 @@ from typing import Any, ClassVar, Unpack
 
 from rarebit.data.schema import Schema
 from rarebit.interactions.cross import CrossNetwork
-from rarebit.models._base import (
-    MLP,
-    Backbone,
-    RankingModel,
-    TableOptions,
-    settings_of,
-    with_layer_a_set,
-)
+from rarebit.models._base import Backbone, Network, RankingModel, TableOptions
 
 __all__ = ["DCNv2"]
 
@@ -49,19 +42,16 @@ class DCNv2(RankingModel):
         num_sets: int | None = None,
         **tables: Unpack[TableOptions],
     ) -> None:
-        settings = settings_of(locals())
+        settings = self.settings_of(locals())
         num_fields = len(schema.fields)
-        interaction, width, hidden = with_layer_a_set(
-            CrossNetwork(num_fields, dim, num_layers, num_sets=num_sets),
-            num_fields * dim,
-            hidden,
-            num_sets=num_sets,
-            dropout=dropout,
-            batch_norm=batch_norm,
+        network = Network(hidden, dropout=dropout, batch_norm=batch_norm, num_sets=num_sets)
+        width = num_fields * dim
+        interaction = network.begin(
+            CrossNetwork(num_fields, dim, num_layers, num_sets=num_sets), width
         )
         super().__init__(
             schema,
             backbone=Backbone(schema, dim, interaction, num_sets=num_sets, **tables),
-            head=MLP(width, hidden, dropout=dropout, batch_norm=batch_norm),
+            head=network.head(width),
             settings=settings,
         )

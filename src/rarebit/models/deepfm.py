@@ -8,7 +8,7 @@ The score of a row:
     FM's second order  the first feature of `backbone`, summed in `head`
     MLP                `head.mlp` over the second feature: all fields side by side
 
-With M embedding sets, FM's second order and the network's first layer are one a set:
+With M embedding sets, FM's second order and the network's first layer are per set:
 
     score = mean over m of FM(v^m) + MLP( mean over m of block_m([v_1^m, ..., v_F^m]) )
 """
@@ -21,15 +21,7 @@ from torch import Tensor, nn
 from rarebit.data.schema import Schema
 from rarebit.interactions.fm import FactorizationMachine
 from rarebit.interactions.streams import Concatenation, Parallel
-from rarebit.models._base import (
-    MLP,
-    Backbone,
-    FirstOrder,
-    RankingModel,
-    TableOptions,
-    settings_of,
-    with_layer_a_set,
-)
+from rarebit.models._base import MLP, Backbone, FirstOrder, Network, RankingModel, TableOptions
 
 __all__ = ["DeepFM"]
 
@@ -61,20 +53,15 @@ class DeepFM(RankingModel):
         num_sets: int | None = None,
         **tables: Unpack[TableOptions],
     ) -> None:
-        settings = settings_of(locals())
-        deep, width, hidden = with_layer_a_set(
-            Concatenation(),
-            len(schema.fields) * dim,
-            hidden,
-            num_sets=num_sets,
-            dropout=dropout,
-            batch_norm=batch_norm,
-        )
+        settings = self.settings_of(locals())
+        network = Network(hidden, dropout=dropout, batch_norm=batch_norm, num_sets=num_sets)
+        width = len(schema.fields) * dim
+        deep = network.begin(Concatenation(), width)
         interaction = Parallel(FactorizationMachine(), deep)
         super().__init__(
             schema,
             backbone=Backbone(schema, dim, interaction, num_sets=num_sets, **tables),
-            head=DeepFMHead(MLP(width, hidden, dropout=dropout, batch_norm=batch_norm)),
+            head=DeepFMHead(network.head(width)),
             wide=FirstOrder(schema, std=wide_std),
             settings=settings,
         )
@@ -88,7 +75,7 @@ class DeepFMHead(nn.Module):
         self.mlp = mlp
 
     def forward(self, features: tuple[Tensor, Tensor]) -> Tensor:
-        """Return one number a row."""
+        """Return one number per row."""
         pairs, fields = features  # (B, D), (B, F * D)
         score: Tensor = pairs.sum(dim=-1) + self.mlp(fields)
         return score

@@ -1,4 +1,4 @@
-"""DLRM: numbers through a network of their own, then inner products of all vectors (Naumov et al., 2019).
+"""DLRM: numbers through their own network, then inner products of all vectors (Naumov et al., 2019).
 
 The score of a row:
 
@@ -10,7 +10,7 @@ The score of a row:
 
 Without numeric fields there is no v_0: the top sees the products of the tables' rows alone.
 
-With M embedding sets, the products and the top's first layer are one a set. The bottom's last layer is
+With M embedding sets, the products and the top's first layer are per set. The bottom's last layer is
 M times as wide and holds a vector for each set, as a row of a table does; its other layers are shared:
 
     score = top( mean over m of block_m([v_0^m, <v_0^m, v_1^m>, ...]) )
@@ -26,14 +26,7 @@ from rarebit.data.dataset import Batch
 from rarebit.data.schema import Schema
 from rarebit.interactions.block import Blocks
 from rarebit.interactions.fm import InnerProducts
-from rarebit.models._base import (
-    MLP,
-    Backbone,
-    RankingModel,
-    TableOptions,
-    settings_of,
-    with_layer_a_set,
-)
+from rarebit.models._base import Backbone, Network, RankingModel, TableOptions
 
 __all__ = ["DLRM"]
 
@@ -60,21 +53,15 @@ class DLRM(RankingModel):
         num_sets: int | None = None,
         **tables: Unpack[TableOptions],
     ) -> None:
-        settings = settings_of(locals())
+        settings = self.settings_of(locals())
         num_bottom = 1 if schema.numeric_fields else 0
         products = InnerProducts(len(schema.table_fields) + num_bottom, dim, num_kept=num_bottom)
-        interaction, width, hidden = with_layer_a_set(
-            products,
-            products.out_width,
-            hidden,
-            num_sets=num_sets,
-            dropout=dropout,
-            batch_norm=batch_norm,
-        )
+        network = Network(hidden, dropout=dropout, batch_norm=batch_norm, num_sets=num_sets)
+        interaction = network.begin(products, products.out_width)
         super().__init__(
             schema,
             backbone=DLRMBackbone(schema, dim, bottom, interaction, num_sets, **tables),
-            head=MLP(width, hidden, dropout=dropout, batch_norm=batch_norm),
+            head=network.head(products.out_width),
             settings=settings,
         )
 
@@ -92,7 +79,7 @@ class DLRMBackbone(Backbone):
         **tables: Unpack[TableOptions],
     ) -> None:
         super().__init__(schema, dim, interaction, num_sets=num_sets, **tables)
-        self.numeric = None  # no vector a number: the bottom takes their place
+        self.numeric = None  # the bottom replaces the vector per number
         num_numeric = len(schema.numeric_fields)
         widths = (*bottom, dim * (num_sets or 1))
         self.bottom = Blocks(num_numeric, widths) if num_numeric else None

@@ -4,7 +4,7 @@ The score of a row:
 
     score = MLP([v_1, ..., v_F])
 
-With M embedding sets, the first layer is one a set and the rest is shared (Guo et al., 2024):
+With M embedding sets, the first layer is per set and the rest is shared (Guo et al., 2024):
 
     score = MLP( mean over m of block_m([v_1^m, ..., v_F^m]) )
 """
@@ -14,14 +14,7 @@ from typing import Any, ClassVar, Unpack
 
 from rarebit.data.schema import Schema
 from rarebit.interactions.streams import Concatenation
-from rarebit.models._base import (
-    MLP,
-    Backbone,
-    RankingModel,
-    TableOptions,
-    settings_of,
-    with_layer_a_set,
-)
+from rarebit.models._base import Backbone, Network, RankingModel, TableOptions
 
 __all__ = ["DNN"]
 
@@ -44,18 +37,13 @@ class DNN(RankingModel):
         num_sets: int | None = None,
         **tables: Unpack[TableOptions],
     ) -> None:
-        settings = settings_of(locals())
-        interaction, width, hidden = with_layer_a_set(
-            Concatenation(),
-            len(schema.fields) * dim,
-            hidden,
-            num_sets=num_sets,
-            dropout=dropout,
-            batch_norm=batch_norm,
-        )
+        settings = self.settings_of(locals())
+        network = Network(hidden, dropout=dropout, batch_norm=batch_norm, num_sets=num_sets)
+        width = len(schema.fields) * dim
+        interaction = network.begin(Concatenation(), width)
         super().__init__(
             schema,
             backbone=Backbone(schema, dim, interaction, num_sets=num_sets, **tables),
-            head=MLP(width, hidden, dropout=dropout, batch_norm=batch_norm),
+            head=network.head(width),
             settings=settings,
         )

@@ -16,7 +16,7 @@ from typing import Any, ClassVar, Unpack
 
 from rarebit.data.schema import Schema
 from rarebit.interactions.field_pairs import FieldAwareMachine
-from rarebit.models._base import Backbone, FirstOrder, RankingModel, TableOptions, settings_of
+from rarebit.models._base import Backbone, FirstOrder, RankingModel, TableOptions
 from rarebit.models.fm import SumOfFeatures
 
 __all__ = ["FFM"]
@@ -44,7 +44,7 @@ class FFM(RankingModel):
         wide_std: float = 0.01,
         **tables: Unpack[TableOptions],
     ) -> None:
-        settings = settings_of(locals())
+        settings = self.settings_of(locals())
         num_fields = len(schema.fields)
         machine = FieldAwareMachine(num_fields, dim)
         super().__init__(

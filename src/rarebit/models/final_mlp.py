@@ -12,7 +12,7 @@ The score of a row:
 The paper's gates, which give each stream other fields, are not included: those who used the model for
 multi-embedding left them out.
 
-With M embedding sets, the streams are two a set and their features are averaged before the products:
+With M embedding sets, the streams are per set and their features are averaged before the products:
 
     x = mean over m of x^m        y = mean over m of y^m
 """
@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from rarebit.data.schema import Schema
 from rarebit.interactions.streams import TwoStreams
-from rarebit.models._base import Backbone, RankingModel, TableOptions, settings_of
+from rarebit.models._base import Backbone, RankingModel, TableOptions
 from rarebit.settings import require
 
 __all__ = ["FinalMLP"]
@@ -51,7 +51,7 @@ class FinalMLP(RankingModel):
         num_sets: int | None = None,
         **tables: Unpack[TableOptions],
     ) -> None:
-        settings = settings_of(locals())
+        settings = self.settings_of(locals())
         require(dim >= 1, f"dim must be at least 1, got dim={dim}")
         require(
             num_sets is None or bool(hidden),
@@ -89,7 +89,7 @@ class BilinearFusion(nn.Module):
         )
 
     def forward(self, streams: tuple[Tensor, Tensor]) -> Tensor:
-        """Return one number a row."""
+        """Return one number per row."""
         linear: Tensor = self.linear(torch.cat(streams, dim=-1)).squeeze(-1)
         x, y = (stream.unflatten(-1, (len(self.products), -1)) for stream in streams)  # (B, H, X)
         pulled = torch.einsum("bhx,hxy->bhy", x, self.products)

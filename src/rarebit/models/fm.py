@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from rarebit.data.schema import Schema
 from rarebit.interactions.fm import FactorizationMachine
-from rarebit.models._base import Backbone, FirstOrder, RankingModel, TableOptions, settings_of
+from rarebit.models._base import Backbone, FirstOrder, RankingModel, TableOptions
 
 __all__ = ["FM"]
 
@@ -38,7 +38,7 @@ class FM(RankingModel):
         wide_std: float = 0.01,
         **tables: Unpack[TableOptions],
     ) -> None:
-        settings = settings_of(locals())
+        settings = self.settings_of(locals())
         super().__init__(
             schema,
             backbone=Backbone(schema, dim, FactorizationMachine(), **tables),
@@ -52,5 +52,5 @@ class SumOfFeatures(nn.Module):
     """The sum over a row's features, `(B, D)` to `(B,)`."""
 
     def forward(self, features: Tensor) -> Tensor:
-        """Return one number a row."""
+        """Return one number per row."""
         return features.sum(dim=-1)

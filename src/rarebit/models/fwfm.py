@@ -15,7 +15,7 @@ from typing import ClassVar, Unpack
 
 from rarebit.data.schema import Schema
 from rarebit.interactions.field_pairs import FieldWeightedMachine
-from rarebit.models._base import Backbone, FirstOrder, RankingModel, TableOptions, settings_of
+from rarebit.models._base import Backbone, FirstOrder, RankingModel, TableOptions
 from rarebit.models.fm import SumOfFeatures
 
 __all__ = ["FwFM"]
@@ -26,7 +26,7 @@ class FwFM(RankingModel):
 
     why_no_sets: ClassVar[str] = (
         "it is linear in each field's embedding, so several sets are one set as wide as all, whose "
-        "parts have pair weights of their own"
+        "parts have their own pair weights"
     )
 
     def __init__(
@@ -37,7 +37,7 @@ class FwFM(RankingModel):
         wide_std: float = 0.01,
         **tables: Unpack[TableOptions],
     ) -> None:
-        settings = settings_of(locals())
+        settings = self.settings_of(locals())
         machine = FieldWeightedMachine(len(schema.fields))
         super().__init__(
             schema,

@@ -7,7 +7,7 @@ The score of a row:
     v_i, <v_i, v_j>   `backbone`
     MLP               `head`
 
-With M embedding sets, the products and the first layer are one a set and the rest is shared (Guo et
+With M embedding sets, the products and the first layer are per set and the rest is shared (Guo et
 al., 2024); without `flat_in_sets`, as their code was released, a set gives its products alone:
 
     score = MLP( mean over m of block_m([v_1^m, ..., v_F^m, <v_1^m, v_2^m>, ...]) )
@@ -18,14 +18,7 @@ from typing import Any, ClassVar, Unpack
 
 from rarebit.data.schema import Schema
 from rarebit.interactions.fm import InnerProducts
-from rarebit.models._base import (
-    MLP,
-    Backbone,
-    RankingModel,
-    TableOptions,
-    settings_of,
-    with_layer_a_set,
-)
+from rarebit.models._base import Backbone, Network, RankingModel, TableOptions
 
 __all__ = ["IPNN"]
 
@@ -52,21 +45,15 @@ class IPNN(RankingModel):
         num_sets: int | None = None,
         **tables: Unpack[TableOptions],
     ) -> None:
-        settings = settings_of(locals())
+        settings = self.settings_of(locals())
         num_fields = len(schema.fields)
         flat = num_sets is None or flat_in_sets
         products = InnerProducts(num_fields, dim, num_kept=num_fields if flat else 0)
-        interaction, width, hidden = with_layer_a_set(
-            products,
-            products.out_width,
-            hidden,
-            num_sets=num_sets,
-            dropout=dropout,
-            batch_norm=batch_norm,
-        )
+        network = Network(hidden, dropout=dropout, batch_norm=batch_norm, num_sets=num_sets)
+        interaction = network.begin(products, products.out_width)
         super().__init__(
             schema,
             backbone=Backbone(schema, dim, interaction, num_sets=num_sets, **tables),
-            head=MLP(width, hidden, dropout=dropout, batch_norm=batch_norm),
+            head=network.head(products.out_width),
             settings=settings,
         )

@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 from torch import nn
 
 from rarebit.data.schema import Schema
-from rarebit.models._base import FirstOrder, RankingModel, settings_of
+from rarebit.models._base import FirstOrder, RankingModel
 
 __all__ = ["LR"]
 
@@ -27,7 +27,7 @@ class LR(RankingModel):
     )
 
     def __init__(self, schema: Schema, *, wide_std: float = 0.01) -> None:
-        settings = settings_of(locals())
+        settings = self.settings_of(locals())
         super().__init__(
             schema,
             backbone=FirstOrder(schema, std=wide_std),

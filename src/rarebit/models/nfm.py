@@ -8,7 +8,7 @@ The score of a row:
     f          `backbone`: the paper's bi-interaction pooling, with its batch norm and dropout
     MLP        `head`
 
-With M embedding sets, pooling, norm, dropout and first layer are one a set and the rest is shared:
+With M embedding sets, pooling, norm, dropout and first layer are per set and the rest is shared:
 
     score = w_0 + sum_i w_i + MLP( mean over m of block_m(f^m) )
 """
@@ -21,15 +21,7 @@ from torch import Tensor, nn
 from rarebit.data.schema import Schema
 from rarebit.interactions.block import SetBatchNorm
 from rarebit.interactions.fm import FactorizationMachine
-from rarebit.models._base import (
-    MLP,
-    Backbone,
-    FirstOrder,
-    RankingModel,
-    TableOptions,
-    settings_of,
-    with_layer_a_set,
-)
+from rarebit.models._base import Backbone, FirstOrder, Network, RankingModel, TableOptions
 from rarebit.settings import require
 
 __all__ = ["NFM"]
@@ -54,27 +46,21 @@ class NFM(RankingModel):
         num_sets: int | None = None,
         **tables: Unpack[TableOptions],
     ) -> None:
-        settings = settings_of(locals())
+        settings = self.settings_of(locals())
         evened = Evened(dim, dropout=dropout, batch_norm=batch_norm, num_sets=num_sets)
-        interaction, width, hidden = with_layer_a_set(
-            nn.Sequential(FactorizationMachine(), evened),
-            dim,
-            hidden,
-            num_sets=num_sets,
-            dropout=dropout,
-            batch_norm=batch_norm,
-        )
+        network = Network(hidden, dropout=dropout, batch_norm=batch_norm, num_sets=num_sets)
+        interaction = network.begin(nn.Sequential(FactorizationMachine(), evened), dim)
         super().__init__(
             schema,
             backbone=Backbone(schema, dim, interaction, num_sets=num_sets, **tables),
-            head=MLP(width, hidden, dropout=dropout, batch_norm=batch_norm),
+            head=network.head(dim),
             wide=FirstOrder(schema, std=wide_std),
             settings=settings,
         )
 
 
 class Evened(nn.Module):
-    """Batch norm and dropout of pooled features, `(..., D)` to `(..., D)`; one norm a set."""
+    """Batch norm and dropout of pooled features, `(..., D)` to `(..., D)`; one norm per set."""
 
     def __init__(
         self, dim: int, *, dropout: float, batch_norm: bool, num_sets: int | None = None

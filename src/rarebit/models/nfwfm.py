@@ -9,7 +9,7 @@ The score of a row:
     MLP    `head`
 
 It is NFM with the weights of FwFM and without a linear term. With M embedding sets, pooling, norm,
-dropout and first layer are one a set and the rest is shared:
+dropout and first layer are per set and the rest is shared:
 
     score = MLP( mean over m of block_m(f^m) )
 """
@@ -21,14 +21,7 @@ from torch import nn
 
 from rarebit.data.schema import Schema
 from rarebit.interactions.field_pairs import FieldWeightedPooling
-from rarebit.models._base import (
-    MLP,
-    Backbone,
-    RankingModel,
-    TableOptions,
-    settings_of,
-    with_layer_a_set,
-)
+from rarebit.models._base import Backbone, Network, RankingModel, TableOptions
 from rarebit.models.nfm import Evened
 
 __all__ = ["NFwFM"]
@@ -52,20 +45,14 @@ class NFwFM(RankingModel):
         num_sets: int | None = None,
         **tables: Unpack[TableOptions],
     ) -> None:
-        settings = settings_of(locals())
+        settings = self.settings_of(locals())
         pooling = FieldWeightedPooling(len(schema.fields), num_sets=num_sets)
         evened = Evened(dim, dropout=dropout, batch_norm=batch_norm, num_sets=num_sets)
-        interaction, width, hidden = with_layer_a_set(
-            nn.Sequential(pooling, evened),
-            dim,
-            hidden,
-            num_sets=num_sets,
-            dropout=dropout,
-            batch_norm=batch_norm,
-        )
+        network = Network(hidden, dropout=dropout, batch_norm=batch_norm, num_sets=num_sets)
+        interaction = network.begin(nn.Sequential(pooling, evened), dim)
         super().__init__(
             schema,
             backbone=Backbone(schema, dim, interaction, num_sets=num_sets, **tables),
-            head=MLP(width, hidden, dropout=dropout, batch_norm=batch_norm),
+            head=network.head(dim),
             settings=settings,
         )

@@ -7,7 +7,7 @@ The score of a row:
     w_0, w_i   `wide`; crossed columns, where wanted, are fields of the data
     MLP        `head` over all fields side by side
 
-With M embedding sets, the network's first layer is one a set and the rest is shared, as in DNN:
+With M embedding sets, the network's first layer is per set and the rest is shared, as in DNN:
 
     score = w_0 + sum_i w_i + MLP( mean over m of block_m([v_1^m, ..., v_F^m]) )
 """
@@ -17,15 +17,7 @@ from typing import Any, ClassVar, Unpack
 
 from rarebit.data.schema import Schema
 from rarebit.interactions.streams import Concatenation
-from rarebit.models._base import (
-    MLP,
-    Backbone,
-    FirstOrder,
-    RankingModel,
-    TableOptions,
-    settings_of,
-    with_layer_a_set,
-)
+from rarebit.models._base import Backbone, FirstOrder, Network, RankingModel, TableOptions
 
 __all__ = ["WideDeep"]
 
@@ -49,19 +41,14 @@ class WideDeep(RankingModel):
         num_sets: int | None = None,
         **tables: Unpack[TableOptions],
     ) -> None:
-        settings = settings_of(locals())
-        interaction, width, hidden = with_layer_a_set(
-            Concatenation(),
-            len(schema.fields) * dim,
-            hidden,
-            num_sets=num_sets,
-            dropout=dropout,
-            batch_norm=batch_norm,
-        )
+        settings = self.settings_of(locals())
+        network = Network(hidden, dropout=dropout, batch_norm=batch_norm, num_sets=num_sets)
+        width = len(schema.fields) * dim
+        interaction = network.begin(Concatenation(), width)
         super().__init__(
             schema,
             backbone=Backbone(schema, dim, interaction, num_sets=num_sets, **tables),
-            head=MLP(width, hidden, dropout=dropout, batch_norm=batch_norm),
+            head=network.head(width),
             wide=FirstOrder(schema, std=wide_std),
             settings=settings,
         )

@@ -9,7 +9,7 @@ The score of a row:
     w_cin    `head.maps`
     MLP      `head.mlp` over the second feature: all fields side by side
 
-With M embedding sets, CIN and the network's first layer are one a set and the rest is shared (Guo et
+With M embedding sets, CIN and the network's first layer are per set and the rest is shared (Guo et
 al., 2024):
 
     score = w . x + w_cin . (mean over m of CIN_m(v^m))
@@ -24,21 +24,13 @@ from torch import Tensor, nn
 from rarebit.data.schema import Schema
 from rarebit.interactions.cin import CompressedInteraction
 from rarebit.interactions.streams import Concatenation, Parallel
-from rarebit.models._base import (
-    MLP,
-    Backbone,
-    FirstOrder,
-    RankingModel,
-    TableOptions,
-    settings_of,
-    with_layer_a_set,
-)
+from rarebit.models._base import MLP, Backbone, FirstOrder, Network, RankingModel, TableOptions
 
 __all__ = ["XDeepFM"]
 
 
 class XDeepFM(RankingModel):
-    """Explicit products of fields, found by CIN, beside a deep network."""
+    """Explicit products of fields, found by CIN, and a deep network."""
 
     presets: ClassVar[Mapping[str, Mapping[str, Any]]] = {
         "me": {
@@ -76,25 +68,18 @@ class XDeepFM(RankingModel):
         num_sets: int | None = None,
         **tables: Unpack[TableOptions],
     ) -> None:
-        settings = settings_of(locals())
+        settings = self.settings_of(locals())
         num_fields = len(schema.fields)
         maps = CompressedInteraction(
             num_fields, cin, relu=cin_relu, split_half=split_half, num_sets=num_sets
         )
-        deep, width, hidden = with_layer_a_set(
-            Concatenation(),
-            num_fields * dim,
-            hidden,
-            num_sets=num_sets,
-            dropout=dropout,
-            batch_norm=batch_norm,
-        )
+        network = Network(hidden, dropout=dropout, batch_norm=batch_norm, num_sets=num_sets)
+        width = num_fields * dim
+        deep = network.begin(Concatenation(), width)
         super().__init__(
             schema,
             backbone=Backbone(schema, dim, Parallel(maps, deep), num_sets=num_sets, **tables),
-            head=XDeepFMHead(
-                maps.out_width, MLP(width, hidden, dropout=dropout, batch_norm=batch_norm)
-            ),
+            head=XDeepFMHead(maps.out_width, network.head(width)),
             wide=FirstOrder(schema, std=wide_std) if first_order else None,
             settings=settings,
         )
@@ -109,7 +94,7 @@ class XDeepFMHead(nn.Module):
         self.mlp = mlp
 
     def forward(self, features: tuple[Tensor, Tensor]) -> Tensor:
-        """Return one number a row."""
+        """Return one number per row."""
         maps, fields = features  # (B, sum of H), (B, F * D)
         score: Tensor = self.maps(maps).squeeze(-1) + self.mlp(fields)
         return score
