@@ -1,7 +1,7 @@
-"""What a test may need beyond the package: a GPU, a data set, an optional package.
+"""What a test may need beyond the package: a GPU, a data set, an optional package, time.
 
-A test marked here is skipped where the capability is missing, and the skip names it; the summary at
-the end of a run lists what was not exercised.
+A test marked here is skipped where the capability is missing, and the reason names it; the summary
+at the end of a run lists every capability that was not exercised.
 
     @needs_cuda
     def test_on_the_gpu(): ...
@@ -13,7 +13,9 @@ the end of a run lists what was not exercised.
 
 import importlib.util
 import os
+from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -51,3 +53,16 @@ def real_data(name: str) -> Path:
 
 
 needs_cuda = needs("CUDA", torch.cuda.is_available(), "no CUDA device is visible")
+
+
+def slow_after(cases: Iterable[Any], quick: int = 1) -> list[Any]:
+    """Return the cases of a parametrised test: the first ones always run, the others are slow tests.
+
+    @pytest.mark.parametrize("name", slow_after(["dcn_v2", "deepfm", "fm"]))
+    """
+    cases = list(cases)
+    slow = [
+        pytest.param(*(case if isinstance(case, tuple) else (case,)), marks=pytest.mark.slow)
+        for case in cases[quick:]
+    ]
+    return [*cases[:quick], *slow]

@@ -2,16 +2,16 @@
 
 import doctest
 import functools
-import os
 import re
 import shlex
-import subprocess
-import sys
 import tomllib
 from pathlib import Path
 from typing import NamedTuple
 
 import pytest
+from typer.testing import CliRunner
+
+from rarebit.cli.app import app
 
 ROOT = Path(__file__).resolve().parent.parent
 README = ROOT / "README.md"
@@ -98,11 +98,10 @@ def leading(words: list[str]) -> tuple[str, ...]:
 @functools.cache
 def help_of(words: tuple[str, ...]) -> str:
     """Return the help of a subcommand; an unknown one is an error."""
-    environment = os.environ | {"PYTHONPATH": str(ROOT / "src"), "COLUMNS": "200", "NO_COLOR": "1"}
-    command = [sys.executable, "-m", "rarebit", *words, "--help"]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, f"rarebit {' '.join(words)}: {done.stderr.strip()}"
-    return done.stdout
+    environment = {"COLUMNS": "200", "NO_COLOR": "1", "TERM": "dumb"}
+    done = CliRunner().invoke(app, [*words, "--help"], env=environment)
+    assert done.exit_code == 0, f"rarebit {' '.join(words)}: {done.output.strip()}"
+    return done.output
 
 
 def unknown_options(words: list[str], help_text: str) -> list[str]:

@@ -6,6 +6,7 @@ from rarebit.bench import _steps, checkpoint
 from rarebit.bench._frame import measure
 
 
+@pytest.mark.slow
 def test_the_figures_of_a_checkpoint(monkeypatch):
     monkeypatch.setattr(checkpoint, "STEPS", 2)
     monkeypatch.setattr(checkpoint, "lazy_deepfm", lambda n: _steps.lazy_deepfm(n, rows=4000))

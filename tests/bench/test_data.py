@@ -215,6 +215,7 @@ def test_figures_are_medians():
     assert (figures["rows"], figures["rows_per_second"]) == (1000, 500)
 
 
+@pytest.mark.slow
 @needs_package("polars")
 @needs_package("pandas")
 def test_both_sides_are_measured_and_the_folder_is_read(tmp_path):

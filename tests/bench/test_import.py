@@ -15,6 +15,7 @@ def test_a_fresh_process_imports_this_rarebit():
     assert Path(printed.strip()) == Path(rarebit.__file__)
 
 
+@pytest.mark.slow
 def test_a_process_that_fails_is_an_error():
     with pytest.raises(subprocess.CalledProcessError):
         import_._python("import rarebit.nowhere")

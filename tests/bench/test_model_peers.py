@@ -102,6 +102,7 @@ def test_rounds_take_turns_and_use_each_librarys_python(model_peers, monkeypatch
     assert asked == once + once[::-1]
 
 
+@pytest.mark.slow
 def test_ours_trains_the_model_it_is_asked_for(model_peers, monkeypatch, tmp_path):
     monkeypatch.setenv("PYTHONPATH", str(ROOT / "src"))
     peers = sys.modules["peers"]

@@ -13,6 +13,7 @@ from rarebit.codes.packed import Pack, save_packed
 from rarebit.codes.packed_lookup import packed_kernel
 
 
+@pytest.mark.slow
 def test_a_small_bench(monkeypatch):
     monkeypatch.setattr(packed, "ROWS", 5000)
     monkeypatch.setattr(packed, "BATCH", 8)
@@ -49,6 +50,7 @@ def test_page_faults_tell_whether_memory_is_new():
     assert packed._page_faults(lambda: torch.ones(1 << 24)) > 100
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason=reason("Linux", "no /proc"))
 def test_a_process_tells_what_it_keeps_of_a_table(tmp_path):
     weight = torch.randn(100_000, 64)

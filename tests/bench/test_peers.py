@@ -81,6 +81,7 @@ def test_the_ceiling_is_that_of_the_true_chances(job):
     assert job[1].ceiling()["auc"] == pytest.approx(pairs.mean(), abs=1e-12)
 
 
+@pytest.mark.slow
 @pytest.mark.threads(2)
 def test_ours_is_what_fit_gives(job, splits, monkeypatch):
     folder, held_out = job
@@ -101,6 +102,7 @@ def test_ours_is_what_fit_gives(job, splits, monkeypatch):
     assert result["settings"]["fit"]["batch_size"] == 256
 
 
+@pytest.mark.slow
 def test_a_script_that_fails_is_told(job, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", str(ROOT / "src"))
     side = peers.Side("rarebit", {"no_such_setting": 1}, "wrong")

@@ -34,6 +34,7 @@ def test_the_figures_of_row_gradients(short):
     assert figures["ratio"] == pytest.approx(figures["rule_ms"] / figures["plain_ms"])
 
 
+@pytest.mark.slow
 def test_the_figures_of_averages(short):
     figures = ema.run(lambda line: None)
     assert figures["ratio"] == pytest.approx(figures["torch_ms"] / figures["ema_ms"])

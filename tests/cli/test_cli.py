@@ -149,6 +149,7 @@ def test_a_run_whose_last_epoch_was_the_best_says_so(call):
     assert "more of them may be better" in out
 
 
+@pytest.mark.slow
 def test_demo_says_what_to_try_next(call):
     code, out, _ = call("demo", "--rows", "2000", "--seeds", "1")
     assert code == 0
@@ -219,6 +220,7 @@ def test_a_model_is_refused_for_other_data(call):
     assert (code, "the model was built for other data" in err) == (2, True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_a_run_that_is_stopped_says_how_to_go_on_and_does(tmp_path, number, code):
     seen, returned = stop_in_epoch_2(tmp_path, number)

@@ -565,6 +565,7 @@ def interrupt(folder, pattern, *words):
     return process.returncode, err
 
 
+@pytest.mark.slow
 def test_an_interrupted_preparation_leaves_nothing(tmp_path, long_log):
     words = ["data", "prepare", long_log, "--label", "click", "--out", "here"]
     code, err = interrupt(tmp_path, ".here.*", *words)
@@ -572,6 +573,7 @@ def test_an_interrupted_preparation_leaves_nothing(tmp_path, long_log):
     assert [path.name for path in tmp_path.iterdir()] == [long_log]
 
 
+@pytest.mark.slow
 def test_interrupted_scoring_leaves_nothing(call, log, long_log, tmp_path):
     prepare(call, log, "--label", "click", "--out", "here")
     train(call, "--data", "here", "--out", "run")

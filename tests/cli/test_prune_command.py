@@ -170,6 +170,7 @@ def test_nothing_is_asked_for_beside_resume(call, option):
     assert f"{option} has no place beside --resume: the pruning in the folder has its own" in err
 
 
+@pytest.mark.slow
 def test_learned_thresholds_may_be_given_more_epochs(call):
     learned = ["--methods", "pep:init=-4.0", "--set", "training.threshold_weight_decay=0.01"]
     words = ["prune", "--budgets", "1000", "--prune-epochs", "1", *learned, *SMALL, "--no-plots"]
@@ -181,6 +182,7 @@ def test_learned_thresholds_may_be_given_more_epochs(call):
     assert rb.load_ticket("here/pruning/tickets/1000").num_kept <= 1000
 
 
+@pytest.mark.slow
 def test_a_schedule_ends_where_it_was_going_to(call):
     code, *_ = call("prune", "--budgets", "1000", *SMALL, "--no-plots", "--out", "here")
     assert code == 0
@@ -247,6 +249,7 @@ def interrupted(folder, words, sign):
     return seen, process.wait()
 
 
+@pytest.mark.slow
 def test_a_pruning_that_is_stopped_says_how_to_go_on_and_does(tmp_path):
     words = [
         "--model", "fm", "--set", "model.dim=4", "--set", "data.rows=1500", "--epochs", "8",

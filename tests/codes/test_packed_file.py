@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from capabilities import reason
+from capabilities import reason, slow_after
 from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import save_file
@@ -238,7 +238,7 @@ def test_integers_need_a_scale(tmp_path):
             load_packed(tmp_path / "bad")
 
 
-@pytest.mark.parametrize(("kept", "bits"), [(0.1, None), (0.9, None), (0.1, 8)])
+@pytest.mark.parametrize(("kept", "bits"), slow_after([(0.1, 8), (0.1, None), (0.9, None)]))
 def test_a_thousand_mutations_are_refused_or_harmless(kept, bits, tmp_path):
     table = Pack(bits=bits).wrap(dense(sparse_weight(70, 9, kept), padding_idx=2))
     good = save_packed(table, tmp_path / "table").read_bytes()
@@ -287,6 +287,7 @@ print(resident() - before, float(rows.double().sum()))
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason=reason("Linux", "no /proc"))
 def test_a_fresh_process_needs_little_memory(tmp_path):
     weight = sparse_weight(400_000, 32, 0.01)

@@ -9,7 +9,7 @@ import warnings
 
 import pytest
 import torch
-from capabilities import needs_cuda
+from capabilities import needs_cuda, slow_after
 from contract import model_checks as checks
 from torch import Tensor, nn
 from torch.testing import assert_close
@@ -95,7 +95,12 @@ def service():
 
 
 @pytest.mark.parametrize(
-    ("name", "num_sets"), [*((name, None) for name in model_names()), ("deepfm", 2), ("autoint", 3)]
+    ("name", "num_sets"),
+    slow_after(
+        [("dcn_v2", None), ("deepfm", 2), ("autoint", 3)]
+        + [(name, None) for name in model_names() if name != "dcn_v2"],
+        quick=2,
+    ),
 )
 def test_an_exported_model_scores_the_same_without_rarebit(name, num_sets, service, tmp_path):
     model, batch = build(name, num_sets).eval(), checks.make_batch(ROWS)

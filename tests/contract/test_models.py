@@ -27,7 +27,12 @@ SMALL = {
 
 every_model = pytest.mark.parametrize("name", model_names())
 every_check = pytest.mark.parametrize(
-    "check", checks.all_checks().values(), ids=checks.all_checks()
+    "check",
+    [
+        pytest.param(check, marks=pytest.mark.slow) if check is checks.check_compile else check
+        for check in checks.all_checks().values()
+    ],
+    ids=checks.all_checks(),
 )
 
 
@@ -57,6 +62,10 @@ def test_all_models_are_found():
 @every_check
 def test_contract(name, check):
     check(maker(name))
+
+
+def test_a_model_compiles():
+    checks.check_compile(maker("deepfm"))
 
 
 @pytest.mark.parametrize("name", with_setting("num_sets"))

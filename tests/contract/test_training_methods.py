@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from capabilities import slow_after
 from contract.test_methods import TRAINING_METHODS, method_of
 from torch import nn
 
@@ -89,7 +90,7 @@ def test_a_trained_model_is_left_as_a_plain_one(name):
 
 
 @every_training_method
-@pytest.mark.parametrize("call", [2, 5, 8])
+@pytest.mark.parametrize("call", slow_after([5, 2, 8]))
 def test_a_run_that_was_stopped_goes_on_to_the_same_bits(name, call, tmp_path):
     whole, history = train(method_of(name))
     with pytest.raises(TrainingInterrupted):

@@ -96,6 +96,7 @@ def small_chunks(patch, chunk):
     patch.setattr(co_occurrence, "ROWS", 2)
 
 
+@pytest.mark.slow
 @pytest.mark.threads(2)
 @given(
     records=RECORDS,
@@ -116,6 +117,7 @@ def test_counts_in_records_equal_a_loop_over_them(records, top_items, memory, ch
         assert dense(found, field.name) == wanted
 
 
+@pytest.mark.slow
 @given(
     texts=TEXTS,
     top_items=st.integers(1, 8),

@@ -100,7 +100,16 @@ def test_borders_of_chunks_move_from_epoch_to_epoch():
     assert starts == set(range(20))
 
 
-@pytest.mark.parametrize("sizes", [(50, 7, 2), (48, 8, 1), (50, 50, 1), (50, 1, 3), (50, 30, 1)])
+SIZES = [
+    (50, 7, 2),
+    pytest.param((48, 8, 1), marks=pytest.mark.slow),
+    (50, 50, 1),
+    pytest.param((50, 1, 3), marks=pytest.mark.slow),
+    (50, 30, 1),
+]
+
+
+@pytest.mark.parametrize("sizes", SIZES)
 def test_a_row_is_read_at_any_time_equally_often(sizes):
     when = np.argsort(orders(3000, *sizes), axis=1)
     for row in (0, 1, 24, sizes[0] - 1):

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from capabilities import slow_after
 
 pl = pytest.importorskip("polars", reason="capability: package polars: it is not installed")
 
@@ -313,10 +314,10 @@ if when == "between renames":
     pathlib.Path.rename = rename
 prepare(log, out, label="click", overwrite=bool(overwrite), progress=progress)
 """
-MOMENTS = ["reading", "counting", "writing", "manifest", "renaming", "between renames"]
+MOMENTS = ["writing", "reading", "counting", "manifest", "renaming", "between renames"]
 
 
-@pytest.mark.parametrize("when", MOMENTS)
+@pytest.mark.parametrize("when", slow_after(MOMENTS))
 def test_a_killed_run_leaves_nothing_that_opens(tmp_path, when):
     write_log(tmp_path / "log.csv", [])
     overwrite = when == "between renames"

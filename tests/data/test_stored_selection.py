@@ -145,6 +145,7 @@ print(tensors(ask(Path(sys.argv[1]))))
 """
 
 
+@pytest.mark.slow
 def test_several_processes_at_once_leave_one_that_is_whole(tmp_path):
     command = [sys.executable, "-c", PROGRAM, str(tmp_path), str(Path(__file__).parents[1])]
     environment = os.environ | {"PYTHONPATH": str(Path(rb.__file__).parents[1])}

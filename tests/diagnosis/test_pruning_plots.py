@@ -40,6 +40,7 @@ def insight_of(*shares, scans=2, models=True):
     )
 
 
+@pytest.mark.slow
 def test_every_kind_of_figure_has_an_image(tmp_path):
     files = write_insight(insight_of(0.5, 0.1), tmp_path)
     names = [

@@ -22,7 +22,8 @@ TRAININGS = {"tied_language_model": 2}
 
 each = pytest.mark.parametrize(
     "name",
-    [pytest.param(name, marks=needs_package(NEEDS[name])) for name in NEEDS] + OURS,
+    [pytest.param(name, marks=[pytest.mark.slow, needs_package(NEEDS[name])]) for name in NEEDS]
+    + [name if name == "own_loop" else pytest.param(name, marks=pytest.mark.slow) for name in OURS],
 )
 
 
@@ -83,6 +84,7 @@ def test_own_loop_explains_an_item():
     )
 
 
+@pytest.mark.slow
 def test_both_processes_have_the_same_table():
     assert "the tables of both processes are equal: True" in run("ddp")
 
@@ -100,6 +102,7 @@ def test_one_line_is_changed(name):
     assert re.search(r"# the only changed line; it was (loss\.|self\.manual_)backward\(", line)
 
 
+@pytest.mark.slow
 @needs_package("lightning")
 @pytest.mark.filterwarnings("ignore")  # of lightning's own
 def test_a_lightning_checkpoint_holds_the_transfer(tmp_path):

@@ -85,6 +85,7 @@ VALUES = st.fixed_dictionaries(
 )
 
 
+@pytest.mark.slow
 @settings(max_examples=300)
 @given(first=st.none() | st.integers(1, 10**9), values=VALUES)
 def test_the_text_of_any_settings_is_read_back(toy_methods, first, values):

@@ -119,6 +119,7 @@ def test_the_toy_draws_tables_as_the_paper_says():
     assert 50 < len(many.met[:, 0].unique(dim=0)) <= 100
 
 
+@pytest.mark.slow
 def test_a_table_beside_three_values_collapses_and_beside_many_does_not(ran):
     sizes = ["--values", "50", "--dim", "10", "--iterations", "2000", "--seeds", "4"]
     stored, printed = ran("toy", *sizes, "--sizes", "3,50")
@@ -272,6 +273,7 @@ def test_the_released_penalty_is_on_the_weights_before_their_scale():
     assert float(penalty().detach()) == pytest.approx(expected, rel=1e-5)
 
 
+@pytest.mark.slow
 def test_a_strong_penalty_makes_rotations_and_stays_out_of_the_loss(ran):
     stored, _ = ran(
         "regularised", *TINY, "--widths", "4", "--weight", "0.1", "--epochs", "4", "--lr", "0.01"

@@ -105,6 +105,7 @@ def test_perplexity_is_that_of_a_loop_over_words(text):
         assert found[side] == pytest.approx(math.exp(sum(values) / len(values)), rel=1e-5)
 
 
+@pytest.mark.slow
 def test_the_model_learns_more_than_how_frequent_words_are():
     text = text_of.make_text()
     chance = text.counts / text.counts.sum()
@@ -271,6 +272,7 @@ def test_all_arms_are_compared_and_stored(tmp_path, capsys):
     assert "starts" not in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_what_time_does_not_allow_is_missing_and_made_later(tmp_path, capsys):
     chosen = [*SMALL, "--arms", "baseline,cosreg-sum", "--out", str(tmp_path)]
     none = wikitext.main([*chosen, "--minutes", "0"])
@@ -354,6 +356,7 @@ def test_recorded_steps_train_as_ordinary_ones(text, monkeypatch):
     assert ours["ledger"]["steps"] == theirs["ledger"]["steps"]
 
 
+@pytest.mark.slow
 def test_mistakes_of_the_user_are_told(tmp_path, capsys):
     with pytest.raises(SystemExit):
         wikitext.main(["--small", "--arms", "baseline,cosrge"])

@@ -91,6 +91,7 @@ def ensemble(tmp_path_factory):
     return folder, result.cells[0]
 
 
+@pytest.mark.slow
 def test_an_ensemble_is_the_mean_of_runs_with_seeds_of_their_own(ensemble):
     folder, cell = ensemble
     labels = generate(SyntheticLog(rows=1500)).test.label
@@ -118,12 +119,14 @@ def test_an_ensemble_is_the_mean_of_runs_with_seeds_of_their_own(ensemble):
     assert not cell.missing
 
 
+@pytest.mark.slow
 def test_the_scores_that_are_averaged_are_those_of_all_models(ensemble):
     _, cell = ensemble
     [rows] = cell.rows.values()
     assert rows.low < rows.high
 
 
+@pytest.mark.slow
 def test_the_table_of_sides_has_the_abundance(ensemble):
     _, cell = ensemble
     table = side_table(cell)
@@ -159,6 +162,7 @@ def test_each_embedding_set_has_an_abundance_of_its_own():
     assert mean_abundance(model) == pytest.approx(np.mean(each))
 
 
+@pytest.mark.slow
 def test_stored_runs_are_held_against_any_side_of_theirs(ensemble):
     _, cell = ensemble
     other = cell.against("baseline")

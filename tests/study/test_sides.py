@@ -91,6 +91,7 @@ def test_a_narrow_control_is_the_smallest_that_has_the_bytes(name):
     assert check_narrow("low-rank,hashing,hashing+low-rank", {"name": name}, 0.5) == 3
 
 
+@pytest.mark.slow
 @hypothesis.settings(max_examples=20)
 @hypothesis.given(
     st.sampled_from(["fm", "deepfm", "ffm"]),

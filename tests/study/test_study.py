@@ -152,6 +152,7 @@ def test_a_finished_run_leaves_its_result_and_scores(first, runs_made):
     assert StudyPlan.from_mapping(PLAN) == rb.StudyPlan.from_mapping(first[1].plan)
 
 
+@pytest.mark.slow
 def test_a_time_that_is_over_loses_nothing_and_one_worker_gives_the_same(
     first, tmp_path, computed, runs_made
 ):
@@ -165,6 +166,7 @@ def test_a_time_that_is_over_loses_nothing_and_one_worker_gives_the_same(
     assert computed(tmp_path) == computed(first[0])
 
 
+@pytest.mark.slow
 def test_a_run_under_way_is_stopped_when_the_time_is_over(tmp_path, runs_made):
     endless = {"epochs": 1_000_000, "patience": None, "batch_size": 256}
     values = {"methods": "baseline", "training": endless, "seeds": 1}
@@ -193,6 +195,7 @@ class Told(StudySilence):
         self.failed[name] = why
 
 
+@pytest.mark.slow
 def test_more_seeds_and_another_method_make_the_new_runs_only(first, copy, runs_made):
     old = {path: path.read_bytes() for path in copy.glob("runs/*/result.json")}
     told = Told()
@@ -251,6 +254,7 @@ class Killer(Told):
 KILLED, FAILING, FINE = ("narrow:dim=2", 0), ("low-rank:rank=1", 1), ("hashing:buckets=3000", 1)
 
 
+@pytest.mark.slow
 def test_runs_that_fail_are_told_the_others_made_and_the_next_call_tries_again(
     first, copy, computed, runs_made
 ):
@@ -368,6 +372,7 @@ def test_a_folder_that_cannot_be_made_is_told(tmp_path):
         compare(tmp_path / "file" / "study")
 
 
+@pytest.mark.slow
 def test_nothing_of_how_a_run_was_pruned_is_left(tmp_path):
     result = compare(tmp_path, methods="pruned:keep=500", seeds=1)
     assert {len(side.runs) for side in result.cells[0].sides} == {1}

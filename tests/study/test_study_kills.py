@@ -124,6 +124,7 @@ def interrupt_after_a_run(folder):
     return process.returncode, told
 
 
+@pytest.mark.slow
 def test_a_study_that_is_killed_and_interrupted_ends_with_the_same_numbers(
     tmp_path, undisturbed, computed, runs_made
 ):

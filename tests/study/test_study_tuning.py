@@ -98,6 +98,7 @@ def runs_in(folder):
     return found
 
 
+@pytest.mark.slow
 def test_every_side_has_as_many_tuning_runs(tuned):
     folder, result = tuned
     found = runs_in(folder)
@@ -111,6 +112,7 @@ def test_every_side_has_as_many_tuning_runs(tuned):
             assert seeds.keys() >= set(range(TUNING_SEEDS))
 
 
+@pytest.mark.slow
 def test_the_pick_is_the_best_mean_on_validation_rows_of_the_tuning_seeds(tuned):
     folder, result = tuned
     for name, trials in runs_in(folder).items():
@@ -126,6 +128,7 @@ def test_the_pick_is_the_best_mean_on_validation_rows_of_the_tuning_seeds(tuned)
         assert [tried for tried in trials if len(trials[tried]) > TUNING_SEEDS] == [best]
 
 
+@pytest.mark.slow
 def test_all_trials_are_told_with_what_picked_them(tuned):
     folder, result = tuned
     for name, trials in runs_in(folder).items():
@@ -148,6 +151,7 @@ def test_all_trials_are_told_with_what_picked_them(tuned):
         assert len(told) == TRIALS
 
 
+@pytest.mark.slow
 def test_a_trial_changes_its_side_and_not_its_name(tuned):
     [cell] = tuned[1].cells
     assert [(side.name, side.control) for side in cell.sides] == [
@@ -156,6 +160,7 @@ def test_a_trial_changes_its_side_and_not_its_name(tuned):
     ]
 
 
+@pytest.mark.slow
 def test_a_trial_that_failed_is_out_and_the_next_best_is_picked(tuned):
     folder, result = tuned
     failures = {}

@@ -192,6 +192,7 @@ def aucs(result, name):
     return result.cells[0].side(name).figures("auc")
 
 
+@pytest.mark.slow
 def test_a_shared_first_stage_gives_what_runs_by_themselves_give(shared_study, tmp_path):
     _, result = shared_study
     for name in METHODS.split(","):
@@ -212,6 +213,7 @@ class Starts(StudySilence):
         self.names.append(name)
 
 
+@pytest.mark.slow
 def test_a_first_stage_that_is_there_serves_all_runs_that_have_it(tmp_path):
     several = f"{METHODS},harmless-transfer"
     options = SMALL | {"seeds": 1, "workers": 1, "methods": several, "control": "baseline"}
@@ -240,12 +242,14 @@ def test_a_first_stage_that_is_there_serves_all_runs_that_have_it(tmp_path):
     assert starts.names == [f"{name}, seed 0" for name in order]
 
 
+@pytest.mark.slow
 def test_nothing_of_the_first_stages_is_left_of_a_complete_study(shared_study):
     folder, result = shared_study
     assert result.is_complete
     assert not (folder / "pruning").exists()
 
 
+@pytest.mark.slow
 def test_the_ledger_is_in_the_record_of_each_run_with_a_transfer(shared_study):
     folder, result = shared_study
     cell = result.cells[0]
@@ -258,6 +262,7 @@ def test_the_ledger_is_in_the_record_of_each_run_with_a_transfer(shared_study):
     assert rb.study(folder, methods=METHODS, control="baseline", **SMALL) == result
 
 
+@pytest.mark.slow
 def test_a_study_of_transfers_with_their_own_control(tmp_path):
     options = SMALL | {"seeds": 1, "training": {"epochs": 1, "batch_size": 128}}
     found = rb.study(tmp_path, methods="harmless-transfer,harmless-transfer:rule=sum", **options)

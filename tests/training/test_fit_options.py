@@ -186,6 +186,7 @@ def test_an_error_of_ours_is_not_taken_for_a_failed_compilation(monkeypatch):
         fit(FM(SCHEMA, dim=2), some_data(), compile=True, batch_size=16, progress=False)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # compiler
 def test_every_model_of_a_long_row_is_compiled(monkeypatch):
     """torch compiles one function for eight models or so, and then no more without a word."""

@@ -6,9 +6,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).resolve().parents[2]
 
 
+@pytest.mark.slow
 def test_killed_runs_end_with_the_same_bits():
     done = subprocess.run(
         [sys.executable, str(ROOT / "benchmarks" / "kills.py"), "--kills", "4", "--seed", "3"],

@@ -109,6 +109,7 @@ except ImportError as error:
 """
 
 
+@pytest.mark.slow
 def test_a_model_is_loaded_measured_and_saved_without_polars(tmp_path, data, saved):
     stub = tmp_path / "stub"
     stub.mkdir()

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from capabilities import needs
+from capabilities import needs, slow_after
 from safetensors.torch import load_file, save_file
 
 from rarebit import Field, Hashing, LowRank, Schema, apply_, find_tables, load_model, save_model
@@ -157,7 +157,7 @@ def changed_numbers(content, rng):
 
 
 @needs_peak
-@pytest.mark.parametrize("kind", [FM, DeepFM, DCNv2])
+@pytest.mark.parametrize("kind", slow_after([FM, DeepFM, DCNv2]))
 def test_a_thousand_mutations_give_an_equal_model_or_our_error(kind, tmp_path, bounded_memory):
     rng, model = random.Random(4), small_model(kind)  # noqa: S311  # no secrets here
     good = save_model(model, tmp_path / "good")

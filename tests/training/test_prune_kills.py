@@ -117,6 +117,7 @@ def kill_and_compare(folder: Path, case: str, kills: int, seed: int) -> None:
         assert read_scans(place) == read_scans(folder / "whole")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
 def test_a_killed_pruning_ends_with_the_same_bits(tmp_path, case):
     kill_and_compare(tmp_path, case, kills=2, seed=4)

@@ -6,6 +6,7 @@ import signal
 
 import pytest
 import torch
+from capabilities import slow_after
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -146,7 +147,7 @@ class StopAt(Silence):
 
 
 # two epochs of pruning, two of each budget, two of the unpruned model
-@pytest.mark.parametrize("begun", [1, 3, 5, 8])
+@pytest.mark.parametrize("begun", slow_after([3, 1, 5, 8]))
 def test_stopped_anywhere_it_goes_on_to_the_same_bits(tmp_path, two, begun):
     pruning = PruneSettings(budgets=(500, 3000, 500))
     with pytest.raises(TrainingInterrupted):

@@ -75,6 +75,7 @@ def test_the_schedule_falls_by_the_same_factor_and_waits_a_tenth():
     every=st.integers(1, 70),
 )
 # so slow that the same number is left at several looks: it is to be met at each of them
+@pytest.mark.slow
 @example(budgets=[190, 180], steps=60, every=1)
 def test_each_budget_is_met_at_the_first_look_at_or_below_it(budgets, steps, every):
     torch.manual_seed(1)

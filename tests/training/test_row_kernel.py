@@ -401,6 +401,7 @@ def test_a_compiler_whose_output_is_no_library_gives_no_kernel(tmp_path):
     assert list((tmp_path / "cache").rglob("*.so")) == []
 
 
+@pytest.mark.slow
 @needs_compiler
 def test_a_library_that_computes_wrongly_gives_no_kernel(tmp_path, monkeypatch, quick):
     right = module.SOURCE.read_text("utf-8")
@@ -435,6 +436,7 @@ def test_flags_that_a_compiler_does_not_know_are_left_out(tmp_path, monkeypatch,
     assert kernel.merge(torch.tensor([3, 3]), torch.ones(2, 1))[1].tolist() == [[2.0]]
 
 
+@pytest.mark.slow
 @needs_compiler
 def test_two_processes_may_compile_at_once(tmp_path):
     code = (

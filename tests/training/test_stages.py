@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from capabilities import slow_after
 from torch import Tensor, nn
 
 import rarebit as rb
@@ -82,7 +83,7 @@ WAYS = [
 ]
 
 
-@pytest.mark.parametrize(("before", "by", "start"), WAYS, ids=str)
+@pytest.mark.parametrize(("before", "by", "start"), slow_after(WAYS, quick=4), ids=str)
 def test_what_is_left_is_packed_measured_and_saved(tmp_path, before, by, start):
     epochs = 9 if before == (LEARNED,) else 2
     method = rb.Pruned(keep=KEEP, by=by, start=start, epochs=epochs)
@@ -105,6 +106,7 @@ def test_what_is_left_is_packed_measured_and_saved(tmp_path, before, by, start):
     assert stored["test"]["overall"]["auc"] == result.test.overall.auc
 
 
+@pytest.mark.slow
 def test_another_process_scores_as_the_run_did(tmp_path):
     result = run(settings_of(rb.Pruned(keep=KEEP)), tmp_path)
     program = (
@@ -240,7 +242,7 @@ def assert_same_run(found, expected) -> None:
 @pytest.mark.parametrize("by", ["threshold", "magnitude"])
 @pytest.mark.parametrize(
     ("start", "begun"),
-    [("ticket", 1), ("ticket", 2), ("ticket", 3), ("random", 4), ("trained", 2)],
+    slow_after([("ticket", 2), ("random", 4), ("ticket", 1), ("ticket", 3), ("trained", 2)], 2),
     ids=str,
 )
 def test_a_run_stopped_in_either_stage_goes_on_to_the_same_bits(tmp_path, by, start, begun):
@@ -253,7 +255,7 @@ def test_a_run_stopped_in_either_stage_goes_on_to_the_same_bits(tmp_path, by, st
     assert_same_run(run(settings, tmp_path / "stopped", resume=True), whole)
 
 
-@pytest.mark.parametrize("begun", [2, 4])
+@pytest.mark.parametrize("begun", slow_after([2, 4]))
 def test_a_learned_run_stopped_in_either_stage_goes_on_to_the_same_bits(tmp_path, begun):
     settings = settings_of(LEARNED, rb.Pruned(keep=KEEP, epochs=9))
     whole = run(settings, tmp_path / "whole")

@@ -8,6 +8,7 @@ import threading
 from pathlib import Path
 
 import pytest
+from capabilities import slow_after
 
 from rarebit.errors import RarebitError, TrainingInterrupted
 from rarebit.training.stopping import stop_requests
@@ -160,7 +161,9 @@ def start(*arguments):
     return process
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+@pytest.mark.parametrize(
+    ("number", "code"), slow_after([(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+)
 def test_a_process_finishes_its_step_and_exits_with_the_code_of_the_signal(number, code):
     with start() as process:
         process.send_signal(number)
@@ -169,6 +172,7 @@ def test_a_process_finishes_its_step_and_exits_with_the_code_of_the_signal(numbe
     assert process.returncode == code
 
 
+@pytest.mark.slow
 def test_a_process_that_is_asked_twice_does_not_wait():
     with start("twice") as process:
         process.send_signal(signal.SIGTERM)

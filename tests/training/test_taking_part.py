@@ -341,6 +341,7 @@ def test_a_rising_threshold_leaves_no_room_for_tables_that_take_part():
         train(Shrinking(), PRUNED)
 
 
+@pytest.mark.slow
 def test_several_budgets_are_pruned_once_and_each_is_trained_again_with_transfer(tmp_path):
     settings = replace(SETTINGS, methods=(Transfer(),))
     found = prune_run(

@@ -45,6 +45,7 @@ def check_same(found, expected):
     assert found[1]["tables"]["0"]["rows"] == expected[1]["tables"]["0"]["rows"] > 0
 
 
+@pytest.mark.slow
 def test_compiled_steps_are_those_that_are_not():
     lines, loss = [], Adversarial(lr=0.5)
     found = trained(loss, lines, compile=True)

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from capabilities import needs
+from capabilities import needs, slow_after
 from safetensors.torch import load_file
 from torch import distributed
 from torch.testing import assert_close
@@ -29,6 +29,7 @@ def folder(tmp_path_factory):
     return run_ranks(WORKER, tmp_path_factory.mktemp("ranks"), RANKS)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", worker.STORIES)
 def test_both_processes_have_the_same_bits(folder, name):
     first, second = (load_file(folder / f"{name}-{rank}.safetensors") for rank in RANKS)
@@ -36,7 +37,7 @@ def test_both_processes_have_the_same_bits(folder, name):
         assert torch.equal(second[key], value), key
 
 
-@pytest.mark.parametrize("name", worker.STORIES)
+@pytest.mark.parametrize("name", slow_after(worker.STORIES))
 def test_two_processes_train_what_one_does_on_all_data(folder, name):
     start, expected = worker.make_model(seed=0), worker.train_alone(worker.STORIES[name])
     found = load_file(folder / f"{name}-0.safetensors")

@@ -60,6 +60,7 @@ def in_folder_order(values, split):
     return [values[row] for row in np.argsort(parts, kind="stable")]
 
 
+@pytest.mark.slow
 @needs_pyarrow
 @settings(max_examples=60)
 @given(table=tables(), min_count=st.integers(1, 2), seed=st.integers(0, 5))

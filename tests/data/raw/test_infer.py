@@ -399,6 +399,7 @@ def check_any(frame):
     assert LogSchema.from_mapping(found.schema.to_mapping()) == found.schema
 
 
+@pytest.mark.slow
 @settings(suppress_health_check=[HealthCheck.too_slow])
 @given(dataframes(min_cols=2, max_cols=4, max_size=12, allow_null=True))
 def test_any_frame_gives_a_schema_or_is_refused(frame):
@@ -408,6 +409,7 @@ def test_any_frame_gives_a_schema_or_is_refused(frame):
 CELLS = st.none() | st.text(max_size=5) | st.text("0123456789.-+eE|;, NUL", max_size=6)
 
 
+@pytest.mark.slow
 @given(
     st.integers(1, 12).flatmap(
         lambda n: st.lists(st.lists(CELLS, min_size=n, max_size=n), min_size=1)

@@ -4,6 +4,7 @@ import csv
 import io
 
 import pytest
+from capabilities import slow_after
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
@@ -78,7 +79,7 @@ def missing_as_none(table):
     return [tuple(value or None for value in row) for row in table]
 
 
-@pytest.mark.parametrize("columns", [1, 2, 3])
+@pytest.mark.parametrize("columns", slow_after([2, 1, 3]))
 @pytest.mark.parametrize("line_end", ["\n", "\r\n"])
 @settings(max_examples=150)
 @given(data=st.data())
@@ -180,7 +181,7 @@ def naive_read(text, columns):
     return rows, bad
 
 
-@pytest.mark.parametrize("columns", [1, 2])
+@pytest.mark.parametrize("columns", slow_after([2, 1]))
 @settings(max_examples=400)
 @given(
     text=st.text(st.sampled_from('""",,\n\n\rxé'), min_size=1, max_size=60),
