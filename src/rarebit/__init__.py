@@ -16,7 +16,7 @@ from rarebit.data.selection import (
 from rarebit.data.synthetic import SyntheticLog, generate
 from rarebit.diagnosis.diagnose import diagnose
 from rarebit.diagnosis.report import Diagnosis
-from rarebit.methods._shrinkage_model import estimate_c_, set_counts_
+from rarebit.methods._counts import set_counts_
 from rarebit.methods.forgetting import Forgetting, forget_
 from rarebit.methods.harmless_transfer import Transfer
 from rarebit.methods.hashing import Hashing
@@ -134,7 +134,6 @@ __all__ = [
     "clip_grad_norm_",
     "collate",
     "diagnose",
-    "estimate_c_",
     "estimate_memory",
     "evaluate",
     "find_tables",

@@ -1,19 +1,26 @@
-"""e(i) = n/(n+c) v_i + c/(n+c) p(i): against loops, in its limits, in a model, and what it refuses."""
+"""e(i) = n/(n+c) v_i + c/(n+c) p against loops, in its limits, in a model, with other methods, and with its counts."""
 
 import copy
+import itertools
 import re
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from methods.shrunk_models import FIELDS, WIDTH, C, counts_by_field, deepfm, ids_of
+from methods.shrunk_models import FIELDS, SCHEMA, WIDTH, C, counts_by_field, deepfm, ids_of
 from torch import Tensor, nn
 from torch.testing import assert_close
 
 import rarebit as rb
-from rarebit.errors import DataError, SettingsError
-from rarebit.methods.shrinkage import Shrinkage, ShrunkStack, ShrunkTable
+from rarebit.errors import DataError, NoTableError, SettingsError
+from rarebit.methods import method_from_mapping
+from rarebit.methods._counts import counted_in, counts_of_rows, set_counts_
+from rarebit.methods._expression import parse_methods
+from rarebit.methods.shrinkage import Shrinkage, ShrunkStack, ShrunkTable, mix
+from rarebit.models.dcn_v2 import DCNv2
+from rarebit.models.deepfm import DeepFM
+from rarebit.tables.apply import end_training_
 from rarebit.tables.table import full_table
 
 
@@ -90,45 +97,33 @@ def test_a_row_never_seen_is_the_prior_bit_by_bit_and_gets_no_gradient():
     assert not bool(zero(torch.tensor(0)).any())
 
 
-def test_the_mean_starts_at_zero_and_a_learned_strength_at_ten():
-    table = Shrinkage(counts=10, c="learned").wrap(nn.Embedding(3, WIDTH))
-    assert table.method.counts is None  # what is saved are the counts themselves
+def test_the_mean_starts_at_zero_and_the_method_of_a_table_has_no_counts():
+    table = Shrinkage(counts=10, c=10.0).wrap(nn.Embedding(3, WIDTH))
+    assert table.method == Shrinkage(c=10.0)
+    assert table.method.counts is None  # the table itself saves the counts
     assert not bool(table.prior.mean.any())
-    assert_close(table.evidence.c, torch.tensor([10.0]))
     assert_close(full_table(table), table.inner.weight.detach() / 2)
 
 
 def test_gradients_are_those_of_the_naive_form():
     counts = torch.tensor([0, 1, 2, 7, 40])
-    table = shrunk_table(counts, c="learned").double()
+    table = shrunk_table(counts, c=10.0).double()
     ids, upstream = torch.tensor([4, 1, 1, 0, 2]), torch.randn(5, WIDTH, dtype=torch.float64)
     own = table.inner.weight.detach().clone().requires_grad_()
     mean = table.prior.mean.detach().clone().requires_grad_()
-    log_c = table.evidence.strength.detach().clone().requires_grad_()
     total = torch.zeros((), dtype=torch.float64)
     for place, i in enumerate(ids.tolist()):
-        c = log_c.exp()
-        row = counts[i] / (counts[i] + c) * own[i] + c / (counts[i] + c) * mean
+        row = counts[i] / (counts[i] + 10) * own[i] + 10 / (counts[i] + 10) * mean
         total = total + (row * upstream[place]).sum()
     total.backward()
     (table(ids) * upstream).sum().backward()
     assert_close(table.inner.weight.grad, own.grad)
     assert_close(table.prior.mean.grad, mean.grad)
-    assert_close(table.evidence.strength.grad, log_c.grad)
     assert not bool(table.inner.weight.grad[3].any())
 
 
-def test_a_learned_strength_stays_finite_however_small_it_gets():
-    table = shrunk_table(torch.tensor([0, 3]), c="learned")
-    with torch.no_grad():
-        table.evidence.strength.fill_(-200.0)  # exp of it is zero
-    table(torch.tensor([0, 1])).sum().backward()
-    assert torch.equal(full_table(table), table.inner.weight)
-    assert bool(table.evidence.strength.grad.isfinite().all())
-
-
 def test_padding_is_zero_and_moves_nothing():
-    table = shrunk_table(torch.tensor([0, 3, 9]), c="learned", padding_idx=1)
+    table = shrunk_table(torch.tensor([0, 3, 9]), padding_idx=1)
     rows = table(torch.tensor([1, 1]))
     assert not bool(rows.any())
     rows.sum().backward()
@@ -155,7 +150,7 @@ def test_counts_are_exact_in_half_precision():
     assert bool(full_table(seen_often).isfinite().all())
 
 
-@pytest.mark.parametrize("c", [C, "learned", "estimated", "held-out", "first-pass", "auto", 5.0])
+@pytest.mark.parametrize("c", [C, "auto", 5.0])
 @pytest.mark.parametrize("prior", ["mean", "zero"])
 def test_one_lookup_of_all_fields_equals_the_loop_over_tables(c, prior):
     model = deepfm(Shrinkage(counts=counts_by_field(), c=c, prior=prior)).double()
@@ -169,7 +164,7 @@ def test_one_lookup_of_all_fields_equals_the_loop_over_tables(c, prior):
 
 
 def test_gradients_of_one_lookup_are_those_of_the_loop_over_tables():
-    model = deepfm(Shrinkage(counts=counts_by_field(), c="learned")).double()
+    model = deepfm(Shrinkage(counts=counts_by_field())).double()
     stack, ids = model.backbone.tables.stacks[0], ids_of().clamp(min=1)  # 0 is padding
     tables = copy.deepcopy(stack).split()
     columns = ids.split([field.max_length for field in FIELDS], dim=1)
@@ -181,8 +176,6 @@ def test_gradients_of_one_lookup_are_those_of_the_loop_over_tables():
     for place, table in enumerate(tables):
         assert_close(inner[place], table.inner.weight.grad)
         assert_close(stack.prior.means.grad[place], table.prior.mean.grad)
-        assert_close(stack.evidence.strength.grad[place], table.evidence.strength.grad[0])
-        assert bool(table.evidence.strength.grad.any())
 
 
 def test_every_table_has_the_counts_and_the_strength_of_its_name():
@@ -191,7 +184,7 @@ def test_every_table_has_the_counts_and_the_strength_of_its_name():
     for tables in (model.backbone.tables, model.wide.tables):
         for field, table in zip(FIELDS, tables.tables(), strict=True):
             assert torch.equal(table.evidence.counts, counts[field.name])
-            assert table.evidence.c.item() == C[field.name]
+            assert table.evidence.strength.item() == C[field.name]
 
 
 def test_a_full_name_goes_before_the_name_of_a_field():
@@ -202,7 +195,7 @@ def test_a_full_name_goes_before_the_name_of_a_field():
     table, wide = model.backbone.tables.tables()[0], model.wide.tables.tables()[0]
     assert torch.equal(table.evidence.counts, special)
     assert torch.equal(wide.evidence.counts, counts["user"])
-    assert (table.evidence.c.item(), wide.evidence.c.item()) == (9.0, 2.0)
+    assert (table.evidence.strength.item(), wide.evidence.strength.item()) == (9.0, 2.0)
 
 
 def test_first_order_weights_are_shrunk_as_well():
@@ -229,6 +222,7 @@ def test_settings_with_a_strength_for_each_table_are_equal_and_hashable():
     assert hash(first) == hash(second)
     assert Shrinkage(c={"a": 1.0}) != first
     assert len({Shrinkage(c=1.0), Shrinkage(c=1.0), Shrinkage(c="auto")}) == 2
+    assert str(Shrinkage(counts=3, c={"a": 1.0})) == "Shrinkage(c={'a': 1.0}, prior='mean')"
 
 
 def test_counts_may_come_later():
@@ -242,7 +236,7 @@ def test_a_table_without_counts_says_what_to_do():
     model = nn.Sequential(nn.Embedding(9, WIDTH))
     rb.apply_(model, Shrinkage(), verbose=False)
     message = re.escape("apply its method with counts=train.counts(), or use set_counts_(model,")
-    with pytest.raises(DataError, match="does not know how often its rows were seen; " + message):
+    with pytest.raises(DataError, match="a table does not know its counts; " + message):
         model(torch.tensor([1]))
 
 
@@ -256,10 +250,10 @@ def test_without_counts_a_table_is_what_it_was():
     assert torch.equal(model[0].weight, weight)
 
 
-def test_the_weights_that_are_counted_are_rows_means_and_learned_strengths():
-    for c, prior, own in ((3.0, "zero", 0), (3.0, "mean", WIDTH), ("learned", "mean", WIDTH + 1)):
+def test_rows_and_means_count_as_weights_and_counts_do_not():
+    for prior, own in (("zero", 0), ("mean", WIDTH)):
         model = nn.Sequential(nn.Embedding(9, WIDTH))
-        rb.apply_(model, Shrinkage(counts=2, c=c, prior=prior), verbose=False)
+        rb.apply_(model, Shrinkage(counts=2, c=3.0, prior=prior), verbose=False)
         [info] = rb.find_tables(model)
         assert info.num_parameters == 9 * WIDTH + own
         assert info.num_bytes == sum(tensor.nbytes for tensor in model.state_dict().values())
@@ -268,9 +262,9 @@ def test_the_weights_that_are_counted_are_rows_means_and_learned_strengths():
 @pytest.mark.parametrize(
     ("counts", "message"),
     [
-        ({"item": torch.arange(9)}, "there are no counts of '0', only of item"),
-        ({}, "there are no counts of '0', only of nothing"),
-        ({"0": torch.ones(9)}, r"the counts of '0' must be whole numbers, got torch.float32"),
+        ({"item": torch.arange(9)}, "no counts for '0', only for item"),
+        ({}, "no counts for '0', only for nothing"),
+        ({"0": torch.ones(9)}, r"the counts of '0' must be integers, got torch.float32"),
         ({"0": torch.arange(8)}, r"one number for each of its 9 rows, got the shape \(8,\)"),
         (torch.arange(9).view(9, 1), r"for each of its 9 rows, got the shape \(9, 1\)"),
         (torch.arange(9) - 1, "the counts of '0' must be 0 or more, got -1"),
@@ -284,15 +278,298 @@ def test_counts_that_do_not_fit_are_refused_and_nothing_is_changed(counts, messa
 
 
 def test_a_table_without_a_strength_is_refused():
-    with pytest.raises(SettingsError, match=r"no c of 'backbone\.tables\.user', only of item"):
+    with pytest.raises(SettingsError, match=r"no c for 'backbone\.tables\.user', only for item"):
         deepfm(Shrinkage(counts=3, c={"item": 3.0}))
 
 
 def test_counts_by_name_are_for_a_model():
-    with pytest.raises(SettingsError, match="counts by name are of several tables; use apply_ on"):
+    with pytest.raises(SettingsError, match="counts by name are for several tables; use apply_ on"):
         Shrinkage(counts={"0": torch.arange(9)}).wrap(nn.Embedding(9, WIDTH))
 
 
 def test_a_strength_that_is_no_number_is_refused():
     with pytest.raises(SettingsError, match="c must be a number for each table, got True"):
         Shrinkage(c={"user": True})
+
+
+@pytest.mark.parametrize("form", [("c", "learned"), ("c", "held-out"), ("prior", "relatives")])
+def test_a_removed_form_is_refused_with_the_reason(form):
+    name, value = form
+    reason = f"{name} must be .*, got '{value}'; '{value}' was removed: it lost its study, see docs"
+    with pytest.raises(SettingsError, match=reason):
+        Shrinkage(**{name: value})
+    with pytest.raises(SettingsError, match=reason):
+        parse_methods(f"shrinkage:{name}={value}")
+    with pytest.raises(SettingsError, match=reason):
+        method_from_mapping({"method": "shrinkage", name: value})
+
+
+def test_settings_that_older_versions_stored_without_a_value_are_dropped():
+    stored = {"method": "shrinkage", "counts": None, "c": 3.0, "prior": "zero"}
+    older = stored | {"parent": None, "parent_rows": None}
+    assert method_from_mapping(older) == method_from_mapping(stored)
+    with pytest.raises(SettingsError, match="unknown setting 'parent' for Shrinkage"):
+        method_from_mapping(stored | {"parent": "author"})
+
+
+SHAPES = {"of the table": (3,), "of each slot": (4, 3), "of each lookup": (5, 4, 3)}
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("trained", list(itertools.product([True, False], repeat=2)))
+def test_values_and_gradients_are_those_of_the_product_and_the_sum(shape, trained):
+    own, weights = torch.randn(5, 4, 3).double(), torch.rand(5, 4, 1).double()
+    inputs = [own, weights, torch.randn(SHAPES[shape]).double()]
+    upstream = torch.randn_like(own)
+    found, expected = [
+        [
+            value.clone().requires_grad_(needed)
+            for value, needed in zip(inputs, (trained[0], False, trained[1]), strict=True)
+        ]
+        for _ in range(2)
+    ]
+    rows = mix(*found)
+    v, w, p = expected
+    plain = w * v + (1 - w) * p
+    assert_close(rows, plain)
+    if any(trained):
+        (rows * upstream).sum().backward()
+        (plain * upstream).sum().backward()
+    for value, other in zip(found, expected, strict=True):
+        assert (value.grad is None) == (other.grad is None)
+        if other.grad is not None:
+            assert_close(value.grad, other.grad)
+
+
+def test_the_gradient_that_comes_is_left_as_it_is():
+    inputs = [torch.randn(5, 4, 3), torch.rand(5, 4, 1), torch.randn(5, 4, 3)]
+    own, _, prior = inputs[0].requires_grad_(), inputs[1], inputs[2].requires_grad_()
+    upstream = torch.randn(5, 4, 3)
+    before = upstream.clone()
+    mix(*inputs).backward(upstream)
+    assert torch.equal(upstream, before)
+    # or an optimizer would change one gradient with the other
+    assert own.grad.data_ptr() != prior.grad.data_ptr()
+
+
+@given(v=st.floats(-(2.0**90), 2.0**90, width=32), p=st.floats(-(2.0**90), 2.0**90, width=32))
+def test_both_ends_are_exact(v, p):
+    own, prior = torch.tensor([[v]]), torch.tensor([p])
+    assert mix(own, torch.ones(1, 1), prior).item() == own.item()
+    assert mix(own, torch.zeros(1, 1), prior).item() == prior.item()
+
+
+def test_a_prior_that_hardly_counts_still_gets_its_gradient():
+    weights = torch.full((1000, 1), 1 - 2.0**-20)
+    own, prior = torch.randn(1000, 2), torch.zeros(2, requires_grad=True)
+    upstream = torch.randn(1000, 2)
+    mix(own, weights, prior).backward(upstream)
+    expected = (upstream.double() * 2.0**-20).sum(dim=0)
+    assert_close(prior.grad.double(), expected, rtol=1e-4, atol=0.0)
+
+
+def test_without_a_prior_it_is_the_product():
+    own, weights = torch.randn(5, 3), torch.rand(5, 1)
+    assert torch.equal(mix(own, weights, None), weights * own)
+
+
+def batch_of(rows: int = 16) -> rb.Batch:
+    return rb.Dataset(SCHEMA, ids_of(rows))[:]
+
+
+@pytest.mark.parametrize("c", [C, "typical", 7.0])
+def test_merged_tables_have_the_same_rows_bit_by_bit(c):
+    model, batch = deepfm(Shrinkage(counts=counts_by_field(), c=c)), batch_of()
+    rows, scores = model.backbone.tables(batch.ids), model(batch)
+    rb.merge_(model, verbose=False)
+    assert torch.equal(model.backbone.tables(batch.ids), rows)
+    assert torch.equal(model(batch), scores)
+    assert all(not info.methods for info in rb.find_tables(model))
+
+
+def test_after_training_the_tables_are_plain():
+    model, batch = deepfm(Shrinkage(counts=counts_by_field(), c=3.0)), batch_of()
+    scores = model(batch)
+    end_training_(model)
+    assert all(not info.methods for info in rb.find_tables(model))
+    assert torch.equal(model(batch), scores)
+
+
+def test_a_saved_model_has_its_counts_its_strengths_and_its_means(tmp_path):
+    for c in (C, "typical", 7.0):
+        model, batch = deepfm(Shrinkage(counts=counts_by_field(), c=c)), batch_of()
+        copied = rb.load_model(rb.save_model(model, tmp_path))
+        assert torch.equal(copied(batch), model(batch))
+        assert rb.find_tables(copied) == rb.find_tables(model)
+        for old, new in zip(
+            model.backbone.tables.tables(), copied.backbone.tables.tables(), strict=True
+        ):
+            assert torch.equal(old.evidence.counts, new.evidence.counts)
+            assert torch.equal(old.evidence.strength, new.evidence.strength)
+
+
+def test_rows_of_a_product_are_shrunk():
+    model, ids = deepfm(rb.MLET(inner_dim=8), Shrinkage(counts=counts_by_field(), c=3.0)), ids_of()
+    for table in model.backbone.tables.tables():
+        assert [type(method).__name__ for method in table.methods] == ["MLET", "Shrinkage"]
+        counts = table.evidence.counts
+        factors = table.inner
+        product = (factors.inner.weight @ factors.projection).detach()
+        if table.padding_idx is not None:
+            product[table.padding_idx] = 0.0
+        expected = torch.tensor(naive_rows(product, counts, 3.0, table.prior.mean))
+        assert_close(table.rows(torch.arange(len(counts))), expected, atol=1e-5, rtol=1e-5)
+    model.backbone.tables(ids).sum().backward()
+    assert all(p.grad is not None for p in model.backbone.tables.parameters())
+
+
+@pytest.mark.parametrize("then", [rb.PEP(init=-2.0), rb.Masked(), rb.Pruned(keep=60)])
+def test_what_comes_then_works_on_the_shrunk_rows(then):
+    model = deepfm(Shrinkage(counts=counts_by_field(), c=3.0))
+    rows = [full_table(table) for table in model.backbone.tables.tables()]
+    rb.apply_(model, then, verbose=False)
+    for table, before in zip(model.backbone.tables.tables(), rows, strict=True):
+        assert isinstance(table.inner, ShrunkTable)
+        after = full_table(table)
+        kept = after != 0
+        if isinstance(then, rb.PEP):
+            cut = before.abs() - torch.sigmoid(torch.tensor(-2.0))
+            assert_close(after, before.sign() * cut.clamp(min=0.0))
+        else:
+            assert torch.equal(after[kept], before[kept])
+
+
+def test_a_bucket_was_seen_as_often_as_all_its_ids_but_padding():
+    counts = counts_by_field()
+    model = deepfm(rb.Hashing(buckets=4), Shrinkage(counts=counts, c=3.0))
+    for field, table in zip(FIELDS, model.backbone.tables.tables(), strict=True):
+        expected = [0] * 4
+        for i, n in enumerate(counts[field.name].tolist()):
+            if not (field.kind == "multi" and i == 0):
+                expected[i % 4] += n
+        [shrunk] = counted_in(table)
+        assert shrunk.evidence.counts.tolist() == expected
+
+
+def test_each_set_is_shrunk_by_the_same_counts():
+    counts = counts_by_field()
+    model = DCNv2(SCHEMA, dim=WIDTH, hidden=(8,))
+    rb.apply_(model, rb.MultiEmbedding(num_sets=3), verbose=False)
+    rb.apply_(model, rb.Hashing(buckets=4), verbose=False)
+    rb.apply_(model, Shrinkage(counts=counts, c=C), verbose=False)
+    for field, table in zip(FIELDS, model.backbone.tables.tables(), strict=True):
+        folded = counts_of_rows(table, counts[field.name])
+        shrunk = counted_in(table)
+        assert shrunk
+        assert all(torch.equal(one.evidence.counts, folded) for one in shrunk)
+        assert all(one.evidence.strength.item() == C[field.name] for one in shrunk)
+
+
+@pytest.mark.parametrize("then", [rb.PEP(), rb.Masked(), rb.Pruned(keep=60), rb.Quantize()])
+@pytest.mark.parametrize("first", [[], [rb.MLET(inner_dim=8)]])
+def test_a_saved_model_with_other_methods_comes_back(first, then, tmp_path):
+    model = deepfm(*first, Shrinkage(counts=counts_by_field(), c=3.0))
+    rb.apply_(model, then, verbose=False)
+    copied, batch = rb.load_model(rb.save_model(model, tmp_path)), batch_of()
+    assert torch.equal(copied(batch), model(batch))
+    assert rb.find_tables(copied) == rb.find_tables(model)
+
+
+@pytest.mark.parametrize("before", [[], [rb.Hashing(buckets=4)]])
+@pytest.mark.parametrize("after", [[], [rb.PEP(init=-3.0)]])
+def test_counts_that_are_set_are_those_that_were_given_at_once(before, after):
+    counts = {field.name: torch.randint(0, 50, (field.rows,)) for field in SCHEMA.fields}
+    models = []
+    for at_first in (counts, None, {name: count + 1 for name, count in counts.items()}):
+        torch.manual_seed(0)
+        model = DeepFM(SCHEMA, dim=4, hidden=(8,))
+        for method in (*before, Shrinkage(counts=at_first, c=3.0), *after):
+            rb.apply_(model, method, verbose=False)
+        models.append(model)
+    for model in models[1:]:
+        set_counts_(model, counts)
+        batch = rb.Dataset(SCHEMA, torch.randint(0, 9, (16, 5)))[:]
+        assert torch.equal(model(batch), models[0](batch))
+        for old, new in zip(
+            models[0].backbone.tables.tables(), model.backbone.tables.tables(), strict=True
+        ):
+            assert torch.equal(
+                counted_in(old)[0].evidence.counts, counted_in(new)[0].evidence.counts
+            )
+
+
+def test_counts_of_sets_are_set_set_by_set():
+    model = DCNv2(SCHEMA, dim=4, hidden=(8,))
+    rb.apply_(model, rb.MultiEmbedding(num_sets=2), verbose=False)
+    rb.apply_(model, Shrinkage(), verbose=False)
+    counts = {field.name: torch.randint(1, 50, (field.rows,)) for field in SCHEMA.fields}
+    set_counts_(model, counts)
+    for field, table in zip(SCHEMA.fields, model.backbone.tables.tables(), strict=True):
+        for one in counted_in(table):
+            assert torch.equal(one.evidence.counts, counts[field.name])
+
+
+def test_counts_that_do_not_fit_change_nothing():
+    model = nn.ModuleDict({"a": nn.Embedding(4, 3), "b": nn.Embedding(5, 3)})
+    rb.apply_(model, Shrinkage(counts=2), verbose=False)
+    with pytest.raises(DataError, match="no counts for 'b', only for a"):
+        set_counts_(model, {"a": torch.arange(4)})
+    assert model["a"].evidence.counts.tolist() == [2, 2, 2, 2]
+    with pytest.raises(
+        NoTableError, match=r"no table of the model keeps counts; apply_ Shrinkage first"
+    ):
+        set_counts_(nn.Sequential(nn.Embedding(4, 3)), 3)
+
+
+def test_a_loaded_model_that_never_had_counts_still_says_so():
+    model = nn.Sequential(nn.Embedding(4, 3))
+    rb.apply_(model, Shrinkage(), verbose=False)
+    other = nn.Sequential(nn.Embedding(4, 3))
+    rb.apply_(other, Shrinkage(counts=3), verbose=False)
+    other.load_state_dict(model.state_dict())
+    with pytest.raises(DataError, match="does not know its counts"):
+        other(torch.tensor([1]))
+
+
+def test_a_typical_strength_is_the_median_of_the_counts_of_ids_that_were_seen():
+    model = nn.ModuleDict({"user": nn.Embedding(6, 4), "item": nn.Embedding(4, 4)})
+    rb.apply_(model, Shrinkage(c="typical"), verbose=False)
+    counts = {"user": torch.tensor([0, 1, 2, 9, 40, 0]), "item": torch.tensor([0, 0, 7, 0])}
+    set_counts_(model, counts)
+    assert [float(model[name].evidence.strength) for name in counts] == [2.0, 7.0]
+    fixed = nn.ModuleDict({"user": nn.Embedding(6, 4), "item": nn.Embedding(4, 4)})
+    fixed.load_state_dict({f"{name}.weight": full_table(model[name].inner) for name in counts})
+    rb.apply_(fixed, Shrinkage(counts=counts, c={"user": 2.0, "item": 7.0}), verbose=False)
+    for name in counts:
+        assert torch.equal(full_table(model[name]), full_table(fixed[name]))
+
+
+def test_a_typical_strength_grows_with_the_counts_and_is_known_at_once_where_they_are():
+    model = nn.ModuleDict({"user": nn.Embedding(3, 4)})
+    rb.apply_(model, Shrinkage(counts={"user": torch.tensor([1, 5, 5])}), verbose=False)
+    assert float(model["user"].evidence.strength) == 5.0
+    set_counts_(model, {"user": torch.tensor([10, 50, 70])})
+    assert float(model["user"].evidence.strength) == 50.0
+
+
+def test_without_any_id_seen_a_typical_strength_is_one_and_all_rows_are_the_prior():
+    model = nn.ModuleDict({"user": nn.Embedding(3, 4)})
+    rb.apply_(model, Shrinkage(counts={"user": torch.zeros(3, dtype=torch.int64)}), verbose=False)
+    assert float(model["user"].evidence.strength) == 1.0
+    assert torch.equal(full_table(model["user"]), torch.zeros(3, 4))
+
+
+def test_each_field_of_a_stack_has_a_typical_strength_of_its_own():
+    model = DeepFM(SCHEMA, dim=4, hidden=(8,))
+    rb.apply_(model, Shrinkage(), verbose=False)
+    set_counts_(model, {f.name: 1 + 10 * torch.arange(f.rows) for f in SCHEMA.fields})
+    for site in rb.find_tables(model):
+        assert site.methods == (str(Shrinkage(c="typical")),)
+    for table, field in zip(model.backbone.tables.tables(), SCHEMA.fields, strict=True):
+        assert float(table.evidence.strength) == 1 + 10 * ((field.rows - 1) // 2)
+
+
+def test_auto_is_remembered_as_what_it_stands_for():
+    model = deepfm(Shrinkage(c="auto"))
+    set_counts_(model, counts_by_field())
+    assert {t.method for t in model.backbone.tables.tables()} == {Shrinkage(c="typical")}

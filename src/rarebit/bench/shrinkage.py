@@ -14,7 +14,7 @@ from rarebit.bench._steps import NextStep
 from rarebit.bench.train import DIM, HIDDEN, LR, ROWS, sliced
 from rarebit.data.dataset import Dataset
 from rarebit.data.synthetic import SyntheticLog, generate
-from rarebit.methods._shrinkage_model import set_counts_
+from rarebit.methods._counts import set_counts_
 from rarebit.methods.shrinkage import Shrinkage
 from rarebit.models.deepfm import DeepFM
 from rarebit.research.row_rate import RowRate

@@ -1,6 +1,8 @@
 """One technique, one file. The file's name is the method's name on disk and on the command line."""
 
+import dataclasses
 import itertools
+import typing
 from collections.abc import Mapping
 from importlib import import_module
 from typing import Any
@@ -73,7 +75,11 @@ def method_from_mapping(values: Mapping[str, Any]) -> Method:
     name = values.pop("method", None)
     if not isinstance(name, str):
         raise SettingsError(f'a method is named by the key "method", got {sorted(values)}')
-    return from_mapping(method_class(name), values, where=f"method {name}")
+    method = method_class(name)
+    known = {field.name for field in dataclasses.fields(typing.cast(Any, method))}
+    # older versions stored settings that no longer exist; with null they had no effect
+    values = {key: value for key, value in values.items() if key in known or value is not None}
+    return from_mapping(method, values, where=f"method {name}")
 
 
 def method_to_mapping(method: Method) -> dict[str, Any]:

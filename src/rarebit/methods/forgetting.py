@@ -1,45 +1,54 @@
-"""Forgetting: from one epoch to the next a row keeps as much of itself as it has evidence (ours).
+"""Forgetting: after each epoch a row keeps only the part of itself that has evidence (ours).
 
-    row' = n / (n + c) · row        and the optimizer starts again with the tables
+    row' = n / (n + c) · row        and the optimizer restarts for the tables
 
     n      how often training sees the id in an epoch
     c      `Forgetting.c`: an id seen c times keeps half of its row
 
-In its first epoch a rare row is fitted to the few labels it has. In the second one the network finds a row that
-remembers the label it is asked for, and learns to trust such rows; that is why models of logs with many rare ids
-are best after one epoch. A row that has forgotten its label is as honest in the second epoch as in the first, and the
-network goes on learning. Rows of frequent ids have nothing to unlearn, and keep what they are.
+In its first epoch a rare row is fitted to its few labels. In the second epoch the network finds rows that remember the
+label it has to predict, and learns to trust them; that is why models of logs with many rare ids are best after one epoch.
+A row that has forgotten its labels is as honest in the second epoch as in the first, and the network continues to learn.
+Rows of frequent ids have nothing to unlearn, and stay as they are.
 
-The optimizer starts again with the tables, also with c = 0: its moments are those of rows that were. Under Adam with weight
-decay that forgets, too: without moments the decay carries rows to zero that are not looked up (`docs/tail.md`). The
-network, and what a method learns beside rows, such as a prior, goes on.
+The optimizer restarts for the tables, also with c = 0: its moments belong to the rows before. Under Adam with weight decay
+the restart itself forgets: without moments the decay moves rows to zero that no lookup touches (`docs/tail.md`). The network,
+and what a method learns besides rows, such as a prior, continue.
 
-Where `fresh-tables` lets go of every row alike, this is `shrinkage` from epoch to epoch: the same weight, n / (n + c). Both
-go together. Not for training in one pass, nor where training is cut off after a few epochs: what is forgotten is learned
-again, and the best epoch comes later, up to four times as late in our studies.
+Where `fresh-tables` resets all rows alike, this is `shrinkage` between epochs, with the same weight n / (n + c). Both
+work together. Not for training in one pass, nor where training stops after a few epochs: rows must relearn what they forget,
+and the best epoch comes up to four times later in our studies.
+
+    stored_rows     the rows of a model's tables, in the memory that training updates: plain tables, factors, buckets
+    restart_        resets the optimizer state of rows
+    BetweenEpochs   changes rows at the start of every epoch but the first; `fresh-tables` uses it too
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from abc import abstractmethod
+from bisect import bisect_right
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from rarebit.callbacks import TrainingData, TrainingMethod
+from rarebit.callbacks import Attached, TrainingData, TrainingMethod
+from rarebit.errors import DataError, UnsupportedTableError
+from rarebit.methods._counts import Counts, counts_of_rows, counts_of_table
 from rarebit.methods._neighbour_pairs import neighbour_pairs
-from rarebit.methods._shrinkage_counts import Counts
-from rarebit.methods._stored_rows import BetweenEpochs, StoredRows, restart_, stored_rows
+from rarebit.methods.hashing import HashedTable
 from rarebit.settings import check_types, require
+from rarebit.tables.find import Site, find_sites, table_parameters
 from rarebit.tables.optimizer_state import check
 from rarebit.tables.table import CHUNK, Pair
 
-__all__ = ["Forgetting", "forget_"]
+__all__ = ["BetweenEpochs", "Forgetting", "StoredRows", "forget_", "restart_", "stored_rows"]
 
 C = 30.0
-"""How often an id must be seen to keep half of its row."""
+"""How often training must see an id in an epoch to keep half of its row."""
 
 AFTER, BEFORE = neighbour_pairs(
     "the rows that it stores are forgotten in part",
@@ -55,12 +64,12 @@ class Forgetting(TrainingMethod):
     Forgetting(c=30.0)
     """
 
-    title: ClassVar[str] = "rows of rare ids forgotten in part after each epoch"
+    title: ClassVar[str] = "rows of rare ids partly forgotten after each epoch"
     paper: ClassVar[str] = (
-        "none: the weights of shrinkage for what Liu et al., Multi-Epoch Learning, 2023, draw anew"
+        "none: the weights of shrinkage, where Liu et al., Multi-Epoch Learning, 2023, reset all rows"
     )
     control: ClassVar[str] = "tuned"
-    cost: ClassVar[str] = "nothing in a step; all rows are written once an epoch"
+    cost: ClassVar[str] = "nothing per step; writes all rows once per epoch"
     applies: ClassVar[str] = (
         "logs with many rare ids, on which models are best after one epoch or a few; not where training ends "
         "before validation says so"
@@ -70,23 +79,23 @@ class Forgetting(TrainingMethod):
     pairs_before: ClassVar[Mapping[str, Pair]] = BEFORE
 
     c: float = C
-    """How often an id must be seen in an epoch to keep half of its row; 0: rows stay, and only the optimizer
-    starts again."""
+    """How often training must see an id in an epoch to keep half of its row; 0: rows stay, and only the optimizer
+    restarts."""
 
     def __post_init__(self) -> None:
         check_types(self)
         _check(self.c)
 
     def attach(self, model: nn.Module, data: TrainingData) -> "_Forgetting":
-        """Let the rows of a model be forgotten in part in every epoch of its training but the first."""
+        """Forget rows of a model at the start of every epoch of its training but the first."""
         return _Forgetting(model, data, self.c)
 
 
 def forget_(model: nn.Module, optimizer: Optimizer, counts: Counts, *, c: float = C) -> None:
-    """Let all rows of a model's tables keep n / (n + c) of themselves, in place: between two epochs.
+    """Let all rows of a model's tables keep n / (n + c) of themselves, in place: call it between two epochs.
 
-    The optimizer starts again with the tables. Counts are by the names of tables or of their fields, as
-    in `Shrinkage`: how often an epoch has each id.
+    The optimizer restarts for the tables. Counts come by the names of tables or of their fields, as in `Shrinkage`: how
+    often an epoch has each id.
 
     >>> table = nn.Embedding.from_pretrained(torch.ones(3, 2), freeze=False)
     >>> forget_(table, torch.optim.Adam(table.parameters()), torch.tensor([90, 0, 30]))
@@ -102,32 +111,154 @@ def forget_(model: nn.Module, optimizer: Optimizer, counts: Counts, *, c: float 
     restart_(optimizer, rows)
 
 
-class _Forgetting(BetweenEpochs):
-    """Lets rows be forgotten between two steps."""
-
-    def __init__(self, model: nn.Module, data: TrainingData, c: float) -> None:
-        # first: where counts are refused, no hook may be left
-        rows, counts = stored_rows(model, "forgetting"), data.train.counts()
-        self.c, self.seen = c, [each.counts(counts) for each in rows]
-        super().__init__(rows, data, "forgetting")
-
-    def change_(self, num_epochs: int) -> bool:
-        """Let rows keep what they have evidence for."""
-        del num_epochs
-        _forget_(self.rows, self.seen, self.c)
-        return True
-
-
 @torch.no_grad()
-def _forget_(tables: Sequence[StoredRows], seen: Sequence[Tensor], c: float) -> None:
-    """Let rows `(N, D)` of each table keep what they have evidence for, by counts `(N,)`."""
+def _forget_(tables: Sequence["StoredRows"], seen: Sequence[Tensor], c: float) -> None:
     if c == 0:
         return
     for table, counts in zip(tables, seen, strict=True):
         for rows, n in zip(table.weight.split(CHUNK), counts.split(CHUNK), strict=True):
-            share = n / (n.double() + c)  # (n,), in double precision: c may be as small as you like
+            share = n / (n.double() + c)  # in double precision: c may be tiny
             rows.mul_(share.unsqueeze(1).to(rows))
 
 
 def _check(c: float) -> None:
     require(0 <= c < math.inf, f"c must be 0 or more and finite, got c={c}")
+
+
+@dataclass(frozen=True, eq=False)
+class StoredRows:
+    """The rows of a table, `(N, D)`."""
+
+    site: Site
+    weight: Tensor
+    padding: int | None
+    parameter: nn.Parameter
+    """The trained parameter whose memory holds them."""
+
+    def counts(self, counts: Counts) -> Tensor:
+        """Return how often training saw each row, `(N,)` on the CPU; a bucket has the counts of all its ids."""
+        table = self.site.table
+        of_ids = counts_of_table(self.site.info.name, table.num_embeddings, counts)
+        # buckets may lie deeper, as in a mask of several sets; all of a table's are alike
+        hashed = (part for part in table.modules() if isinstance(part, HashedTable))
+        return counts_of_rows(next(hashed, table), of_ids)
+
+
+def stored_rows(model: nn.Module, asked_by: str) -> list[StoredRows]:
+    """Return the rows of all tables of a model, or raise where a table stores no trained rows."""
+    parameters = sorted(table_parameters(model).values(), key=Tensor.data_ptr)
+    found = [rows for site in find_sites(model) for rows in _rows_of(site, parameters, asked_by)]
+    if not found:
+        raise UnsupportedTableError(
+            f"{asked_by} changes the stored rows of tables, and no table of this model stores rows"
+        )
+    first: dict[int, str] = {}
+    for rows in found:
+        name = rows.site.info.name
+        other = first.setdefault(rows.weight.data_ptr(), name)
+        if other != name:
+            raise UnsupportedTableError(
+                f"{asked_by} changes each row once, and the tables {other!r} and {name!r} share their rows; "
+                "use one table in both places"
+            )
+    return found
+
+
+def _rows_of(site: Site, parameters: Sequence[nn.Parameter], asked_by: str) -> Iterator[StoredRows]:
+    """Yield the rows of a table; its parameters are among these, in memory order."""
+    tables = [part for part in site.table.modules() if isinstance(part, nn.Embedding)]
+    homes = [_home(table.weight, parameters) for table in tables]
+    # changes to a copy of what is trained would be lost
+    if not homes or not all(home is not None and home.requires_grad for home in homes):
+        raise UnsupportedTableError(
+            f"{asked_by} changes stored rows that are trained, and those of {site.info.name!r} are not; give "
+            "the part of the model whose tables are trained"
+        )
+    for table, home in zip(tables, homes, strict=True):
+        assert home is not None
+        yield StoredRows(site, table.weight.detach(), table.padding_idx, home)
+
+
+def _home(weight: Tensor, parameters: Sequence[nn.Parameter]) -> nn.Parameter | None:
+    """Return the parameter whose memory holds a weight; several parameters may share one storage."""
+    place = bisect_right(parameters, weight.data_ptr(), key=Tensor.data_ptr)
+    home = parameters[place - 1] if place else None
+    inside = home is not None and weight.data_ptr() < home.data_ptr() + home.nbytes
+    return home if inside else None
+
+
+def restart_(optimizer: Optimizer, rows: Sequence[StoredRows]) -> None:
+    """Reset the optimizer state of rows, in the memory that a recorded step writes to."""
+    changed = {id(each.parameter) for each in rows}
+    for group in optimizer.param_groups:
+        starts = {
+            "sum": group.get("initial_accumulator_value", 0.0),  # Adagrad
+            "mu_product": 1.0,  # NAdam
+            "mu": 1.0,  # ASGD
+            "eta": group.get("lr", 0.0),  # ASGD
+            "step_size": group.get("lr", 0.0),  # Rprop
+        }
+        for parameter in group["params"]:
+            if id(parameter) not in changed or parameter not in optimizer.state:
+                continue
+            state = optimizer.state[parameter]
+            for key, value in state.items():
+                if isinstance(value, Tensor):
+                    value.fill_(starts.get(key, 0.0))
+                elif key == "step":  # a number in SparseAdam
+                    state[key] = 0
+
+
+class BetweenEpochs(Attached):
+    """Changes rows after the first step of an epoch, from the second epoch on.
+
+    Not before that step: validation follows the last step of an epoch, and must see the trained rows.
+    """
+
+    def __init__(self, rows: Sequence[StoredRows], data: TrainingData, asked_by: str) -> None:
+        if data.steps_per_epoch < 2:
+            raise DataError(
+                f"{asked_by} changes rows after the first step of an epoch, and an epoch has only one; use a "
+                "smaller batch size"
+            )
+        self.steps_per_epoch = data.steps_per_epoch
+        self.rows = rows
+        self.optimizer: Optimizer | None = None
+        """The optimizer of the tables, known after its first step."""
+        self.handle = register_optimizer_step_pre_hook(self._before_update)
+
+    def after_step(self, num_steps: int) -> None:
+        """Change rows after the first step of an epoch, and restart the optimizer for them."""
+        epochs, step = divmod(num_steps - 1, self.steps_per_epoch)
+        if epochs == 0 or step != 0 or not self.change_(epochs):
+            return
+        if self.optimizer is not None:
+            restart_(self.optimizer, self.rows)
+
+    @abstractmethod
+    def change_(self, num_epochs: int) -> bool:
+        """Change the rows after so many epochs, and return whether anything changed."""
+
+    def close(self) -> None:
+        """Remove the hook on optimizers."""
+        self.handle.remove()
+        self.optimizer = None
+
+    def _before_update(self, optimizer: Optimizer, *_: Any) -> None:
+        if self.optimizer is None:
+            held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+            if any(id(rows.parameter) in held for rows in self.rows):
+                self.optimizer = optimizer
+
+
+class _Forgetting(BetweenEpochs):
+    def __init__(self, model: nn.Module, data: TrainingData, c: float) -> None:
+        # before super().__init__: where counts are refused, no hook may remain
+        rows, counts = stored_rows(model, "forgetting"), data.train.counts()
+        self.c, self.seen = c, [each.counts(counts) for each in rows]
+        super().__init__(rows, data, "forgetting")
+
+    def change_(self, num_epochs: int) -> bool:
+        del num_epochs
+        _forget_(self.rows, self.seen, self.c)
+        return True

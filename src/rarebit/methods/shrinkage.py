@@ -1,79 +1,61 @@
-"""Shrinkage: a row counts as much as its evidence, and the rest of it is a prior.
+"""Shrinkage: shrink the rows of rare ids toward a prior.
 
-    e(i) = w_i v_i + (1 - w_i) p(i)        w_i = n_i / (n_i + c)
+    e(i) = w_i v_i + (1 - w_i) p        w_i = n_i / (n_i + c)
 
     n_i    `ShrunkTable.evidence.counts`: how often training saw the id
-    c      `ShrunkTable.evidence.c`, one a table: an id seen c times is half its own row
+    c      `ShrunkTable.evidence.strength`, one per table: an id seen c times is half its own row
     v_i    `ShrunkTable.inner`, N x D
-    p(i)   `ShrunkTable.prior`: a learned row of the table, or what `_shrinkage_priors.py` has besides
+    p      `ShrunkTable.prior`: a learned row of the table that starts at zero; or none, which is zero
 
-A row that was seen once is noise, and a table trained to fit it overfits. Were v_i the mean of n_i
-observations with variance σ² around a true row, and the true rows spread with variance τ² around p, the
-best guess of the true row would be e(i) with c = σ² / τ². That is what c="estimated" takes from the rows and
-their counts, whenever `estimate_c_` is called; the other forms learn c. With c = 0 the table is the plain one;
-an id never seen is p.
+A row that training saw once is mostly noise, and a table that fits it overfits. If v_i were the mean of n_i observations
+with variance σ² around a true row, and the true rows had variance τ² around p, the best estimate of the true row would be
+e(i) with c = σ² / τ² (James and Stein). By default c is the median count of the table's ids. With c = 0 the table is the plain
+one; an id never seen is p.
 
-Merged, it is a plain table. Not for tables whose ids are all frequent: there w is one, and it does nothing.
+Merged, it is a plain table. Not for tables whose ids are all frequent: there w is close to one, and nothing changes.
 """
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import ClassVar, Literal, TypeAlias
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, TypeAlias
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.nn import functional as F
 
-from rarebit.callbacks import Attached, TrainingData
 from rarebit.errors import SettingsError
-from rarebit.methods._shrinkage_counts import Counts, counts_of_all, counts_of_table, of_table
-from rarebit.methods._shrinkage_mixing import mixed
-from rarebit.methods._shrinkage_parts import (
+from rarebit.methods._counts import (
+    CountedMethod,
     CountedStack,
     CountedTable,
     Evidence,
-    counted_in,
-    typical_count,
-    unknown_counts,
+    by_table_name,
 )
-from rarebit.methods._shrinkage_priors import (
-    Prior,
-    hashed_prior,
-    join_priors,
-    mean_prior,
-    parent_prior,
-    relatives_prior,
-)
-from rarebit.methods._shrinkage_relations import set_relations_
-from rarebit.methods._shrinkage_strength import (
-    StrengthSteps,
-    coming_batches,
-    held_out_batches,
-)
-from rarebit.settings import check_types, require, suggest
+from rarebit.settings import check_types, require
 from rarebit.tables.stack import Stack
-from rarebit.tables.table import (
-    AnyTable,
-    Method,
-    Pair,
-    Table,
-    is_trainable,
-    plain_like,
-    wrap,
-)
+from rarebit.tables.table import AnyTable, Pair, Table, is_trainable, plain_like
 
 __all__ = ["Shrinkage", "ShrunkStack", "ShrunkTable", "Strength"]
 
-Found: TypeAlias = Literal["typical", "learned", "estimated", "held-out", "first-pass", "auto"]
-"""How one c for each table is found."""
-Strength: TypeAlias = float | Mapping[str, float] | Found
-"""One c for all tables, one for each by name, or one for each that is found."""
+Strength: TypeAlias = float | Mapping[str, float] | str
+"""One c for all tables, one per table by name, or the name of a rule that finds one per table."""
 
-AUTO: Found = "typical"
+AUTO = "typical"
 """What c="auto" stands for."""
+RULES = ("typical", "auto")
+PRIORS = ("mean", "zero")
+REMOVED = {
+    **dict.fromkeys(
+        ("learned", "held-out", "first-pass", "hashed", "relatives"), "it lost its study"
+    ),
+    **dict.fromkeys(("estimated", "parent"), "no study used it"),
+}
+"""Forms of c and of the prior that earlier versions had, and why they are gone."""
 
 START = 10.0
-"""Where a c that is to be found starts."""
+"""The c of a rule until counts are set."""
 
 PRODUCT = "the rows of the product are shrunk, and both factors go on being trained"
 SETS = "each set is drawn to a mean of its own, all by the same counts"
@@ -88,33 +70,30 @@ ZEROS = "the mean that rows are drawn to has no zeros where the table has; shrin
 
 
 @dataclass(frozen=True, kw_only=True)
-class Shrinkage(Method):
-    """Draw the rows of rare ids to a prior: a row counts as much as it was seen.
+class Shrinkage(CountedMethod):
+    """Shrink the rows of rare ids toward a prior: the fewer lookups in training, the more.
 
     >>> Shrinkage(counts={"user": torch.tensor([7, 0, 1])}, c=10)
     Shrinkage(c=10.0, prior='mean')
     """
 
-    title: ClassVar[str] = "rows of rare ids drawn to a prior, by how often they were seen"
+    title: ClassVar[str] = "rows of rare ids shrunk toward a prior, by how often training saw them"
     paper: ClassVar[str] = (
         "none: the James-Stein estimator of Efron and Morris, JASA 1973, for the rows of a table"
     )
     control: ClassVar[str] = "tuned"
     cost: ClassVar[str] = (
-        "a step looks up one number beside each row and adds a multiple of the prior; until it is merged, "
-        "a table stores one number more a row"
+        "a step looks up one extra number per row and adds a multiple of the prior; until it is merged, a "
+        "table stores one extra number per row"
     )
     applies: ClassVar[str] = (
-        "tables with many rare ids, which overfit them; not where all ids are frequent, for there it does "
+        "tables with many rare ids, which overfit them; not where all ids are frequent: there it does "
         "nothing"
     )
     knobs: ClassVar[Mapping[str, tuple[object, ...]]] = {
-        "c": ("typical", 30.0, 3.0, 100.0, "learned", "held-out", "first-pass"),
-        "prior": ("mean", "zero", "hashed", "relatives"),
+        "c": ("typical", 30.0, 3.0, 100.0),
+        "prior": ("mean", "zero"),
     }
-    training_only: ClassVar[bool] = True
-    min_width: ClassVar[int] = 1
-    """First-order weights are shrunk as well."""
     pairs: ClassVar[Mapping[str, Pair]] = {
         "hashing": Pair(allowed=True, words="buckets are shrunk by the counts of all their ids"),
         "low-rank": Pair(allowed=True, words=PRODUCT),
@@ -168,184 +147,102 @@ class Shrinkage(Method):
         "shared-sets": Pair(allowed=False, words=SETS_FIRST),
     }
 
-    counts: Counts | None = field(default=None, repr=False, compare=False)
-    """How often training saw each id: by the name of the table or of its field, `(N,)` each; of one table
-    by itself; or one number for all rows. None: `set_counts_` gives them before training."""
     c: Strength = "auto"
-    """How often an id must be seen to be half its own row: a number; one for each table, by name; or one
-    for each that is found. "typical" is the median of the counts of its ids, of those that training saw;
-    "learned" by the gradient of training; "held-out" by that of validation rows,
-    and "first-pass" by that of training rows before they are trained on, in the first epoch, both in runs
-    or where `attach` is called; "estimated" by `estimate_c_`. "auto" is "typical"."""
-    prior: Literal["mean", "zero", "hashed", "parent", "relatives"] = "mean"
-    """What a row is drawn to: "mean", a learned row of the table; "zero"; "hashed", one of a few learned rows,
-    by a hash of the id; "parent", a learned row for the value of another field that the id is seen with most
-    often; "relatives", the mean of frequent ids that are met in like company. All start at zero, but for the
-    last. In runs, parents and relatives come from the training rows, as counts do."""
-    parent: str | None = None
-    """The field whose values stand for ids with prior="parent", such as the author of a book. A table that
-    has no more rows than that field's is drawn to its mean."""
-    parent_rows: int | None = None
-    """How many values the parent field has: `apply_` finds it out."""
+    """How often training must see an id to make it half its own row: a number; one per table, by name; or "typical", the
+    median count of the table's ids, without those that training never saw. "auto" is "typical"."""
+    prior: str = "mean"
+    """What rows are shrunk toward: "mean", a learned row of the table that starts at zero; or "zero"."""
 
     def __post_init__(self) -> None:
         check_types(self)
-        if not isinstance(self.c, str):
-            for strength in self.c.values() if isinstance(self.c, Mapping) else [self.c]:
-                _check_strength(strength)
-        if isinstance(self.counts, int):
-            require(self.counts >= 0, f"counts must be 0 or more, got counts={self.counts}")
-        require(
-            (self.prior == "parent") == (self.parent is not None),
-            f"prior='parent' goes with the name of the parent field, got prior={self.prior!r} and "
-            f"parent={self.parent!r}",
-        )
-        require(
-            self.parent_rows is None or (self.parent is not None and self.parent_rows >= 1),
-            f"parent_rows goes with a parent and is at least 1, got parent_rows={self.parent_rows}",
-        )
+        self._check_counts()
+        if isinstance(self.c, str):
+            _check_choice("c", self.c, RULES, also="a number, a number per table, ")
+        else:
+            for c in self.c.values() if isinstance(self.c, Mapping) else [self.c]:
+                _check_strength(c)
+        _check_choice("prior", self.prior, PRIORS)
 
     def __hash__(self) -> int:
         c = frozenset(self.c.items()) if isinstance(self.c, Mapping) else self.c
-        return hash((c, self.prior, self.parent, self.parent_rows))
-
-    def __repr__(self) -> str:
-        parent = "" if self.parent is None else f", parent={self.parent!r}"
-        return f"Shrinkage(c={self.c!r}, prior={self.prior!r}{parent})"
-
-    def with_counts(self, counts: Counts) -> "Shrinkage":
-        """Return the method with counts, such as those of the data it is used on: `train.counts()`."""
-        return replace(self, counts=counts)
-
-    def attach(self, model: nn.Module, data: TrainingData) -> Attached | None:
-        """Give a prior what it takes from training rows, and learn c where that needs other rows.
-
-        The tables of the model have this method already.
-        """
-        if self.prior in ("parent", "relatives"):
-            set_relations_(model, data, self.parent)
-        c = self._of_tables().c
-        batches = {"held-out": held_out_batches, "first-pass": coming_batches}
-        if not isinstance(c, str) or c not in batches:
-            return None
-
-        def is_own(method: Method) -> bool:
-            return isinstance(method, Shrinkage) and method.c == c
-
-        return StrengthSteps(model, is_own, batches[c](model, data))
+        return hash((c, self.prior))
 
     def wrap(self, base: AnyTable) -> "ShrunkTable":
-        """Return the table with its rows shrunk; counts by name are for `apply_` on a model."""
-        require(
-            not isinstance(self.counts, Mapping),
-            "counts by name are of several tables; use apply_ on the model",
-        )
+        """Return the table with its rows shrunk; counts by name need `apply_` on a model."""
         inner = base
         if isinstance(base, nn.Embedding):
             inner = plain_like(base, base.weight.detach(), padding_idx=base.padding_idx)
-        shrunk = ShrunkTable(
-            self._of_tables(), inner, self._first_evidence(base), self._first_prior(base)
-        )
-        if self.counts is not None:
-            shrunk.set_counts_(counts_of_table("table", base.num_embeddings, self.counts))
+        c = self.c if isinstance(self.c, float) else START
+        prior = None
+        if self.prior == "mean":
+            mean = next(base.parameters()).detach().new_zeros(base.embedding_dim)
+            prior = FieldMean(nn.Parameter(mean, requires_grad=is_trainable(base)))
+        # tables keep the method without its counts, which they store, and with what "auto" means today
+        kept = replace(self, counts=None, c=AUTO if self.c == "auto" else self.c)
+        shrunk = ShrunkTable(kept, inner, Evidence.unknown(base, c), prior)
+        self._set_own_counts_(shrunk)
         return shrunk
 
-    def wrap_all(self, tables: Mapping[str, AnyTable]) -> list[Table]:
-        """Return each table shrunk, by the counts and the strength that are given under its name."""
-        counts = {} if self.counts is None else counts_of_all(tables, self.counts)
-        strengths = {name: self._start_of(name) for name in tables}
-        method = self._knowing_parent(tables)
-        made = {name: wrap(table, method) for name, table in tables.items()}
-        for name, table in made.items():
-            for shrunk in counted_in(table):
-                if not isinstance(shrunk.evidence.strength, nn.Parameter):
-                    shrunk.evidence.strength.fill_(strengths[name])
-                if name in counts:
-                    shrunk.set_counts_(counts[name])
-        return list(made.values())
-
-    def stack(self, tables: Sequence[Table], lengths: Sequence[int]) -> Stack:
-        """Return shrunk tables behind one lookup of their rows and one of their counts."""
-        shrunk = [table for table in tables if isinstance(table, ShrunkTable)]
-        return ShrunkStack(self, shrunk, lengths)
-
-    def _of_tables(self) -> "Shrinkage":
-        """Return the method as tables remember it.
-
-        What is saved with a model are the counts themselves, and a c that reads the same in years to come.
-        """
-        return replace(self, counts=None, c=AUTO if self.c == "auto" else self.c)
-
-    def _knowing_parent(self, tables: Mapping[str, AnyTable]) -> "Shrinkage":
-        """Return the method without counts, and with how many values the parent field has."""
-        rows = self.parent_rows
-        if self.parent is not None and rows is None:
-            found = {
-                name.rpartition(".")[2]: table.num_embeddings for name, table in tables.items()
-            }
-            require(
-                self.parent in found,
-                f"parent: there is no table for {self.parent!r}{suggest(self.parent, list(found))}",
-            )
-            rows = found[self.parent]
-        return replace(self, counts=None, parent_rows=rows)
-
-    def _start_of(self, name: str) -> float:
+    def strength_of(self, name: str) -> float:
+        """Return the c of a table."""
         if not isinstance(self.c, Mapping):
             return START if isinstance(self.c, str) else self.c
-        found = of_table(name, self.c)
-        if not isinstance(found, float | int):
+        found = by_table_name(name, self.c)
+        if found is None:
             raise SettingsError(
-                f"there is no c of {name!r}, only of {', '.join(self.c) or 'nothing'}; give one by the name "
-                "of the table or of its field, or leave the table out with where="
+                f"no c for {name!r}, only for {', '.join(self.c) or 'nothing'}; give one by the name of the "
+                "table or of its field, or leave the table out with where="
             )
         return float(found)
 
-    def _first_evidence(self, base: AnyTable) -> Evidence:
-        like = next(base.parameters())
-        c = START if isinstance(self.c, str | Mapping) else self.c
-        strength = like.detach().new_full((1,), c)
-        if self._of_tables().c == "learned":
-            strength = nn.Parameter(strength.log(), requires_grad=is_trainable(base))
-        return Evidence(unknown_counts(base), strength, is_known=False)
+    def stack(self, tables: Sequence[Table], lengths: Sequence[int]) -> Stack:
+        """Return shrunk tables behind one lookup of their rows and one of their counts."""
+        return ShrunkStack(self, [t for t in tables if isinstance(t, ShrunkTable)], lengths)
 
-    def _first_prior(self, base: AnyTable) -> Prior | None:
-        if self.prior == "zero":
-            return None
-        if self.prior == "hashed":
-            return hashed_prior(base)
-        if self.prior == "relatives":
-            return relatives_prior(base)
-        if self.prior == "mean":
-            return mean_prior(base)
-        require(
-            self.parent_rows is not None,
-            "a prior of parents needs to know how many there are; use apply_ on the model, or give parent_rows",
-        )
-        assert self.parent_rows is not None
-        return parent_prior(base, self.parent_rows)
+
+class FieldMean(nn.Module):
+    """The learned prior of a table, `(D,)`."""
+
+    def __init__(self, mean: nn.Parameter) -> None:
+        super().__init__()
+        self.mean = mean
+
+
+class FieldMeans(nn.Module):
+    """The learned priors of F tables, `(F, D)`."""
+
+    def __init__(self, priors: Sequence[FieldMean]) -> None:
+        super().__init__()
+        means = torch.stack([prior.mean.detach() for prior in priors])
+        self.means = nn.Parameter(means, requires_grad=priors[0].mean.requires_grad)
+
+    def split(self) -> list[FieldMean]:
+        """Return the prior of each table; memory is shared, not copied."""
+        trained = self.means.requires_grad
+        return [FieldMean(nn.Parameter(row, requires_grad=trained)) for row in self.means.detach()]
 
 
 class ShrunkTable(CountedTable):
-    """A table whose rows are drawn to a prior, the less often they were seen the more."""
+    """A table whose rows are shrunk toward a prior."""
 
     def __init__(
-        self, method: Shrinkage, inner: AnyTable, evidence: Evidence, prior: Prior | None
+        self, method: Shrinkage, inner: AnyTable, evidence: Evidence, prior: FieldMean | None
     ) -> None:
         super().__init__(method, inner, evidence)
         self.prior = prior  # p
 
     def set_counts_(self, counts: Tensor) -> None:
-        """Replace the counts `(N,)`, in place, and a c that comes from them."""
+        """Replace the counts `(N,)`, in place, and the c that comes from them."""
         super().set_counts_(counts)
         if isinstance(self.method, Shrinkage) and self.method.c == "typical":
-            self.evidence.strength.fill_(typical_count(counts))
+            seen = counts[counts > 0]
+            self.evidence.strength.fill_(float(seen.median()) if seen.numel() else 1.0)
 
     def rows(self, ids: Tensor) -> Tensor:
-        """Return w_i v_i + (1 - w_i) p(i)."""
+        """Return w_i v_i + (1 - w_i) p."""
         ids = ids.long()
-        weights = self.evidence.weights(ids, torch.zeros_like(ids))
-        return mixed(self.inner(ids), weights, _rows_of(self.prior, ids, self.inner))
+        prior = None if self.prior is None else self.prior.mean
+        return mix(self.inner(ids), self.weights(ids), prior)
 
 
 class ShrunkStack(CountedStack):
@@ -358,23 +255,60 @@ class ShrunkStack(CountedStack):
     ) -> None:
         super().__init__(method, tables, lengths)
         priors = [table.prior for table in tables if table.prior is not None]
-        self.prior = join_priors(priors, self.field_of_slot, self.offsets)
+        self.prior = FieldMeans(priors) if priors else None
 
     def rows(self, ids: Tensor) -> Tensor:
         """Return w_i v_i + (1 - w_i) p_f of the rows of each field f."""
-        # unlike a product, this is cheaper than to find out which rows are looked up several times
-        return mixed(self.inner(ids), self.weights(ids), _rows_of(self.prior, ids, self.inner))
+        # this is cheaper than finding the distinct rows first, unlike a product of factors
+        prior = None if self.prior is None else F.embedding(self.field_of_slot, self.prior.means)
+        return mix(self.inner(ids), self.weights(ids), prior)
 
     def split(self) -> list[AnyTable]:
         """Return the shrunk tables one by one."""
         inner = self.inner.split()
-        priors = [None] * len(inner) if self.prior is None else self.prior.split(self.sizes)
+        priors = [None] * len(inner) if self.prior is None else self.prior.split()
         parts = zip(inner, self.evidence.split(self.sizes), priors, strict=True)
         return [ShrunkTable(self.method, *part) for part in parts]
 
 
-def _rows_of(prior: Prior | None, ids: Tensor, inner: nn.Module) -> Tensor | None:
-    return None if prior is None else prior.rows(ids, inner)
+def mix(own: Tensor, weights: Tensor, prior: Tensor | None) -> Tensor:
+    """Return w v + (1 - w) p of rows `(..., D)`; with w = 1 exactly v, with w = 0 exactly p.
+
+    Weights `(..., 1)` get no gradient; the prior has the last axes of the rows; None is zero.
+    """
+    if prior is None:
+        return weights * own
+    rows: Tensor = _Mix.apply(own, weights, prior)  # type: ignore[no-untyped-call]  # torch leaves it untyped
+    return rows
+
+
+class _Mix(torch.autograd.Function):
+    """p + w (v - p) with fewer temporary tensors of the batch's size: allocating them takes longer than the arithmetic."""
+
+    @staticmethod
+    def forward(ctx: Any, own: Tensor, weights: Tensor, prior: Tensor) -> Tensor:
+        ctx.save_for_backward(weights)
+        ctx.prior_shape = prior.shape
+        return torch.lerp(prior, own, weights)  # starts from the nearer end, so both ends are exact
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, Tensor | None]:
+        (weights,) = ctx.saved_tensors
+        of_prior = spare = None
+        if ctx.needs_input_grad[2]:
+            spare = (1 - weights) * gradient
+            of_prior = spare.sum_to_size(ctx.prior_shape)
+            spare = None if of_prior is spare else spare  # its memory serves both gradients
+        return torch.mul(gradient, weights, out=spare), None, of_prior
+
+
+def _check_choice(name: str, value: str, choices: Sequence[str], also: str = "") -> None:
+    why = f"; {value!r} was removed: {REMOVED[value]}, see docs/tail.md" if value in REMOVED else ""
+    require(
+        value in choices,
+        f"{name} must be {also}{' or '.join(map(repr, choices))}, got {value!r}{why}",
+    )
 
 
 def _check_strength(c: object) -> None:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from rarebit.data.schema import PADDING
 from rarebit.errors import NoTableError, UnsupportedTableError
-from rarebit.methods._shrinkage_counts import counts_of_table
+from rarebit.methods._counts import counts_of_table
 from rarebit.tables.bag import Bag
 from rarebit.tables.collection import TableCollection
 from rarebit.tables.find import ModuleSite, find_sites

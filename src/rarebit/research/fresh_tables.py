@@ -25,7 +25,7 @@ from torch import nn
 
 from rarebit.callbacks import TrainingData, TrainingMethod
 from rarebit.methods._neighbour_pairs import neighbour_pairs
-from rarebit.methods._stored_rows import BetweenEpochs, StoredRows, stored_rows
+from rarebit.methods.forgetting import BetweenEpochs, StoredRows, stored_rows
 from rarebit.settings import check_types, require
 from rarebit.tables.table import CHUNK, Pair
 

@@ -11,6 +11,7 @@ validation rows are those of the best epoch.
 Not by itself: it is there to be compared with.
 """
 
+import copy
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -21,11 +22,10 @@ from torch.nn import functional as F
 
 from rarebit.callbacks import Attached, TrainingData, TrainingMethod
 from rarebit.data.dataset import Dataset
-from rarebit.data.schema import PADDING
+from rarebit.data.schema import PADDING, Schema
 from rarebit.errors import DataError, UnsupportedTableError
 from rarebit.methods._neighbour_pairs import BEFORE as OLDER
 from rarebit.methods._neighbour_pairs import neighbour_pairs
-from rarebit.methods._shrinkage_strength import shadow_of
 from rarebit.settings import check_types, require
 from rarebit.tables.find import find_sites
 from rarebit.tables.table import Pair, home_of
@@ -131,7 +131,7 @@ class _Stopping(Attached):
         data: TrainingData,
     ) -> None:
         device = home_of(model)
-        self.shadow: nn.Module | None = shadow_of(model)
+        self.shadow: nn.Module | None = _shadow_of(model)
         self.valid = valid.to(device)
         # numbered through all fields
         self.groups = {
@@ -222,3 +222,15 @@ def _plain_weights(model: nn.Module, fields: Mapping[str, Tensor]) -> dict[str, 
             )
         found[site.info.name] = site.table.weight.detach()
     return found
+
+
+def _shadow_of(model: nn.Module) -> nn.Module:
+    """Return a second set of modules over the same weights and buffers, in evaluation mode.
+
+    So scoring changes no mode and no statistic of the model, and its hooks do not see these lookups.
+    """
+    shared: list[Any] = [*model.parameters(), *model.buffers()]
+    for module in model.modules():
+        # a schema may hold all values of a log, and never changes
+        shared += [value for value in vars(module).values() if isinstance(value, Schema)]
+    return copy.deepcopy(model, {id(thing): thing for thing in shared}).eval()

@@ -1,23 +1,23 @@
-"""Row rate: rare rows learn more slowly, and are drawn nowhere (a control; see `shrinkage`).
+"""Row rate: rows of rare ids learn more slowly, without a prior (a control for `shrinkage`).
 
     e(i) = w_i u_i        u_i(0) = e(i)(0) / w_i        w_i = n_i / (n_i + c)
 
     n_i    `RatedTable.evidence.counts`: how often training saw the id
     c      `RowRate.c`
-    u_i    `RatedTable.inner`, N x D; it gets the gradient of e(i) as it is, without the factor w_i
+    u_i    `RatedTable.inner`, N x D; it gets the gradient of e(i) without the factor w_i
 
-A step that moves u_i by so much moves e(i) by w_i times as much, whatever the optimizer makes of the
-gradient: each row has w_i of the learning rate. A factor on the gradient would do that under SGD alone, for
-Adam divides it out again. An id never seen has a rate of zero. Weight decay acts on u_i, so it holds rare rows
-more strongly than one learning rate a row would, and as strongly as shrinkage does.
+A step that moves u_i by some amount moves e(i) by w_i times that amount, whatever the optimizer does with the gradient: each
+row has w_i of the learning rate. A factor on the gradient would do so under SGD only: Adam divides it out again. An id
+never seen has a rate of zero. Weight decay acts on u_i, so it holds rare rows more strongly than a learning rate per row
+would, and as strongly as shrinkage does.
 
-Held against this one, shrinkage shows what its prior does; this one held against plain tables shows what
-slower rare rows do. Not for use by itself: it is there to be compared with.
+Shrinkage compared with this method shows what its prior does; this method compared with plain tables shows what slower rare
+rows do. Only for such comparisons.
 """
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import torch
@@ -25,17 +25,10 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from rarebit.errors import UnsupportedTableError
-from rarebit.methods._shrinkage_counts import Counts, counts_of_all, counts_of_table
-from rarebit.methods._shrinkage_parts import (
-    CountedStack,
-    CountedTable,
-    Evidence,
-    counted_in,
-    unknown_counts,
-)
+from rarebit.methods._counts import CountedMethod, CountedStack, CountedTable, Evidence
 from rarebit.settings import check_types, require
 from rarebit.tables.stack import Stack
-from rarebit.tables.table import AnyTable, Method, Pair, Table, full_table, plain_like, wrap
+from rarebit.tables.table import AnyTable, Pair, Table, full_table, plain_like
 
 __all__ = ["RatedStack", "RatedTable", "RowRate"]
 
@@ -44,8 +37,8 @@ SETS = "the same rows are slow in every set"
 
 
 @dataclass(frozen=True, kw_only=True)
-class RowRate(Method):
-    """Let a row learn at n / (n + c) of the learning rate, n being how often it was seen.
+class RowRate(CountedMethod):
+    """Train each row at n / (n + c) of the learning rate; n is how often training saw the id.
 
     >>> RowRate(c=30)
     RowRate(c=30.0)
@@ -55,16 +48,12 @@ class RowRate(Method):
     paper: ClassVar[str] = "none: a control for shrinkage that slows rare rows and has no prior"
     control: ClassVar[str] = "baseline"
     cost: ClassVar[str] = (
-        "a step looks up one number beside each row; until it is merged, a table stores one number more "
-        "a row"
+        "a step looks up one extra number per row; until it is merged, a table stores one extra number per row"
     )
     applies: ClassVar[str] = (
-        "beside shrinkage, to tell slower rare rows from the prior they are drawn to; not by itself"
+        "to separate slower rare rows from the prior of shrinkage in a study; not for other use"
     )
     knobs: ClassVar[Mapping[str, tuple[object, ...]]] = {"c": (30.0, 3.0, 100.0, 10.0, 300.0)}
-    training_only: ClassVar[bool] = True
-    min_width: ClassVar[int] = 1
-    """First-order weights are slowed as well."""
     pairs: ClassVar[Mapping[str, Pair]] = {
         **{
             name: Pair(allowed=False, words=ALONE)
@@ -107,45 +96,27 @@ class RowRate(Method):
         ),
     }
 
-    counts: Counts | None = field(default=None, repr=False, compare=False)
-    """How often training saw each id, as in `Shrinkage`. None: `set_counts_` gives them before training."""
     c: float = 10.0
-    """How often an id must be seen to have half of the learning rate."""
+    """How often training must see an id to give it half of the learning rate."""
 
     def __post_init__(self) -> None:
         check_types(self)
+        self._check_counts()
         require(0 <= self.c < math.inf, f"c must be 0 or more and finite, got c={self.c}")
-        if isinstance(self.counts, int):
-            require(self.counts >= 0, f"counts must be 0 or more, got counts={self.counts}")
 
-    def with_counts(self, counts: Counts) -> "RowRate":
-        """Return the method with counts, such as those of the data it is used on: `train.counts()`."""
-        return replace(self, counts=counts)
+    def strength_of(self, name: str) -> float:
+        """Return c, the same for all tables."""
+        del name
+        return self.c
 
     def wrap(self, base: AnyTable) -> "RatedTable":
-        """Return the table with rates for its rows; counts by name are for `apply_` on a model."""
-        require(
-            not isinstance(self.counts, Mapping),
-            "counts by name are of several tables; use apply_ on the model",
-        )
+        """Return the table with a rate per row; counts by name need `apply_` on a model."""
         if not isinstance(base, nn.Embedding):
             raise UnsupportedTableError(f"{self} takes a plain table, got {base}; merge it first")
         inner = plain_like(base, base.weight.detach().clone(), padding_idx=base.padding_idx)
-        strength = base.weight.detach().new_full((1,), self.c)
-        evidence = Evidence(unknown_counts(base), strength, is_known=False)
-        table = RatedTable(replace(self, counts=None), inner, evidence)
-        if self.counts is not None:
-            table.set_counts_(counts_of_table("table", base.num_embeddings, self.counts))
+        table = RatedTable(replace(self, counts=None), inner, Evidence.unknown(base, self.c))
+        self._set_own_counts_(table)
         return table
-
-    def wrap_all(self, tables: Mapping[str, AnyTable]) -> list[Table]:
-        """Return each table with rates by the counts that are given under its name."""
-        counts = {} if self.counts is None else counts_of_all(tables, self.counts)
-        made = {name: wrap(table, replace(self, counts=None)) for name, table in tables.items()}
-        for name, given in counts.items():
-            for rated in counted_in(made[name]):
-                rated.set_counts_(given)
-        return list(made.values())
 
     def stack(self, tables: Sequence[Table], lengths: Sequence[int]) -> Stack:
         """Return the tables behind one lookup of their rows and one of their counts."""
@@ -153,26 +124,25 @@ class RowRate(Method):
 
 
 class RatedTable(CountedTable):
-    """A table whose rows learn at rates of their own."""
+    """A table with a learning rate per row."""
 
     def rows(self, ids: Tensor) -> Tensor:
         """Return w_i u_i."""
         ids = ids.long()
-        return _rated(self.inner(ids), self.evidence.weights(ids, torch.zeros_like(ids)))
+        return _rated(self.inner(ids), self.weights(ids))
 
     @torch.no_grad()
     def set_counts_(self, counts: Tensor) -> None:
-        """Replace the counts `(N,)`, in place; the rows that are handed out stay as they are."""
+        """Replace the counts `(N,)`, in place; lookups return the same rows as before."""
         assert isinstance(self.inner, nn.Embedding)
         rows = full_table(self)
         super().set_counts_(counts)
         ids = torch.arange(self.num_embeddings, device=rows.device)
-        weights = self.evidence.weights(ids, torch.zeros_like(ids))  # (N, 1)
-        self.inner.weight.copy_(rows / _or_one(weights))
+        self.inner.weight.copy_(rows / _or_one(self.weights(ids)))
 
 
 class RatedStack(CountedStack):
-    """Tables with rates for their rows behind one lookup of their rows and one of their counts."""
+    """Rated tables behind one lookup of their rows and one of their counts."""
 
     def rows(self, ids: Tensor) -> Tensor:
         """Return w_i u_i of the rows of each field."""
@@ -185,7 +155,7 @@ class RatedStack(CountedStack):
 
 
 class _Rated(torch.autograd.Function):
-    """The product with a gradient that leaves the factor out; none where the factor is zero."""
+    """The product, with a gradient without the factor; zero where the factor is zero."""
 
     @staticmethod
     def forward(ctx: Any, own: Tensor, weights: Tensor) -> Tensor:
@@ -205,5 +175,5 @@ def _rated(own: Tensor, weights: Tensor) -> Tensor:
 
 
 def _or_one(weights: Tensor) -> Tensor:
-    """Return the factors, one where they are zero: a row that does not move is stored as it is."""
+    """Return the factors, with one in place of zero: a row that never moves is stored unchanged."""
     return torch.where(weights > 0, weights, 1.0)

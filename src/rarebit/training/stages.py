@@ -19,8 +19,7 @@ from torch import nn
 from rarebit.callbacks import TrainingMethod
 from rarebit.data.dataset import Dataset
 from rarebit.data.schema import Schema
-from rarebit.methods._shrinkage_model import set_counts_
-from rarebit.methods._shrinkage_parts import counted_in
+from rarebit.methods._counts import counted_in, set_counts_
 from rarebit.methods.shrinkage import Shrinkage
 from rarebit.models import build_model
 from rarebit.models._base import RankingModel

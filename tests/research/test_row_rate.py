@@ -7,8 +7,7 @@ from torch.testing import assert_close
 
 import rarebit as rb
 from rarebit.errors import DataError, SettingsError, UnsupportedTableError
-from rarebit.methods._shrinkage_model import set_counts_
-from rarebit.methods._shrinkage_parts import counted_in
+from rarebit.methods._counts import counted_in, set_counts_
 from rarebit.models.deepfm import DeepFM
 from rarebit.research.row_rate import RatedStack, RatedTable, RowRate
 
@@ -142,16 +141,16 @@ def test_a_saved_model_comes_back(tmp_path):
 
 def test_what_cannot_be_done_is_refused():
     model = nn.Sequential(nn.Embedding(5, WIDTH))
-    with pytest.raises(DataError, match="there are no counts of '0', only of item"):
+    with pytest.raises(DataError, match="no counts for '0', only for item"):
         rb.apply_(model, RowRate(counts={"item": COUNTS}), verbose=False)
-    with pytest.raises(SettingsError, match="counts by name are of several tables"):
+    with pytest.raises(SettingsError, match="counts by name are for several tables"):
         RowRate(counts={"0": COUNTS}).wrap(model[0])
     rb.apply_(model, rb.PEP(), verbose=False)
     with pytest.raises(UnsupportedTableError, match=r"RowRate\(c=10\.0\) takes a plain table, got"):
         RowRate(counts=3).wrap(model[0])
     other = nn.Sequential(nn.Embedding(5, WIDTH))
     rb.apply_(other, RowRate(), verbose=False)
-    with pytest.raises(DataError, match="does not know how often its rows were seen"):
+    with pytest.raises(DataError, match="does not know its counts"):
         other(torch.tensor([1]))
 
 

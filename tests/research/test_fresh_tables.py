@@ -157,9 +157,9 @@ def test_what_a_prior_has_learned_goes_on():
     assert not bool(optimizer.state[stack.inner.embedding.weight]["exp_avg"].any())
 
 
-def test_rows_that_ids_share_as_a_prior_go_on():
-    model = deepfm(rb.Shrinkage(counts=7, c=3.0, prior="hashed"))
-    shared = model.backbone.tables.stacks[0].prior.table.weight
+def test_a_prior_continues():
+    model = deepfm(rb.Shrinkage(counts=7, c=3.0))
+    shared = model.backbone.tables.stacks[0].prior.means
     before = shared.detach().clone()
     trained(model, keep=0.0)
     assert (shared - before).abs().max().item() < 0.15
@@ -175,5 +175,5 @@ def test_where_all_is_kept_the_optimizer_goes_on():
 def test_what_cannot_be_done_is_refused():
     with pytest.raises(DataError, match="after the first step of an epoch, and an epoch has only"):
         FreshTables().attach(deepfm(), training_data(rows_of(8)))
-    with pytest.raises(UnsupportedTableError, match="tables that store rows, and a table of this"):
+    with pytest.raises(UnsupportedTableError, match="no table of this model stores rows"):
         FreshTables().attach(nn.Linear(2, 2), training_data(rows_of(64)))

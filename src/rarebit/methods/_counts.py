@@ -1,0 +1,286 @@
+"""Counts: how often training saw each id, and the tables that keep them.
+
+    w_i = n_i / (n_i + c)
+
+    n_i    `Evidence.counts`
+    c      `Evidence.strength`, one per table: an id seen c times has w_i = 1/2
+
+Counts come by the name of a table or of its field, as `train.counts()` returns them. `shrinkage` and `row-rate` store them
+in their tables; `forgetting` and the methods of `research/` only read them.
+"""
+
+from abc import abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import accumulate
+from typing import Any, ClassVar, Self, TypeAlias, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from rarebit.errors import DataError, NoTableError
+from rarebit.methods.hashing import HashedTable
+from rarebit.sets.sets import SplitSetsTable
+from rarebit.settings import require
+from rarebit.tables.find import find_sites
+from rarebit.tables.stack import Stack, stack_tables
+from rarebit.tables.table import AnyTable, Method, Table, home_of, num_weights, wrap
+
+__all__ = [
+    "CountedMethod",
+    "CountedStack",
+    "CountedTable",
+    "Counts",
+    "Evidence",
+    "by_table_name",
+    "counted_in",
+    "counts_by_table",
+    "counts_of_rows",
+    "counts_of_table",
+    "set_counts_",
+]
+
+T = TypeVar("T")
+
+Counts: TypeAlias = int | Tensor | Mapping[str, Tensor]
+"""One number for all rows, one per row of a table `(N,)`, or these by name."""
+
+UNKNOWN = -1
+"""The count of every row until counts are set."""
+
+
+def by_table_name(name: str, values: Mapping[str, T]) -> T | None:
+    """Return the value for a table: by its full name, else by the last part, its field."""
+    return values.get(name, values.get(name.rpartition(".")[2]))
+
+
+def counts_of_table(name: str, rows: int, counts: Counts) -> Tensor:
+    """Return how often training saw each id of a table, `(N,)` on the CPU, or raise `DataError`."""
+    found = by_table_name(name, counts) if isinstance(counts, Mapping) else counts
+    if found is None:
+        assert isinstance(counts, Mapping)
+        raise DataError(
+            f"no counts for {name!r}, only for {', '.join(counts) or 'nothing'}; give counts by the names of "
+            "the tables or of their fields, or leave the table out with where="
+        )
+    numbers = torch.as_tensor(found).cpu()
+    if numbers.is_floating_point() or numbers.is_complex() or numbers.dtype == torch.bool:
+        raise DataError(
+            f"the counts of {name!r} must be integers, got {numbers.dtype}; use counts.long()"
+        )
+    if isinstance(found, int):
+        numbers = numbers.expand(rows)
+    if numbers.shape != (rows,):
+        raise DataError(
+            f"the counts of {name!r} must be one number for each of its {rows:,} rows, got the shape "
+            f"{tuple(numbers.shape)}; take them from the data that its ids come from: train.counts()"
+        )
+    if rows and int(numbers.min()) < 0:
+        raise DataError(f"the counts of {name!r} must be 0 or more, got {int(numbers.min())}")
+    return numbers.long()
+
+
+def counts_of_rows(table: AnyTable, counts: Tensor) -> Tensor:
+    """Return the counts of the rows that the next method gets: a bucket has those of all its ids."""
+    if isinstance(table, SplitSetsTable):
+        return counts_of_rows(table.tables[0], counts)
+    if not isinstance(table, HashedTable):
+        return counts
+    if table.padding_idx is not None:  # lookups of padding return zeros, not the bucket
+        counts = counts.index_fill(0, torch.tensor([table.padding_idx]), 0)
+    buckets = torch.arange(len(counts)) % table.buckets
+    folded = counts.new_zeros(table.inner.num_embeddings)
+    return folded.index_add_(0, buckets, counts)
+
+
+def counts_by_table(tables: Mapping[str, AnyTable], counts: Counts) -> dict[str, Tensor]:
+    """Return the counts of the rows of each table, by name, on the CPU."""
+    return {
+        name: counts_of_rows(table, counts_of_table(name, table.num_embeddings, counts))
+        for name, table in tables.items()
+    }
+
+
+@torch.no_grad()
+def set_counts_(model: nn.Module, counts: Counts) -> None:
+    """Set how often training saw each row, in all tables of a model that keep counts, in place.
+
+    Counts come by the names of tables or of their fields, as in `Shrinkage`. When more data has arrived, set the counts of
+    all data.
+
+    >>> from rarebit import Shrinkage, apply_
+    >>> model = nn.ModuleDict({"user": nn.Embedding(3, 8)})
+    >>> changes = apply_(model, Shrinkage(c=10), verbose=False)
+    >>> set_counts_(model, {"user": torch.tensor([90, 0, 10])})
+    >>> model["user"].evidence.counts
+    tensor([90,  0, 10])
+    """
+    tables = {site.info.name: site.table for site in find_sites(model) if counted_in(site.table)}
+    if not tables:
+        raise NoTableError("no table of the model keeps counts; apply_ Shrinkage first")
+    given = counts_by_table(tables, counts)
+    for name, table in tables.items():
+        for counted in counted_in(table):
+            counted.set_counts_(given[name])
+    # sites of a stack are views of it: its own evidence has the counts now, but not the flag
+    for module in model.modules():
+        if isinstance(module, Evidence):
+            module.is_known = True
+
+
+class Evidence(nn.Module):
+    """The counts of F tables, one table after the other, and the strength of each."""
+
+    counts: Tensor
+    strength: Tensor
+
+    def __init__(self, counts: Tensor, strength: Tensor, *, is_known: bool) -> None:
+        super().__init__()
+        self.is_known = is_known
+        self.register_buffer("counts", counts)  # n, (N,) of int64: half precision ends at 65,504
+        self.register_buffer("strength", strength)  # c, (F,)
+
+    @classmethod
+    def unknown(cls, base: AnyTable, c: float) -> Self:
+        """Return the evidence of a table until its counts are set."""
+        counts = torch.full((base.num_embeddings,), UNKNOWN, device=home_of(base))
+        strength = next(base.parameters()).detach().new_full((1,), c)
+        return cls(counts, strength, is_known=False)
+
+    @classmethod
+    def joined(cls, parts: Sequence["Evidence"]) -> Self:
+        """Return the evidence of several tables as one."""
+        counts = torch.cat([part.counts for part in parts])
+        strength = torch.cat([part.strength for part in parts])
+        return cls(counts, strength, is_known=all(part.is_known for part in parts))
+
+    def split(self, sizes: Sequence[int]) -> list["Evidence"]:
+        """Return the evidence of each table; memory is shared, not copied."""
+        parts = zip(self.counts.split(list(sizes)), self.strength.split(1), strict=True)
+        return [Evidence(*part, is_known=self.is_known) for part in parts]
+
+    def weights(self, rows: Tensor, fields: Tensor) -> Tensor:
+        """Return n / (n + c) of these rows `(..., 1)`; `fields` is the table of each of them.
+
+        Until counts are set the weights are 1, and training raises an error.
+        """
+        exact = torch.promote_types(self.strength.dtype, torch.float32)
+        c = F.embedding(fields, self.strength.to(exact).unsqueeze(-1))  # (..., 1)
+        n = self.counts.index_select(0, rows.reshape(-1)).view(*rows.shape, 1)
+        if not self.is_known:
+            # no error without gradients: load_model applies all methods before it reads the counts
+            if torch.is_grad_enabled():
+                raise DataError(
+                    "a table does not know its counts; apply its method with counts=train.counts(), or use "
+                    "set_counts_(model, train.counts()) before training"
+                )
+            return torch.ones_like(n, dtype=self.strength.dtype)
+        n = torch.where(c > 0, n, 1).to(exact)  # with c = 0 all weights are 1, also where n = 0
+        return (n / (n + c)).to(self.strength.dtype)
+
+    def _load_from_state_dict(self, *args: Any, **options: Any) -> None:
+        super()._load_from_state_dict(*args, **options)
+        self.is_known = bool((self.counts != UNKNOWN).all())
+
+
+class CountedTable(Table):
+    """A table that knows how often training saw its rows."""
+
+    def __init__(self, method: Method, inner: AnyTable, evidence: Evidence) -> None:
+        super().__init__(
+            method,
+            inner,
+            num_embeddings=inner.num_embeddings,
+            embedding_dim=inner.embedding_dim,
+            padding_idx=inner.padding_idx,
+        )
+        self.evidence = evidence  # n and c
+
+    def weights(self, ids: Tensor) -> Tensor:
+        """Return n / (n + c) of these ids `(..., 1)`."""
+        return self.evidence.weights(ids, torch.zeros_like(ids))
+
+    def set_counts_(self, counts: Tensor) -> None:
+        """Replace the counts `(N,)`, in place."""
+        self.evidence.counts.copy_(counts)
+        self.evidence.is_known = True
+
+    @property
+    def num_weights(self) -> int:
+        """Numbers that make up rows: counts are not among them."""
+        inner = {id(parameter) for parameter in self.inner.parameters()}
+        own = [p.numel() for p in self.parameters() if id(p) not in inner]
+        return num_weights(self.inner) + sum(own)
+
+
+class CountedStack(Stack):
+    """Counted tables behind one lookup of rows and one of counts."""
+
+    offsets: Tensor
+
+    def __init__(
+        self, method: Method, tables: Sequence[CountedTable], lengths: Sequence[int]
+    ) -> None:
+        super().__init__(lengths)
+        self.method = method
+        self.sizes = [table.num_embeddings for table in tables]
+        self.inner = stack_tables([table.inner for table in tables], lengths)
+        self.evidence = Evidence.joined([table.evidence for table in tables])
+        first_rows = torch.tensor([0, *accumulate(self.sizes)][:-1])
+        self.register_buffer("offsets", first_rows[self.field_of_slot], persistent=False)
+
+    def weights(self, ids: Tensor) -> Tensor:
+        """Return n / (n + c) of the rows of each field."""
+        return self.evidence.weights(ids + self.offsets, self.field_of_slot)
+
+
+def counted_in(table: AnyTable) -> list[CountedTable]:
+    """Return the counted tables inside a table: none, one, or one per embedding set."""
+    return [part for part in table.modules() if isinstance(part, CountedTable)]
+
+
+@dataclass(frozen=True, kw_only=True)
+class CountedMethod(Method):
+    """A method whose tables keep counts."""
+
+    training_only: ClassVar[bool] = True
+    min_width: ClassVar[int] = 1
+    """First-order weights take part as well."""
+
+    counts: Counts | None = field(default=None, repr=False, compare=False)
+    """How often training saw each id: by the name of the table or of its field, `(N,)` each; one tensor for a single
+    table; or one number for all rows. None: `set_counts_` sets them before training."""
+
+    def with_counts(self, counts: Counts) -> Self:
+        """Return the method with counts, for example those of the training data: `train.counts()`."""
+        return replace(self, counts=counts)
+
+    @abstractmethod
+    def strength_of(self, name: str) -> float:
+        """Return the c that a table of this name starts with."""
+
+    def wrap_all(self, tables: Mapping[str, AnyTable]) -> list[Table]:
+        """Return each table with this method, its counts and its c chosen by its name."""
+        counts = {} if self.counts is None else counts_by_table(tables, self.counts)
+        strengths = {name: self.strength_of(name) for name in tables}
+        made = {name: wrap(table, replace(self, counts=None)) for name, table in tables.items()}
+        for name, table in made.items():
+            for counted in counted_in(table):
+                counted.evidence.strength.fill_(strengths[name])
+                if name in counts:
+                    counted.set_counts_(counts[name])
+        return list(made.values())
+
+    def _check_counts(self) -> None:
+        if isinstance(self.counts, int):
+            require(self.counts >= 0, f"counts must be 0 or more, got counts={self.counts}")
+
+    def _set_own_counts_(self, table: CountedTable) -> None:
+        """Set the counts of a table that is wrapped by itself, without a name."""
+        require(
+            not isinstance(self.counts, Mapping),
+            "counts by name are for several tables; use apply_ on the model",
+        )
+        if self.counts is not None:
+            table.set_counts_(counts_of_table("table", table.num_embeddings, self.counts))
