@@ -273,7 +273,7 @@ def test_eight_bits_by_hand():
 
 
 def test_eight_bits_need_finite_values():
-    with pytest.raises(UnsupportedTableError, match=r"needs values that are finite, and some of 3"):
+    with pytest.raises(UnsupportedTableError, match=r"needs finite values, and some of 3"):
         Pack(bits=8).wrap(dense(torch.tensor([[math.nan, 1.0], [0.0, 2.0]])))
 
 

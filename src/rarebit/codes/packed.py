@@ -1,25 +1,16 @@
-"""Whether the parts of a packed table fit each other: asked once, before any row is looked up.
-
-What comes from a file may be anything. After this check no lookup reads beyond a part, and every entry
-has a place of its own. It reads all parts but the values, a chunk at a time.
-
-A table with many zeros as what is left of it, looked up without unpacking.
+"""Packed tables: a table with many zeros keeps only its other entries, and is looked up without unpacking.
 
     e(i)[c] = values[k]    where k is the position of the entry (i, c), and 0 where there is none
 
-A row is the same as that of the dense table, to the last bit. What is stored, and which of two forms
-the columns have, is told in `packed_parts.py`; how rows are found, in `packed_lookup.py`, and in
-`packed_kernel.py` for the CPU where nothing is trained.
+A row is the same as that of the dense table, to the last bit. `packed_lookup.py` describes the stored parts and
+how rows are found.
 
-The values are one parameter: a packed table is trained in place, by any optimizer, and what was zero
-has neither gradient nor state. With 8 bits the values are integers with one scale a table, and frozen.
+The values are one parameter: a packed table is trained in place, by any optimizer, and its zeros have neither
+gradient nor state. With 8 bits the values are integers with one scale per table, and frozen.
 
-A packed table as one file of its own: safetensors, read by mapping it into memory.
-
-What a lookup does not touch is not read, save for one look at everything but the values: offsets and
-columns of a file may be anything, and must fit each other before a row is looked up.
-
-Pack the tables of a model in place: keep what is not zero.
+A packed table can be stored in one safetensors file, which is mapped into memory: a lookup reads only what it
+touches. Parts that come from elsewhere may hold anything, so `problem_of` reads all of them but the values once,
+in chunks. After this check no lookup reads beyond a part, and every entry has a place of its own.
 """
 
 import importlib
@@ -70,7 +61,6 @@ from rarebit.tables.table import (
 __all__ = [
     "Pack",
     "PackedTable",
-    "Shape",
     "load_packed",
     "pack_",
     "problem_of",
@@ -78,22 +68,312 @@ __all__ = [
     "take_packed_",
 ]
 
+IDS = 1 << 15
+"""Ids that are looked up at once: few enough for the caches."""
+LARGEST_CODE = 127
+PARTS = Parts._fields
 CHUNK = 1 << 20
-"""Numbers that are looked at together."""
+"""Numbers that are checked at once."""
 WIDEST = 1 << 31
+KIND = "rarebit packed table 1"
+MAX_DIGITS = 18
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pack(Method):
+    """Keep only the entries of a table that are not zero, and where they are.
+
+    >>> Pack(bits=8)
+    Pack(bits=8)
+    """
+
+    title: ClassVar[str] = "store only the entries of a table that are not zero"
+    cost: ClassVar[str] = (
+        "a lookup takes about the time of a plain one at 90 % zeros, four times that at 50 %, and up to four "
+        "times longer still without a C++ compiler; a table takes 5 bytes per entry that is not zero, 4 per "
+        "row that is not empty, and a bit per row"
+    )
+    applies: ClassVar[str] = (
+        "tables whose entries are mostly zero after training; not tables that are still to be pruned, since "
+        "a removed entry does not come back"
+    )
+
+    bits: Literal[8] | None = None
+    """Bits per value; None keeps the values exact and trainable."""
+
+    def __post_init__(self) -> None:
+        check_types(self)
+
+    @property
+    def after_training(self) -> bool:
+        """Before training no entry is zero."""
+        return True
+
+    def wrap(self, base: AnyTable) -> "PackedTable":
+        """Return the rows of `base`, packed; methods that it wraps are merged first."""
+        parts, scale = pack_rows(_folded(base)), None
+        if self.bits is not None:
+            codes, scale = _round(parts.values)
+            parts = parts._replace(values=codes)
+        shape = Shape(base.num_embeddings, base.embedding_dim, base.padding_idx, base.sparse)
+        table = PackedTable(self, parts, shape, scale=scale).train(base.training)
+        return table.requires_grad_(is_trainable(base))
+
+    def unsuited(self, rows: int, width: int) -> str | None:
+        """A table without entries has nothing to pack."""
+        return None if rows and width else "it has no weights"
+
+
+@dataclass(frozen=True)
+class Shape:
+    """The shape of a packed table and its flags."""
+
+    rows: int
+    width: int
+    padding: int | None = None
+    sparse: bool = False
+    """Whether a plain table made from it gets sparse gradients."""
+
+
+class PackedTable(Table):
+    """A table that stores the entries that are not zero.
+
+    >>> dense = nn.Embedding.from_pretrained(torch.tensor([[0.0, 5.0], [0.0, 0.0], [6.0, 7.0]]))
+    >>> packed = Pack().wrap(dense)
+    >>> packed(torch.tensor([2, 0]))
+    tensor([[6., 7.],
+            [0., 5.]])
+    """
+
+    values: Tensor
+    columns: Tensor
+    offsets: Tensor
+    filled: Tensor
+    scale: Tensor
+    """Only for a table of integers."""
+    before: Tensor
+    """The rank directory; counted when a table is loaded, and never stored."""
+
+    def __init__(
+        self, method: Pack, parts: Parts, shape: Shape, *, scale: Tensor | None = None
+    ) -> None:
+        super().__init__(
+            method,
+            None,
+            num_embeddings=shape.rows,
+            embedding_dim=shape.width,
+            padding_idx=shape.padding,
+        )
+        self.shape = shape
+        if scale is None:
+            self.values = nn.Parameter(parts.values)
+        else:
+            self.register_buffer("values", parts.values)
+            self.register_buffer("scale", scale)
+        for name in PARTS[1:]:
+            self.register_buffer(name, getattr(parts, name))
+        self._count()
+
+    @property
+    def parts(self) -> Parts:
+        """The stored tensors."""
+        return Parts(self.values, self.columns, self.offsets, self.filled)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """Return the rows of these ids; the padding row is empty, so nothing has to be masked."""
+        with torch.autocast(ids.device.type, enabled=False):
+            return self.rows(ids)
+
+    def rows(self, ids: Tensor) -> Tensor:
+        """Return the rows of these ids, `(...)` to `(..., D)`."""
+        if torch.is_grad_enabled() and self.values.requires_grad:
+            rows = self._trained_rows(self._checked(ids))
+        elif (found := self._compiled_rows(ids)) is not None:
+            rows = found
+        else:
+            rows = self._served_rows(self._checked(ids))
+        return rows.view(*ids.shape, self.embedding_dim)
+
+    def padded_rows(self, ids: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the values and their columns, `(...)` to `(..., L)` each; L is the longest row's length.
+
+        Shorter rows are filled up with zeros in column 0. No size depends on the ids.
+        """
+        shape = (*ids.shape, self.longest)
+        if not self.longest:
+            return self._floats(self.values.new_zeros(shape)), ids.new_zeros(shape).long()
+        runs = find_runs(self._checked(ids), self.parts, self.before)
+        steps = torch.arange(self.longest, device=ids.device)
+        missing = steps >= runs.length.unsqueeze(-1)  # (U, L)
+        positions = (runs.start.unsqueeze(-1) + steps).clamp_(max=len(self.values) - 1)
+        values = F.embedding(positions, self.values.unsqueeze(1)).squeeze(-1)
+        if self.parts.has_bitmaps:
+            bits = self.columns.index_select(0, runs.row.clamp(max=len(self.columns) - 1))
+            order = unpack_bits(bits).to(torch.uint8).argsort(dim=-1, descending=True, stable=True)
+            columns = order[:, : self.longest]
+        else:
+            columns = self.columns.index_select(0, positions.view(-1)).view_as(positions).long()
+        values = self._floats(values).masked_fill(missing, 0.0)
+        return values.view(shape), columns.masked_fill(missing, 0).view(shape)
+
+    def to_csr(self) -> Any:
+        """Return the table as a SciPy CSR array of shape `(N, D)`."""
+        try:
+            sparse = importlib.import_module("scipy.sparse")  # not by its name: it has no types
+        except ImportError:
+            raise MissingExtraError("scipy", "test", "a SciPy array") from None
+        values, columns = self._floats(self.values.detach()).cpu(), self.columns.cpu()
+        if values.itemsize < 4:  # SciPy has no shorter numbers
+            values = values.float()
+        if self.parts.has_bitmaps:
+            columns = unpack_bits(columns).nonzero()[:, 1]
+        filled = unpack_bits(self.filled.cpu().view(1, -1).view(torch.uint8)).view(-1)
+        counts = filled[: self.num_embeddings].long()
+        counts[counts.bool()] = self.offsets.cpu().long().diff()
+        starts = F.pad(counts.cumsum(0), (1, 0))
+        entries = (values.numpy(), columns.long().numpy(), starts.numpy())
+        shape = (self.num_embeddings, self.embedding_dim)
+        return sparse.csr_array(entries, shape=shape, copy=True)
+
+    @property
+    def sparse(self) -> bool:
+        """Whether a plain table made from this one gets sparse gradients."""
+        return self.shape.sparse
+
+    @property
+    def methods(self) -> tuple[Method, ...]:
+        """Only itself: earlier methods were merged, as by `merge_`."""
+        return (self.method,)
+
+    @property
+    def num_weights(self) -> int:
+        """The entries that are not zero, and the scale where there is one."""
+        return len(self.values) + int("scale" in self._buffers)
+
+    def receive(self, method: Method) -> NoReturn:
+        """Raise: a method that changes rows needs all of them."""
+        raise UnsupportedTableError(
+            f"{method} cannot be applied to a packed table, which keeps only some entries of its rows; "
+            "merge_ the model first"
+        )
+
+    def take(self, tensors: Mapping[str, Tensor]) -> str | None:
+        """Take over other parts, of any number of entries; or return what is wrong with them."""
+        missing = [name for name in self.state_dict() if name not in tensors]
+        if missing:
+            return f"it lacks its {', '.join(missing)}"
+        shape, given = self.shape, Parts(*(tensors[name] for name in PARTS))
+        problem = problem_of(given, rows=shape.rows, width=shape.width, padding=shape.padding)
+        if problem is not None:
+            return problem
+        if given.values.is_floating_point() != self.values.is_floating_point():
+            return f"its values are {given.values.dtype} and not {self.values.dtype}"
+        # All parts at once: a table must never hold parts of two tables.
+        for name, tensor in given._asdict().items():
+            own = getattr(self, name)
+            if own.shape != tensor.shape:
+                own.grad = None
+            # values keep their precision, as in any module; columns and offsets are of any size
+            dtype = own.dtype if name == "values" else tensor.dtype
+            own.data = tensor.detach().to(own.device, dtype, copy=True)
+        self._count()
+        return None
+
+    def _load_from_state_dict(
+        self, state_dict: dict[str, Any], prefix: str, *arguments: Any
+    ) -> None:
+        """Load parts of any number of entries, once they are known to fit each other."""
+        error_messages: list[str] = arguments[-1]
+        own = {
+            name.removeprefix(prefix): tensor
+            for name, tensor in state_dict.items()
+            if name.startswith(prefix)
+        }
+        problem = self.take(own) if own else None
+        if problem is not None:
+            error_messages.append(f"the packed table {prefix.rstrip('.')!r} is damaged: {problem}")
+            return
+        super()._load_from_state_dict(state_dict, prefix, *arguments)
+
+    def _count(self) -> None:
+        """Count the rank directory and the longest row, which are not stored."""
+        with torch.no_grad():
+            before = rows_before(self.filled)
+            lengths = self.offsets.diff()
+        self.register_buffer("before", before, persistent=False)
+        self.longest = int(lengths.max()) if len(lengths) else 0
+
+    def _checked(self, ids: Tensor) -> Tensor:
+        """Return the ids as one list, `(U,)`; raise where one has no row."""
+        flat = ids.reshape(-1).long()
+        if torch.compiler.is_compiling() or not len(flat):  # a graph cannot look at its ids
+            return flat
+        low, high = torch.stack(torch.aminmax(flat)).tolist()
+        if low < 0 or high >= self.num_embeddings:
+            raise IndexError(
+                f"ids must be from 0 to {self.num_embeddings - 1} in a table of "
+                f"{self.num_embeddings} rows, got {low if low < 0 else high}"
+            )
+        return flat
+
+    def _trained_rows(self, ids: Tensor) -> Tensor:
+        """Return the rows `(U, D)` with a gradient for their entries."""
+        with torch.no_grad():
+            entries = find_entries(ids, self.parts, self.before, self.embedding_dim)
+        # not by indexing: its backward adds in any order
+        values = F.embedding(entries.position, self.values.unsqueeze(1)).squeeze(1)
+        return values.new_zeros(len(ids) * self.embedding_dim).scatter(0, entries.place, values)
+
+    def _compiled_rows(self, ids: Tensor) -> Tensor | None:
+        """Return the rows `(U, D)` without a gradient, by the kernel; None where that is not possible."""
+        # A traced or compiled model must consist of torch's own operations.
+        if torch.compiler.is_compiling() or is_tracing():
+            return None
+        kernel = packed_kernel()
+        if kernel is None:
+            return None
+        shape, scale = (self.num_embeddings, self.embedding_dim), self._buffers.get("scale")
+        return kernel.rows(ids.reshape(-1).long(), self.parts, self.before, shape, scale)
+
+    @torch.no_grad()
+    def _served_rows(self, ids: Tensor) -> Tensor:
+        """Return the rows `(U, D)` without a gradient, by torch, in chunks."""
+        width, dtype = self.embedding_dim, self._floats(self.values[:0]).dtype
+        rows = torch.zeros(len(ids) * width, dtype=dtype, device=ids.device)
+        for some, target in zip(ids.split(IDS), rows.split(IDS * width), strict=True):
+            entries = find_entries(some, self.parts, self.before, width)
+            values = self._floats(pick(self.values, entries.position))
+            target.scatter_(0, entries.place, values)
+        return rows
+
+    def _floats(self, values: Tensor) -> Tensor:
+        """Return stored values as numbers: integers times their scale."""
+        return values.to(self.scale.dtype) * self.scale if "scale" in self._buffers else values
+
+
+def _folded(base: AnyTable) -> Tensor:
+    """Return the rows of a table as `merge_` leaves them, the padding row zero."""
+    weight = full_table(base if isinstance(base, nn.Embedding) else base.merge())
+    if base.padding_idx is None or not bool(weight[base.padding_idx].any()):
+        return weight
+    return weight.index_fill(0, torch.tensor([base.padding_idx], device=weight.device), 0.0)
+
+
+def _round(values: Tensor) -> tuple[Tensor, Tensor]:
+    """Return values as integers from -127 to 127, and their scale."""
+    if not bool(values.isfinite().all()):
+        raise UnsupportedTableError(
+            f"Pack(bits=8) needs finite values, and some of {len(values):,} are not; use weights from "
+            "before training diverged"
+        )
+    largest = values.abs().max() if len(values) else values.new_zeros(())
+    scale = (largest / LARGEST_CODE).clamp(min=torch.finfo(values.dtype).tiny)
+    codes = (values.double() / scale.double()).round_().clamp_(-LARGEST_CODE, LARGEST_CODE)
+    return codes.to(torch.int8), scale
 
 
 def problem_of(parts: Parts, *, rows: int, width: int, padding: int | None) -> str | None:
-    """Return what is wrong with the parts of a table of this shape, in words; None when nothing is.
-
-    >>> from rarebit.codes.packed_lookup import pack_rows
-    >>> parts = pack_rows(torch.tensor([[0.0, 5.0], [0.0, 0.0], [6.0, 7.0]]))
-    >>> problem_of(parts, rows=3, width=2, padding=None)
-    >>> problem_of(parts, rows=2, width=2, padding=None)
-    'it marks rows that the table does not have'
-    >>> problem_of(parts, rows=3, width=2, padding=0)
-    'its padding row 0 is not empty'
-    """
+    """Return what is wrong with the parts of a table of this shape; None when nothing is."""
     return (
         _wrong_kinds(parts, rows, width)
         or _wrong_rows(parts, rows, padding)
@@ -122,7 +402,7 @@ def _wrong_kinds(parts: Parts, rows: int, width: int) -> str | None:
 
 def _wrong_rows(parts: Parts, rows: int, padding: int | None) -> str | None:
     filled, beyond = parts.filled, -rows % WORD
-    # a shift keeps the sign, so that rows beyond the last one show as any bit that is left
+    # a shift keeps the sign, so rows beyond the last one show as any bit that remains
     if beyond and bool(filled[-1] >> (WORD - beyond)):
         return "it marks rows that the table does not have"
     marked = sum(int(count_bits(chunk).sum()) for chunk in filled.split(CHUNK))
@@ -173,305 +453,8 @@ def _wrong_bits(parts: Parts, width: int) -> str | None:
     return None
 
 
-IDS = 1 << 15
-"""Ids that are looked up at once: what is computed of them stays in the caches."""
-LARGEST_CODE = 127
-PARTS = Parts._fields
-
-
-@dataclass(frozen=True, kw_only=True)
-class Pack(Method):
-    """Keep only the entries of a table that are not zero, and where they are.
-
-    >>> Pack(bits=8)
-    Pack(bits=8)
-    """
-
-    title: ClassVar[str] = "a table with many zeros as what is left of it"
-    cost: ClassVar[str] = (
-        "a lookup takes about the time of a plain one at 90 % zeros, four times that at 50 %, and without a "
-        "C++ compiler up to four times longer still; a table takes 5 bytes an entry that is not zero, 4 a "
-        "row that is not empty, and a bit a row"
-    )
-    applies: ClassVar[str] = (
-        "tables of which training made most entries zero; not tables that are still to be pruned, for "
-        "an entry that is gone does not come back"
-    )
-
-    bits: Literal[8] | None = None
-    """Bits of a value; None keeps the values as they are, and trained."""
-
-    def __post_init__(self) -> None:
-        check_types(self)
-
-    @property
-    def after_training(self) -> bool:
-        """Before training no entry is zero."""
-        return True
-
-    def wrap(self, base: AnyTable) -> "PackedTable":
-        """Return the rows of `base`, packed; whatever it wraps is folded in."""
-        parts, scale = pack_rows(_folded(base)), None
-        if self.bits is not None:
-            codes, scale = _round(parts.values)
-            parts = parts._replace(values=codes)
-        shape = Shape(base.num_embeddings, base.embedding_dim, base.padding_idx, base.sparse)
-        table = PackedTable(self, parts, shape, scale=scale).train(base.training)
-        return table.requires_grad_(is_trainable(base))
-
-    def unsuited(self, rows: int, width: int) -> str | None:
-        """A table without entries has nothing to pack."""
-        return None if rows and width else "it has no weights"
-
-
-@dataclass(frozen=True)
-class Shape:
-    """What a packed table is, besides its entries."""
-
-    rows: int
-    width: int
-    padding: int | None = None
-    sparse: bool = False
-    """Whether a plain table made of it gets sparse gradients."""
-
-
-class PackedTable(Table):
-    """A table that stores what is not zero.
-
-    >>> dense = nn.Embedding.from_pretrained(torch.tensor([[0.0, 5.0], [0.0, 0.0], [6.0, 7.0]]))
-    >>> packed = Pack().wrap(dense)
-    >>> packed(torch.tensor([2, 0]))
-    tensor([[6., 7.],
-            [0., 5.]])
-    """
-
-    values: Tensor
-    columns: Tensor
-    offsets: Tensor
-    filled: Tensor
-    scale: Tensor
-    """Of a table of integers only."""
-    before: Tensor
-    """The rank directory; it is counted again whenever a table is loaded, and never stored."""
-
-    def __init__(
-        self, method: Pack, parts: Parts, shape: Shape, *, scale: Tensor | None = None
-    ) -> None:
-        super().__init__(
-            method,
-            None,
-            num_embeddings=shape.rows,
-            embedding_dim=shape.width,
-            padding_idx=shape.padding,
-        )
-        self.shape = shape
-        if scale is None:
-            self.values = nn.Parameter(parts.values)
-        else:
-            self.register_buffer("values", parts.values)
-            self.register_buffer("scale", scale)
-        for name in PARTS[1:]:
-            self.register_buffer(name, getattr(parts, name))
-        self._count()
-
-    @property
-    def parts(self) -> Parts:
-        """The tensors that are stored."""
-        return Parts(self.values, self.columns, self.offsets, self.filled)
-
-    def forward(self, ids: Tensor) -> Tensor:
-        """Return the rows of these ids; the padding row is empty, so nothing has to be masked."""
-        with torch.autocast(ids.device.type, enabled=False):
-            return self.rows(ids)
-
-    def rows(self, ids: Tensor) -> Tensor:
-        """Return the rows of these ids, `(...)` to `(..., D)`."""
-        if torch.is_grad_enabled() and self.values.requires_grad:
-            rows = self._trained_rows(self._checked(ids))
-        elif (found := self._compiled_rows(ids)) is not None:
-            rows = found
-        else:
-            rows = self._served_rows(self._checked(ids))
-        return rows.view(*ids.shape, self.embedding_dim)
-
-    def padded_rows(self, ids: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the values and their columns, `(...)` to `(..., L)` each; L is the longest row's length.
-
-        Shorter rows go on with zeros in column 0. No size depends on the ids.
-
-        >>> dense = nn.Embedding.from_pretrained(torch.tensor([[0.0, 5.0], [0.0, 0.0], [6.0, 7.0]]))
-        >>> Pack().wrap(dense).padded_rows(torch.tensor([0, 2]))
-        (tensor([[5., 0.],
-            [6., 7.]]), tensor([[1, 0],
-            [0, 1]]))
-        """
-        shape = (*ids.shape, self.longest)
-        if not self.longest:
-            return self._floats(self.values.new_zeros(shape)), ids.new_zeros(shape).long()
-        runs = find_runs(self._checked(ids), self.parts, self.before)
-        steps = torch.arange(self.longest, device=ids.device)
-        missing = steps >= runs.length.unsqueeze(-1)  # (U, L)
-        positions = (runs.start.unsqueeze(-1) + steps).clamp_(max=len(self.values) - 1)
-        values = F.embedding(positions, self.values.unsqueeze(1)).squeeze(-1)
-        if self.parts.has_bitmaps:
-            bits = self.columns.index_select(0, runs.row.clamp(max=len(self.columns) - 1))
-            order = unpack_bits(bits).to(torch.uint8).argsort(dim=-1, descending=True, stable=True)
-            columns = order[:, : self.longest]
-        else:
-            columns = self.columns.index_select(0, positions.view(-1)).view_as(positions).long()
-        values = self._floats(values).masked_fill(missing, 0.0)
-        return values.view(shape), columns.masked_fill(missing, 0).view(shape)
-
-    def to_csr(self) -> Any:
-        """Return the table as a SciPy CSR array of shape `(N, D)`.
-
-        >>> dense = nn.Embedding.from_pretrained(torch.tensor([[0.0, 5.0], [0.0, 0.0], [6.0, 7.0]]))
-        >>> Pack().wrap(dense).to_csr().indptr.tolist()
-        [0, 1, 1, 3]
-        """
-        try:
-            sparse = importlib.import_module("scipy.sparse")  # not by its name: it has no types
-        except ImportError:
-            raise MissingExtraError("scipy", "test", "a SciPy array") from None
-        values, columns = self._floats(self.values.detach()).cpu(), self.columns.cpu()
-        if values.itemsize < 4:  # SciPy knows no shorter numbers
-            values = values.float()
-        if self.parts.has_bitmaps:
-            columns = unpack_bits(columns).nonzero()[:, 1]
-        filled = unpack_bits(self.filled.cpu().view(1, -1).view(torch.uint8)).view(-1)
-        counts = filled[: self.num_embeddings].long()
-        counts[counts.bool()] = self.offsets.cpu().long().diff()
-        starts = F.pad(counts.cumsum(0), (1, 0))
-        entries = (values.numpy(), columns.long().numpy(), starts.numpy())
-        shape = (self.num_embeddings, self.embedding_dim)
-        return sparse.csr_array(entries, shape=shape, copy=True)
-
-    @property
-    def sparse(self) -> bool:
-        """Whether a plain table made of this one gets sparse gradients."""
-        return self.shape.sparse
-
-    @property
-    def methods(self) -> tuple[Method, ...]:
-        """Only itself: what was there before is folded, as by `merge_`."""
-        return (self.method,)
-
-    @property
-    def num_weights(self) -> int:
-        """The entries that are not zero, and the scale where there is one."""
-        return len(self.values) + int("scale" in self._buffers)
-
-    def receive(self, method: Method) -> NoReturn:
-        """A packed table is the end: what changes rows needs them all."""
-        raise UnsupportedTableError(
-            f"{method} cannot be applied to a packed table, which keeps only some entries of its rows; "
-            "merge_ the model first"
-        )
-
-    def take(self, tensors: Mapping[str, Tensor]) -> str | None:
-        """Take over other parts, of any number of entries; or say what is wrong with them."""
-        missing = [name for name in self.state_dict() if name not in tensors]
-        if missing:
-            return f"it lacks its {', '.join(missing)}"
-        shape, given = self.shape, Parts(*(tensors[name] for name in PARTS))
-        problem = problem_of(given, rows=shape.rows, width=shape.width, padding=shape.padding)
-        if problem is not None:
-            return problem
-        if given.values.is_floating_point() != self.values.is_floating_point():
-            return f"its values are {given.values.dtype} and not {self.values.dtype}"
-        # All parts at once: a table must never hold some of its own and some of another.
-        for name, tensor in given._asdict().items():
-            own = getattr(self, name)
-            if own.shape != tensor.shape:
-                own.grad = None
-            # values keep their precision, as in any module; columns and offsets are of any size
-            dtype = own.dtype if name == "values" else tensor.dtype
-            own.data = tensor.detach().to(own.device, dtype, copy=True)
-        self._count()
-        return None
-
-    def _load_from_state_dict(
-        self, state_dict: dict[str, Any], prefix: str, *arguments: Any
-    ) -> None:
-        """Read parts of any number of entries, once they are known to fit each other."""
-        error_messages: list[str] = arguments[-1]
-        own = {
-            name.removeprefix(prefix): tensor
-            for name, tensor in state_dict.items()
-            if name.startswith(prefix)
-        }
-        problem = self.take(own) if own else None
-        if problem is not None:
-            error_messages.append(f"the packed table {prefix.rstrip('.')!r} is damaged: {problem}")
-            return
-        super()._load_from_state_dict(state_dict, prefix, *arguments)
-
-    def _count(self) -> None:
-        """Count what is not stored: the rank directory and the longest row."""
-        with torch.no_grad():
-            before = rows_before(self.filled)
-            lengths = self.offsets.diff()
-        self.register_buffer("before", before, persistent=False)
-        self.longest = int(lengths.max()) if len(lengths) else 0
-
-    def _checked(self, ids: Tensor) -> Tensor:
-        """Return the ids as one list, `(U,)`; raise where one has no row."""
-        flat = ids.reshape(-1).long()
-        if torch.compiler.is_compiling() or not len(flat):  # a graph cannot look at its ids
-            return flat
-        low, high = torch.stack(torch.aminmax(flat)).tolist()
-        if low < 0 or high >= self.num_embeddings:
-            raise IndexError(
-                f"ids must be from 0 to {self.num_embeddings - 1} in a table of "
-                f"{self.num_embeddings} rows, got {low if low < 0 else high}"
-            )
-        return flat
-
-    def _trained_rows(self, ids: Tensor) -> Tensor:
-        """Return the rows `(U, D)` with a gradient for the entries that are in them."""
-        with torch.no_grad():
-            entries = find_entries(ids, self.parts, self.before, self.embedding_dim)
-        # as for rows of plain tables: the backward of indexing adds in any order
-        values = F.embedding(entries.position, self.values.unsqueeze(1)).squeeze(1)
-        return values.new_zeros(len(ids) * self.embedding_dim).scatter(0, entries.place, values)
-
-    def _compiled_rows(self, ids: Tensor) -> Tensor | None:
-        """Return the rows `(U, D)` without a gradient, in one pass; None where that is not possible."""
-        # What is recorded to run again later must consist of torch's own operations.
-        if torch.compiler.is_compiling() or is_tracing():
-            return None
-        kernel = packed_kernel()
-        if kernel is None:
-            return None
-        shape, scale = (self.num_embeddings, self.embedding_dim), self._buffers.get("scale")
-        return kernel.rows(ids.reshape(-1).long(), self.parts, self.before, shape, scale)
-
-    @torch.no_grad()
-    def _served_rows(self, ids: Tensor) -> Tensor:
-        """Return the rows `(U, D)` without a gradient, some ids at a time."""
-        width, dtype = self.embedding_dim, self._floats(self.values[:0]).dtype
-        rows = torch.zeros(len(ids) * width, dtype=dtype, device=ids.device)
-        for some, target in zip(ids.split(IDS), rows.split(IDS * width), strict=True):
-            entries = find_entries(some, self.parts, self.before, width)
-            values = self._floats(pick(self.values, entries.position))
-            target.scatter_(0, entries.place, values)
-        return rows
-
-    def _floats(self, values: Tensor) -> Tensor:
-        """Return stored values as numbers: integers times their scale."""
-        return values.to(self.scale.dtype) * self.scale if "scale" in self._buffers else values
-
-
 def take_packed_(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
-    """Let the packed tables of a model take their parts out of a file, once those are checked.
-
-    >>> dense = nn.Embedding.from_pretrained(torch.tensor([[0.0, 5.0], [0.0, 0.0], [6.0, 7.0]]))
-    >>> stored = Pack().wrap(dense).state_dict()
-    >>> other = Pack().wrap(nn.Embedding(3, 2))
-    >>> take_packed_(other, stored)
-    >>> len(other.values)
-    3
-    """
+    """Load the packed tables of a model from the tensors of a file, once those are checked."""
     for name, module in model.named_modules():
         if isinstance(module, PackedTable):
             start = f"{name}." if name else ""
@@ -481,39 +464,13 @@ def take_packed_(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
             problem = module.take(own)
             if problem is not None:
                 raise ModelFileError(
-                    f"the packed table {name!r} is damaged: {problem}; save the model again or take "
+                    f"the packed table {name!r} is damaged: {problem}; save the model again or use "
                     "an older copy"
                 )
 
 
-def _folded(base: AnyTable) -> Tensor:
-    """Return the rows of a table as merging would leave them, the padding row zero."""
-    weight = full_table(base if isinstance(base, nn.Embedding) else base.merge())
-    if base.padding_idx is None or not bool(weight[base.padding_idx].any()):
-        return weight
-    return weight.index_fill(0, torch.tensor([base.padding_idx], device=weight.device), 0.0)
-
-
-def _round(values: Tensor) -> tuple[Tensor, Tensor]:
-    """Return values as integers from -127 to 127, and their scale."""
-    if not bool(values.isfinite().all()):
-        raise UnsupportedTableError(
-            f"Pack(bits=8) needs values that are finite, and some of {len(values):,} are not; go back "
-            "to weights from before training diverged"
-        )
-    largest = values.abs().max() if len(values) else values.new_zeros(())
-    scale = (largest / LARGEST_CODE).clamp(min=torch.finfo(values.dtype).tiny)
-    codes = (values.double() / scale.double()).round_().clamp_(-LARGEST_CODE, LARGEST_CODE)
-    return codes.to(torch.int8), scale
-
-
-KIND = "rarebit packed table 1"
-MAX_DIGITS = 18
-NAMES = set(Parts._fields)
-
-
 def save_packed(table: PackedTable, path: str | os.PathLike[str]) -> Path:
-    """Write a packed table to a file, over an old one if need be, and return the file.
+    """Write a packed table to a file, replacing an old one, and return the file.
 
     >>> import tempfile
     >>> from torch import nn
@@ -561,7 +518,7 @@ def load_packed(
         raise ModelFileError(f"{str(path)!r} does not exist") from None
     except (OSError, SafetensorError, RuntimeError, TypeError, ValueError) as error:
         raise ModelFileError(
-            f"{str(path)!r} is no packed table, or damaged: {error}; write it again or take an older copy"
+            f"{str(path)!r} is no packed table, or damaged: {error}; write it again or use an older copy"
         ) from None
     return table.requires_grad_(trainable and "scale" not in tensors).to(device)
 
@@ -570,7 +527,7 @@ def _table(about: dict[str, str], tensors: dict[str, Tensor]) -> PackedTable:
     if about.get("kind") != KIND:
         raise ValueError(f"it does not call itself a {KIND}")
     scale = tensors.pop("scale", None)
-    if set(tensors) != NAMES:
+    if set(tensors) != set(PARTS):
         raise ValueError(f"it has the parts {sorted(tensors)}")
     shape = Shape(
         _whole_number(about.get("rows", "")),
@@ -605,11 +562,9 @@ def pack_(
     """Keep only the entries of the tables that are not zero, in place, and return what changed.
 
     Rows stay the same to the last bit; `bits=8` rounds the values and ends their training. Tables of
-    width 1, and those that would not get smaller, are left alone. Whatever a table wraps is folded
-    first, as by `merge_`; buckets of hashed tables are packed as buckets. The report is false when
-    nothing was packed.
+    width 1, and those that would not get smaller, are skipped. Methods that a table wraps are merged
+    first; buckets of hashed tables are packed as buckets. The report is false when nothing was packed.
 
-    >>> import torch
     >>> model = nn.Sequential(nn.Embedding(1000, 64))
     >>> with torch.no_grad():
     ...     _ = model[0].weight[:990].zero_()
@@ -633,7 +588,7 @@ def pack_(
 
 
 def _packed(site: Site, method: Pack, where: Where | None) -> AnyTable | str:
-    """Return the table packed, or why it is left alone."""
+    """Return the table packed, or why it is skipped."""
     if site.info.width < 2:
         return "narrower than 2"
     if where is not None and not where(site.info):

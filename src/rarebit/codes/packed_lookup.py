@@ -1,4 +1,4 @@
-"""What a packed table is made of, and how it is made from a dense one.
+"""What a packed table is made of, and how rows come out of it without unpacking.
 
     values    (V,)              the entries that are not zero, row by row
     columns   (V,)              the column of each: a byte, or more where rows are wider than 256
@@ -6,25 +6,21 @@
     offsets   (R + 1,)          where each row that has any begins among the values
     filled    (ceil(N / 64),)   a bit for each row of the table: whether it has any
 
-Shapes: N rows of the table, D its width, R rows that are not empty, V entries that are not zero.
-
-Rows out of a packed table in one pass over the ids: a small C++ kernel, compiled on first use.
-
-It finds the run of each id as `packed_lookup.py` does, and writes the rows at once, where torch would make
-a list of all entries first. The rows are the same to the last bit. How it is compiled is told in
-`compiled.py`; where it cannot be, that is said once, and plain torch does the same, slower.
-
-Shapes: U ids, D the width of the table.
-
-Rows out of a packed table, without unpacking it: what is touched are the entries of these rows.
+A lookup touches only the entries of its rows:
 
     id ─► word of `filled` ─► its bit, and the bits below it + rank directory ─► row ─► offsets ─► run
 
-A run is the part of `values` that belongs to an id; an empty row has a run of no length. All runs of a
-batch are laid end to end, and each entry knows two numbers: its position in `values`, and its place in
-the rows that are returned.
+A run is the part of `values` that belongs to an id; an empty row has an empty run. The runs of a batch are
+laid end to end, and each entry has two numbers: its position in `values`, and its place in the rows that
+are returned.
 
-Shapes: U ids, E entries of their rows, D the width of the table.
+On the CPU, where nothing is trained, a small C++ kernel (`packed_kernel.cpp`, compiled on first use by
+`tables/compiler.py`) finds the runs in the same way and writes the rows in one pass, without a list of all
+entries. The rows are the same to the last bit. Where it cannot be compiled, a warning is logged once and plain
+torch does the same, slower.
+
+Shapes: N rows of the table, D its width, R rows that are not empty, V entries that are not zero, U ids,
+E entries of their rows.
 """
 
 import ctypes
@@ -45,10 +41,8 @@ from rarebit.tables.table import CHUNK
 
 __all__ = [
     "WORD",
-    "Entries",
     "PackedKernel",
     "Parts",
-    "Runs",
     "column_type",
     "count_bits",
     "find_entries",
@@ -64,7 +58,7 @@ __all__ = [
 ]
 
 WORD = 64
-"""Bits of a word, in which filled rows are marked and counted."""
+"""Bits of a word that marks filled rows."""
 PAIRS, FOURS, BYTES = 0x5555555555555555, 0x3333333333333333, 0x0F0F0F0F0F0F0F0F
 ALL_BYTES = 0x0101010101010101
 
@@ -84,24 +78,19 @@ class Parts(NamedTuple):
 
 
 def pack_rows(weight: Tensor) -> Parts:
-    """Return the parts of a dense table `(N, D)`, built in chunks of bounded memory.
-
-    >>> parts = pack_rows(torch.tensor([[0.0, 5.0], [0.0, 0.0], [6.0, 7.0]]))
-    >>> parts.values, parts.columns.tolist(), parts.offsets.tolist(), parts.filled
-    (tensor([5., 6., 7.]), [[2], [3]], [0, 1, 3], tensor([5]))
-    """
+    """Return the parts of a dense table `(N, D)`, built in chunks of bounded memory."""
     weight, width = weight.detach(), weight.shape[1]
     counts = torch.cat([(chunk != 0).sum(dim=1) for chunk in weight.split(CHUNK)])  # (N,)
     filled = counts > 0
     ends = counts[filled].cumsum(0)
     offsets = F.pad(ends, (1, 0))
     small = int(offsets[-1]) <= torch.iinfo(torch.int32).max
-    as_bits = _bitmaps_are_smaller(int(offsets[-1]), len(ends), width)
+    numbers, bitmaps = _bytes_of_columns(int(offsets[-1]), len(ends), width)
     values, columns = [], []
     for chunk in weight.split(CHUNK):
         kept = chunk != 0
         values.append(chunk[kept])
-        if as_bits:
+        if bitmaps < numbers:
             columns.append(pack_bits(kept[kept.any(dim=1)]))
         else:
             columns.append(kept.nonzero()[:, 1].to(column_type(width)))
@@ -115,11 +104,7 @@ def pack_rows(weight: Tensor) -> Parts:
 
 
 def parts_bytes(num_values: int, num_filled: int, rows: int, width: int, *, value: int = 4) -> int:
-    """Return the bytes of a packed table with so many values in so many rows that are not empty.
-
-    >>> parts_bytes(num_values=100, num_filled=50, rows=1000, width=64)
-    832
-    """
+    """Return the bytes of a packed table, from its values and its rows that are not empty."""
     numbers, bitmaps = _bytes_of_columns(num_values, num_filled, width)
     offset = 4 if num_values <= torch.iinfo(torch.int32).max else 8
     words = -(-rows // WORD)
@@ -127,22 +112,14 @@ def parts_bytes(num_values: int, num_filled: int, rows: int, width: int, *, valu
 
 
 def column_type(width: int) -> torch.dtype:
-    """Return the smallest type that holds the number of any column.
-
-    >>> column_type(256), column_type(257)
-    (torch.uint8, torch.int16)
-    """
+    """Return the smallest type that holds any column number."""
     if width <= 1 << 8:
         return torch.uint8
     return torch.int16 if width <= 1 << 15 else torch.int32
 
 
 def pack_bits(kept: Tensor) -> Tensor:
-    """Return booleans `(R, D)` as bits, `(R, ceil(D / 8))`: the first column is the lowest bit.
-
-    >>> pack_bits(torch.tensor([[True, False, True]]))
-    tensor([[5]], dtype=torch.uint8)
-    """
+    """Return booleans `(R, D)` as bits, `(R, ceil(D / 8))`: the first column is the lowest bit."""
     padded = F.pad(kept, (0, -kept.shape[1] % 8)).view(torch.uint8)
     shifts = torch.arange(8, dtype=torch.uint8, device=kept.device)
     bits = padded.view(len(kept), padded.shape[1] // 8, 8) << shifts  # (R, ceil(D / 8), 8)
@@ -150,11 +127,7 @@ def pack_bits(kept: Tensor) -> Tensor:
 
 
 def unpack_bits(bits: Tensor) -> Tensor:
-    """Return bits `(R, C)` as booleans `(R, 8 C)`.
-
-    >>> unpack_bits(torch.tensor([[5]], dtype=torch.uint8)).nonzero().tolist()
-    [[0, 0], [0, 2]]
-    """
+    """Return bits `(R, C)` as booleans `(R, 8 C)`."""
     # the eight booleans of a byte are one number of eight bytes, found by one lookup
     numbers = torch.arange(256, dtype=torch.uint8, device=bits.device).unsqueeze(1)
     shifts = torch.arange(8, dtype=torch.uint8, device=bits.device)
@@ -164,11 +137,7 @@ def unpack_bits(bits: Tensor) -> Tensor:
 
 
 def count_bits(words: Tensor) -> Tensor:
-    """Return how many bits of each word are set.
-
-    >>> count_bits(torch.tensor([0, 7, -1]))
-    tensor([ 0,  3, 64])
-    """
+    """Return the number of bits set in each word."""
     twos = words - ((words >> 1) & PAIRS)
     fours = (twos & FOURS).add_((twos >> 2).bitwise_and_(FOURS))
     eights = fours.add_(fours >> 4).bitwise_and_(BYTES)
@@ -176,20 +145,11 @@ def count_bits(words: Tensor) -> Tensor:
 
 
 def rows_before(filled: Tensor) -> Tensor:
-    """Return the rank directory: how many rows are filled before each word.
-
-    >>> rows_before(torch.tensor([7, 1, 0]))
-    tensor([0, 3, 4], dtype=torch.int32)
-    """
+    """Return the rank directory: the number of filled rows before each word."""
     counts = count_bits(filled)
     before = counts.cumsum(0).sub_(counts)
     small = not len(before) or int(before[-1]) < torch.iinfo(torch.int32).max - WORD
     return before.to(torch.int32) if small else before
-
-
-def _bitmaps_are_smaller(num_values: int, num_filled: int, width: int) -> bool:
-    numbers, bitmaps = _bytes_of_columns(num_values, num_filled, width)
-    return bitmaps < numbers
 
 
 def _bytes_of_columns(num_values: int, num_filled: int, width: int) -> tuple[int, int]:
@@ -199,7 +159,7 @@ def _bytes_of_columns(num_values: int, num_filled: int, width: int) -> tuple[int
 
 SOURCE = Path(__file__).with_name("packed_kernel.cpp")
 IDS = (c_void_p, c_int64, c_int, c_void_p)
-"""ids, their number, threads, rows to be written"""
+"""ids, their number, threads, rows to write"""
 SIZES = (c_int64, c_int64, c_int64, c_int64)
 """rows of the table, those that are not empty, values, width"""
 PARTS = (c_void_p, c_void_p, c_void_p, c_void_p, c_int, c_void_p, c_int, c_float)
@@ -210,19 +170,12 @@ _log = logging.getLogger(__name__)
 
 @functools.cache
 def packed_kernel() -> "PackedKernel | None":
-    """Return the kernel, compiled and loaded at the first call; None where that is not possible.
-
-    >>> kernel, weight = packed_kernel(), torch.tensor([[0.0, 5.0], [0.0, 0.0]])
-    >>> parts, ids = pack_rows(weight), torch.tensor([1, 0])
-    >>> rows = kernel and kernel.rows(ids, parts, rows_before(parts.filled), (2, 2))
-    >>> rows is None or torch.equal(rows, weight[ids])
-    True
-    """
+    """Return the kernel, compiled and loaded at the first call; None where that is not possible."""
     kernel = load_packed_kernel(os.environ)
     if kernel is None and not is_switched_off(os.environ):
         _log.warning(
-            "no C++ compiler made a kernel for packed tables, so a lookup takes up to four times as long; "
-            "install g++ or clang++, or set RAREBIT_COMPILE=0 to do without"
+            "no C++ compiler made a kernel for packed tables, so lookups take up to four times as long; "
+            "install g++ or clang++, or set RAREBIT_COMPILE=0 to run without it"
         )
     return kernel
 
@@ -245,13 +198,13 @@ class PackedKernel:
     ) -> Tensor | None:
         """Return the rows `(U, D)` of these ids `(U,)`, out of a table of this shape.
 
-        None where the tensors are of another form than the kernel reads, where an id has no row, and
-        where the parts do not fit each other: plain torch then does it, or says what is wrong.
+        None where the kernel cannot read the tensors, where an id has no row, and where the parts do not
+        fit each other: plain torch then does it, or raises.
         """
         if not _suits(ids, parts, before, shape, scale):
             return None
         rows = torch.empty(len(ids), shape[1], dtype=torch.float32, device="cpu")
-        # Told to, torch makes tensors that have no numbers: there is nothing to write to.
+        # In some modes torch makes tensors without storage: there is nothing to write to.
         if not is_plain(rows, torch.float32):
             return None
         values, columns, offsets, filled = parts
@@ -268,7 +221,7 @@ class PackedKernel:
 def _suits(
     ids: Tensor, parts: Parts, before: Tensor, shape: tuple[int, int], scale: Tensor | None
 ) -> bool:
-    """Return whether the kernel can read these: their types, and that each is as long as it must be."""
+    """Return whether the kernel can read these: types and lengths."""
     values, columns, offsets, filled = parts
     rows, width = shape
     lengths = [len(offsets) - 1, -(-width // 8)] if parts.has_bitmaps else [len(values)]
@@ -286,21 +239,17 @@ def _suits(
 
 
 def load_packed_kernel(environment: Mapping[str, str]) -> PackedKernel | None:
-    """Return a kernel from the cache or the compiler that an environment names; None without one.
+    """Return a kernel from the cache or the compiler of an environment; None without one."""
 
-    >>> load_packed_kernel({"RAREBIT_COMPILE": "0"}) is None
-    True
-    """
-    return load_compiled(SOURCE, _tried, environment)
+    def tried(library: ctypes.CDLL) -> PackedKernel | None:
+        kernel = PackedKernel(library)
+        return kernel if _is_right(kernel) else None
 
-
-def _tried(library: ctypes.CDLL) -> PackedKernel | None:
-    kernel = PackedKernel(library)
-    return kernel if _is_right(kernel) else None
+    return load_compiled(SOURCE, tried, environment)
 
 
 def _is_right(kernel: PackedKernel) -> bool:
-    """Return whether rows of two small tables are found, of each form one, and an id beyond is refused."""
+    """Return whether a kernel finds the rows of two small tables, one per form, and refuses an id beyond."""
     bits = torch.tensor([[0.0, 5.0], [0.0, 0.0], [6.0, 7.0]], dtype=torch.float32, device="cpu")
     numbers = torch.eye(3, 20, dtype=torch.float32, device="cpu")
     ids = torch.tensor([2, 1, 0, 2], device="cpu")
@@ -316,20 +265,20 @@ def _is_right(kernel: PackedKernel) -> bool:
 
 
 LANES = 4
-"""Parts of a list that are picked at once: torch picks one list with one thread."""
+"""Parts of a list that are gathered at once: torch gathers one list with one thread."""
 
 
 class Runs(NamedTuple):
     """Where the entries of each id lie, `(U,)` each."""
 
     row: Tensor
-    """How many rows that are not empty come before it: its number among them, if it is one."""
+    """The number of rows before it that are not empty."""
     here: Tensor
     """1 where the row is not empty, else 0."""
     start: Tensor
     """The position of its first value."""
     length: Tensor
-    """How many values it has."""
+    """Its number of values."""
 
 
 class Entries(NamedTuple):
@@ -342,38 +291,24 @@ class Entries(NamedTuple):
 
 
 def find_runs(ids: Tensor, parts: Parts, before: Tensor) -> Runs:
-    """Return where the entries of these int64 ids `(U,)` are; `before` is the rank directory.
-
-    >>> from rarebit.codes.packed_lookup import pack_rows, rows_before
-    >>> parts = pack_rows(torch.tensor([[0.0, 5.0], [0.0, 0.0], [6.0, 7.0]]))
-    >>> runs = find_runs(torch.tensor([2, 1]), parts, rows_before(parts.filled))
-    >>> runs.start.tolist(), runs.length.tolist()
-    ([1, 1], [2, 0])
-    """
+    """Return where the entries of int64 ids `(U,)` are; `before` is the rank directory."""
     block, bit = ids >> 6, ids & (WORD - 1)
     word = parts.filled.index_select(0, block)
     here = (word >> bit).bitwise_and_(1)
     below = word.bitwise_and_((1 << bit).sub_(1))
     row = count_bits(below).add_(before.index_select(0, block))
     start = parts.offsets.index_select(0, row).long()
-    # an empty row ends where it starts, so that it needs no case of its own
+    # an empty row ends where it starts, so that it needs no special case
     end = parts.offsets.index_select(0, row + here)
     return Runs(row, here, start, end - start)
 
 
 def find_entries(ids: Tensor, parts: Parts, before: Tensor, width: int) -> Entries:
-    """Return the entries of the rows of these int64 ids `(U,)`.
-
-    >>> from rarebit.codes.packed_lookup import pack_rows, rows_before
-    >>> parts = pack_rows(torch.tensor([[0.0, 5.0], [0.0, 0.0], [6.0, 7.0]]))
-    >>> entries = find_entries(torch.tensor([0, 1, 0]), parts, rows_before(parts.filled), width=2)
-    >>> entries.position.tolist(), entries.place.tolist()
-    ([0, 0], [1, 5])
-    """
+    """Return the entries of the rows of these int64 ids `(U,)`."""
     runs = find_runs(ids, parts, before)
     ends = runs.length.cumsum(0)
     total = int(ends[-1]) if len(ends) else 0
-    owner = torch.repeat_interleave(runs.length, output_size=total)  # which id an entry is of
+    owner = torch.repeat_interleave(runs.length, output_size=total)  # the id of each entry
     shift = runs.start - (ends - runs.length)
     position = torch.arange(total, device=ids.device).add_(pick(shift, owner))
     column = _columns_of_bits(runs, parts) if parts.has_bitmaps else pick(parts.columns, position)
@@ -381,11 +316,7 @@ def find_entries(ids: Tensor, parts: Parts, before: Tensor, width: int) -> Entri
 
 
 def pick(source: Tensor, positions: Tensor) -> Tensor:
-    """Return the numbers at these positions, `(E,)`, without a gradient.
-
-    >>> pick(torch.tensor([5.0, 6.0, 7.0]), torch.tensor([2, 0]))
-    tensor([7., 5.])
-    """
+    """Return the numbers at these positions, `(E,)`, without a gradient."""
     if source.device.type != "cpu":
         return source.index_select(0, positions)
     picked = torch.empty(len(positions), dtype=source.dtype)
