@@ -62,7 +62,7 @@ def slow_after(cases: Iterable[Any], quick: int = 1) -> list[Any]:
     """
     cases = list(cases)
     slow = [
-        pytest.param(*(case if isinstance(case, tuple) else (case,)), marks=pytest.mark.slow)
+        pytest.param(*(case if type(case) is tuple else (case,)), marks=pytest.mark.slow)
         for case in cases[quick:]
     ]
     return [*cases[:quick], *slow]

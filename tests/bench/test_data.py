@@ -169,6 +169,7 @@ def prepare(log, folder):
 """
 
 
+@pytest.mark.slow
 def test_a_process_tells_its_own_peak_and_not_that_of_its_parent(log, tmp_path):
     ballast = torch.ones(400 << 20, dtype=torch.uint8)
     small = data.measured(STAND_IN.format(megabytes=1), log, tmp_path / "out")

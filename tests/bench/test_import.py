@@ -10,6 +10,7 @@ from rarebit.bench import import_
 from rarebit.bench._frame import measure
 
 
+@pytest.mark.slow
 def test_a_fresh_process_imports_this_rarebit():
     printed = import_._python("import rarebit; print(rarebit.__file__)")
     assert Path(printed.strip()) == Path(rarebit.__file__)

@@ -61,6 +61,7 @@ def test_budgets_are_met_printed_and_kept(call):
     assert code == 0, err
 
 
+@pytest.mark.slow
 def test_a_second_pruning_has_a_folder_of_its_own_and_none_is_written_over(call):
     Path("runs/fm-pruned-1").mkdir(parents=True)
     words = ["prune", "--sparsity", "0.99", "--prune-epochs", "1", *SMALL, "--no-plots"]
@@ -73,6 +74,7 @@ def test_a_second_pruning_has_a_folder_of_its_own_and_none_is_written_over(call)
     assert "holds a pruning already; go on with it by resume" in err
 
 
+@pytest.mark.slow
 def test_bytes_methods_and_start_are_asked_for(call):
     words = ["--bytes", "90kB", "--methods", "mlet:inner_dim=6", "--start", "trained"]
     code, _, err = call("prune", *words, *SMALL, "--no-plots", "--out", "here")
@@ -110,6 +112,7 @@ def test_without_matplotlib_the_numbers_are_still_written(call, monkeypatch):
     assert "insight.json in here/insight" in out
 
 
+@pytest.mark.slow
 def test_plots_are_made_where_they_can_be(call):
     pytest.importorskip("matplotlib")
     code, out, err = call("prune", "--budgets", "500", *SMALL, "--out", "here")

@@ -153,6 +153,7 @@ class DenseFM:
         return score
 
 
+@pytest.mark.slow
 def test_hundreds_of_steps_equal_an_independent_dense_implementation():
     """The published setting: Adam and a coupled decay on all parameters, s among them."""
     init, steps, lr = -4.0, 500, 3e-3

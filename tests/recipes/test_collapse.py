@@ -294,6 +294,7 @@ def test_a_strong_penalty_makes_rotations_and_stays_out_of_the_loss(ran):
 # Evidence IV and patterns
 
 
+@pytest.mark.slow
 def test_width_runs(ran):
     stored, printed = ran("width", *TINY, "--widths", "2,4")
     assert [(run["model"], run["width"], run["seed"]) for run in stored["runs"]] == [
@@ -381,6 +382,7 @@ def test_how_patterns_differ():
     assert patterns.likeness(same[:, 0]) == pytest.approx(1)
 
 
+@pytest.mark.slow
 def test_patterns_run(ran):
     stored, printed = ran("patterns", *TINY, "--sets", "2", "--dim", "2")
     assert [(run["side"], run["seed"]) for run in stored["runs"]] == [

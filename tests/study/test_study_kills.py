@@ -170,6 +170,7 @@ def task(folder, **training):
     return json.dumps(values) + "\n", folder / "runs" / run_key(settings)
 
 
+@pytest.mark.slow
 def test_a_worker_begins_nothing_when_its_input_has_ended(tmp_path):
     text, folder = task(tmp_path, epochs=1)
     with worker() as process:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from capabilities import slow_after
 from torch import nn
 
 import rarebit as rb
@@ -304,7 +305,7 @@ def test_tables_that_are_not_trained_again_have_no_place_for_a_transfer():
         train(rb.Pruned(keep=3000, start="trained"), Transfer())
 
 
-@pytest.mark.parametrize("by", ["threshold", "magnitude"])
+@pytest.mark.parametrize("by", slow_after(["threshold", "magnitude"]))
 def test_a_first_stage_that_is_shared_gives_the_same_bits(tmp_path, by):
     pruned = rb.Pruned(keep=3000, by=by)
     alone, _ = train(pruned, Transfer())

@@ -7,6 +7,7 @@ from collections import Counter
 
 import numpy as np
 import pytest
+from capabilities import slow_after
 
 pl = pytest.importorskip("polars", reason="capability: package polars: it is not installed")
 
@@ -294,7 +295,7 @@ def big_log(rows=3000):
     return log.with_columns(tags=pl.Series(tags, dtype=pl.String), **numbers)
 
 
-@pytest.mark.parametrize("by", [GIVEN, Split(), Split(kind="user", column="user")])
+@pytest.mark.parametrize("by", slow_after([GIVEN, Split(), Split(kind="user", column="user")]))
 def test_a_folder_does_not_depend_on_chunks(tmp_path, by, monkeypatch):
     monkeypatch.setattr(passes, "COUNTING_BLOCK", 1000)
     folders = []

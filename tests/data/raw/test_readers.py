@@ -13,6 +13,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from capabilities import slow_after
 
 pl = pytest.importorskip("polars", reason="capability: package polars: it is not installed")
 
@@ -193,7 +194,7 @@ def test_a_missing_column_is_named_with_what_there_is(numbers):
     assert "Its columns: 'n', 'square', 'text'" in str(caught.value)
 
 
-@pytest.mark.parametrize("suffix", [".gz", ".bz2", ".xz"])
+@pytest.mark.parametrize("suffix", slow_after([".gz", ".bz2", ".xz"], quick=2))
 def test_a_truncated_file_says_how_many_rows_were_whole(tmp_path, suffix):
     noise = np.random.default_rng(1).integers(0, 1 << 60, 100_000)
     lines = [b"%d,%d\n" % (n, noise[n]) for n in range(100_000)]
