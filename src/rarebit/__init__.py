@@ -1,5 +1,6 @@
 """Embedding tables that are better on rare items, smaller, and able to grow."""
 
+from rarebit.callbacks import Callback, TrainingData, TrainingMethod
 from rarebit.codes.packed import Pack, load_packed, pack_, save_packed
 from rarebit.data.dataset import Batch, Dataset, Splits, collate
 from rarebit.data.log_schema import Column, LogSchema, Split, TextFormat
@@ -47,7 +48,8 @@ from rarebit.tables.apply import TableChanges, apply_, merge_
 from rarebit.tables.find import TableInfo, find_tables
 from rarebit.tables.optimizer_state import check
 from rarebit.tables.spectrum import information_abundance
-from rarebit.tables.table import Method, Pair, Table
+from rarebit.tables.table import Method, Table
+from rarebit.technique import Rank
 from rarebit.training.ema import EMA
 from rarebit.training.fit import History, fit
 from rarebit.training.memory import MemoryEstimate, estimate_memory
@@ -72,6 +74,7 @@ __all__ = [
     "Adversarial",
     "AlignedSets",
     "Batch",
+    "Callback",
     "CoOccurrence",
     "Column",
     "CosReg",
@@ -98,13 +101,13 @@ __all__ = [
     "Moments",
     "MultiEmbedding",
     "Pack",
-    "Pair",
     "PreparedLog",
     "ProductStart",
     "Pruned",
     "Pruner",
     "Pruning",
     "Quantize",
+    "Rank",
     "Relatives",
     "RowGradients",
     "RowRate",
@@ -127,6 +130,8 @@ __all__ = [
     "TextFormat",
     "Ticket",
     "Training",
+    "TrainingData",
+    "TrainingMethod",
     "Transfer",
     "__version__",
     "apply_",

@@ -1,30 +1,41 @@
-"""Methods that change how tables are trained and leave the tables themselves as they are.
+"""Seam 4: what acts around training, such as forgetting, transfer, pruning schedules and group stopping.
 
-    attach      before the first step: returns what takes part in training
-    Attached    turns the loss into gradients, looks at the model between steps, has a last word at the end
+    start(model, data)                 before the first step: look at the model and the training data
+    parameter_groups(groups)           change the groups of the optimizer that `fit` builds
+    backward(loss)                     turn the loss into gradients in place of `loss.backward()`
+    after_step(num_steps)              between two steps; return True to end training
+    between_epochs(epoch, optimizer)   after the validation of an epoch, before the first step of the next one
+    end()                              training is over, and the model has the weights of its best epoch
+    state_dict(), load_state_dict()    part of every checkpoint
+    report()                           plain values for the result of the run
+    close()                            leave the model as it was found, also after an error
 
-They are named beside the others, as `--methods mlet+harmless-transfer`, so runs and studies treat them alike;
-but there is no table to wrap, and nothing of them is served.
+Subclass `Callback` and pass an instance to `fit(callbacks=[...])`, or call the same hooks in your own loop.
+A `TrainingMethod` is a callback with settings: named among the methods of a run, as `mlet+harmless-transfer`, it is
+compared, tuned and resumed like the others.
 """
 
 from abc import abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, NoReturn
+from typing import Any, ClassVar
 
+import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from rarebit.data.dataset import Dataset
-from rarebit.errors import UnsupportedTableError
-from rarebit.tables.table import AnyTable, Method, method_name
+from rarebit.errors import CheckpointError, SettingsError
+from rarebit.technique import Rank, Technique, technique_text
 
-__all__ = ["Attached", "TrainingData", "TrainingMethod"]
+__all__ = ["Callback", "Callbacks", "TrainingData", "TrainingMethod", "started"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingData:
-    """What a method may know of the training it takes part in."""
+    """What a callback may know about the training it acts in."""
 
     train: Dataset
     valid: Dataset | None
@@ -32,59 +43,178 @@ class TrainingData:
     steps_per_epoch: int
     seed: int
     folder: Path | None = None
-    """The folder of the prepared log, where what is computed of its rows may be kept for the next run."""
+    """The folder of the prepared log, where results computed from its rows may be kept for the next run."""
     checksum: str = ""
-    """What tells this log from any other; empty where that is not known."""
+    """Identifies the log; empty where that is unknown."""
 
 
-class Attached:
-    """What takes part in one training; all of it may be left out.
+class Callback:
+    """Acts around training; every hook may be left out.
 
-    `state_dict` is written with each checkpoint and `load_state_dict` gets it back, so that training goes on
-    after a break as if there had been none.
+    >>> class PrintSteps(Callback):
+    ...     def after_step(self, num_steps):
+    ...         print(f"step {num_steps}")
+    >>> from rarebit import Dataset, fit
+    >>> from rarebit.models.fm import FM
+    >>> data = Dataset.from_columns({"user": [0, 1, 2, 1]}, label=[0, 1, 0, 1])
+    >>> history = fit(FM(data.schema, dim=4), data, epochs=2, callbacks=[PrintSteps()], progress=False)
+    step 1
+    step 2
     """
 
     backward: Callable[[Tensor], object] | None = None
-    """What turns the loss into gradients, in place of `loss.backward()`."""
+    """Turns the loss into gradients, in place of `loss.backward()`; known once `start` was called."""
 
-    def after_step(self, num_steps: int) -> None:
-        """Look at the model between two steps; `num_steps` were made since the start of training."""
+    @property
+    def name(self) -> str:
+        """The name and settings that identify it in checkpoints and reports."""
+        return type(self).__name__
 
-    def finish(self) -> None:
-        """Have the last word: training is over, and the model has the weights of its best epoch."""
+    def start(self, model: nn.Module, data: TrainingData) -> None:
+        """Begin: the model is on its device, with all methods applied."""
+
+    def parameter_groups(self, groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """Return the groups for the optimizer that `fit` builds."""
+        return groups
+
+    def after_step(self, num_steps: int) -> bool | None:
+        """Act between two steps; `num_steps` were made since training began. True ends training."""
+
+    def between_epochs(self, epoch: int, optimizer: Optimizer) -> None:
+        """Act before the first step of an epoch, from the second one on."""
+
+    def end(self) -> None:
+        """Act after training: the model has the weights of its best epoch."""
 
     def report(self) -> dict[str, Any]:
-        """Return what is worth telling of the training, as plain values."""
+        """Return what the result of the run should say, as plain values."""
         return {}
 
     def state_dict(self) -> dict[str, Any]:
-        """Return all that the coming steps depend on and that is not in the model: tensors and plain values."""
+        """Return everything the coming steps depend on that is not in the model: tensors and plain values."""
         return {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from what `state_dict` returned."""
+        """Resume from what `state_dict` returned."""
 
     def close(self) -> None:
-        """Take everything off the model again, also after an error."""
+        """Detach from the model, also after an error."""
 
 
-class TrainingMethod(Method):
-    """A method that takes part in training and leaves tables as they are."""
+class TrainingMethod(Technique):
+    """Settings of a callback that can be named among the methods of a run."""
 
+    composition_rank: ClassVar[Rank] = Rank.TRAINING
     training_only: ClassVar[bool] = True
 
     @abstractmethod
-    def attach(self, model: nn.Module, data: TrainingData) -> Attached:
-        """Take part in the training of a model that is on its device, with all other methods applied."""
+    def callback(self) -> Callback:
+        """Return a new callback with these settings."""
 
-    def check_beside(self, methods: Sequence[Method]) -> None:
-        """Raise where it cannot take part in a run with these methods; pairs alone do not tell all."""
-        del methods
+    def start(self, model: nn.Module, data: TrainingData) -> Callback:
+        """Return a callback that has started: for your own loop."""
+        callback = self.callback()
+        callback.start(model, data)
+        return callback
 
-    def wrap(self, base: AnyTable) -> NoReturn:
-        """Raise: there is nothing to wrap."""
-        del base
-        raise UnsupportedTableError(
-            f"{method_name(self)} takes part in training and changes no table; name it among the methods of a "
-            "run, or attach it in a loop of your own"
-        )
+
+class Callbacks(Callback):
+    """Several callbacks as one."""
+
+    def __init__(self, callbacks: Mapping[str, Callback], settings: Mapping[str, str]) -> None:
+        self.callbacks = dict(callbacks)
+        self.settings = dict(settings)
+        """Name and settings of each, which a checkpoint must agree with."""
+        with_backward = [name for name, one in self.callbacks.items() if one.backward is not None]
+        if len(with_backward) > 1:
+            raise SettingsError(
+                f"{' and '.join(with_backward)} both turn the loss into gradients; use one of them"
+            )
+        if with_backward:
+            self.backward = self.callbacks[with_backward[0]].backward
+
+    def parameter_groups(self, groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """Let each change the groups in turn."""
+        for callback in self.callbacks.values():
+            groups = callback.parameter_groups(groups)
+        return groups
+
+    def after_step(self, num_steps: int) -> bool:
+        """Call all of them; return whether any wants to end training."""
+        wanted = [callback.after_step(num_steps) for callback in self.callbacks.values()]
+        return any(wanted)
+
+    def between_epochs(self, epoch: int, optimizer: Optimizer) -> None:
+        """Call all of them."""
+        for callback in self.callbacks.values():
+            callback.between_epochs(epoch, optimizer)
+
+    def end(self) -> None:
+        """Call all of them."""
+        for callback in self.callbacks.values():
+            callback.end()
+
+    @property
+    def changes_model_at_end(self) -> bool:
+        """Whether any of them has something to do after training."""
+        return any(type(one).end is not Callback.end for one in self.callbacks.values())
+
+    def report(self) -> dict[str, Any]:
+        """Return the reports that are not empty, by name."""
+        reports = {name: callback.report() for name, callback in self.callbacks.items()}
+        return {name: report for name, report in reports.items() if report}
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return state and settings of each, by name."""
+        return {
+            name: {"settings": self.settings[name], "state": callback.state_dict()}
+            for name, callback in self.callbacks.items()
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Resume all of them; raise where the checkpoint has others."""
+        was = {name: part["settings"] for name, part in state.items()}
+        if was != self.settings:
+            raise CheckpointError(
+                f"the checkpoint has {_listed(was)}, and this training has {_listed(self.settings)}; use the "
+                "same methods and callbacks, or another folder"
+            )
+        for name, callback in self.callbacks.items():
+            callback.load_state_dict(state[name]["state"])
+
+
+@contextmanager
+def started(
+    callbacks: Sequence[Callback | Technique], model: nn.Module, data: TrainingData
+) -> Iterator[Callbacks]:
+    """Start callbacks, and those of techniques that have one; close them however training ends.
+
+    Random numbers that they draw do not change those of training.
+
+    >>> train = Dataset.from_columns({"user": [0, 1]}, label=[0, 1])
+    >>> data = TrainingData(train=train, valid=None, batch_size=2, steps_per_epoch=1, seed=0)
+    >>> with started([], nn.Embedding(2, 4), data) as group:
+    ...     group.backward, group.report()
+    (None, {})
+    """
+    found: dict[str, Callback] = {}
+    settings: dict[str, str] = {}
+    devices = {p.device for p in model.parameters() if p.device.type == "cuda"}
+    with ExitStack() as stack:
+        with torch.random.fork_rng(devices=list(devices)):
+            for one in callbacks:
+                text = technique_text(one) if isinstance(one, Technique) else one.name
+                callback = one.callback() if isinstance(one, Technique) else one
+                if callback is None:
+                    continue
+                name = text.partition(":")[0]
+                if name in found:
+                    raise SettingsError(f"{name} is there twice; use one")
+                callback.start(model, data)
+                stack.callback(callback.close)
+                found[name], settings[name] = callback, text
+        yield Callbacks(found, settings)
+
+
+def _listed(settings: Mapping[str, str]) -> str:
+    return " and ".join(settings.values()) or "no callbacks"

@@ -10,9 +10,9 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from rarebit.cli.methods import methods, methods_as_data, show_methods
-from rarebit.methods import method_class, method_name, method_names, method_pairs
+from rarebit.technique import compositions, technique_class, technique_name, technique_names
 
-CLASSES = [method_class(name) for name in method_names()]
+CLASSES = [technique_class(name) for name in technique_names()]
 
 
 def shown(width, encoding="utf-8"):
@@ -40,7 +40,7 @@ def call():
 def test_everything_that_a_method_says_is_shown(width):
     seen = shown(width)
     for method in CLASSES:
-        assert f"{method_name(method)}: {method.title}" in seen
+        assert f"{technique_name(method)}: {method.title}" in seen
         for text in (method.control, method.cost, method.applies, method.paper):
             assert text in words(seen), text
 
@@ -49,7 +49,7 @@ def test_everything_that_a_method_says_is_shown(width):
 def test_every_pair_is_shown_with_its_verdict_allowed_ones_first(width):
     lines = shown(width).splitlines()
     found = []
-    for (first, then), pair in method_pairs().items():
+    for (first, then), pair in compositions().items():
         start = f"{first}+{then}"
         [place] = [i for i, line in enumerate(lines) if line.startswith(f" {start} ")]
         verdict = "allowed" if pair.allowed else "refused"
@@ -82,7 +82,7 @@ def test_json_has_the_same(call):
     assert result.exit_code == 0
     data = json.loads(result.stdout)
     assert data == methods_as_data()
-    assert [one["name"] for one in data["methods"]] == [method_name(one) for one in CLASSES]
+    assert [one["name"] for one in data["methods"]] == [technique_name(one) for one in CLASSES]
     for one, method in zip(data["methods"], CLASSES, strict=True):
         for key in ("title", "paper", "control", "cost", "applies"):
             assert one[key] == getattr(method, key)
@@ -90,7 +90,7 @@ def test_json_has_the_same(call):
     low_rank = next(one for one in data["methods"] if one["name"] == "low-rank")
     assert low_rank["settings"] == ["rank", "after_training"]
     pairs = {(one["first"], one["then"]): (one["allowed"], one["words"]) for one in data["pairs"]}
-    assert pairs == {key: (pair.allowed, pair.words) for key, pair in method_pairs().items()}
+    assert pairs == {key: (pair.allowed, pair.words) for key, pair in compositions().items()}
 
 
 def test_the_command_prints_the_list(call):
@@ -101,7 +101,7 @@ def test_the_command_prints_the_list(call):
 
 
 def test_a_knob_is_shown_with_its_values(monkeypatch):
-    monkeypatch.setattr(method_class("low_rank"), "knobs", {"rank": (4, 2)})
+    monkeypatch.setattr(technique_class("low_rank"), "knobs", {"rank": (4, 2)})
     assert "tuned         rank (4, 2)" in shown(80)
     low_rank = next(one for one in methods_as_data()["methods"] if one["name"] == "low-rank")
     assert low_rank["knobs"] == {"rank": [4, 2]}

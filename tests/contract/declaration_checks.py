@@ -3,7 +3,6 @@
 A study tunes, sizes, pairs and controls methods by what their classes declare.
 """
 
-import itertools
 from collections.abc import Iterable
 from dataclasses import dataclass, fields, replace
 from typing import Any
@@ -16,10 +15,10 @@ from torch.testing import assert_close
 
 import rarebit as rb
 from rarebit.errors import SettingsError, UnsupportedTableError
-from rarebit.methods import method_name
 from rarebit.sets.sets import SetsMethod
 from rarebit.tables.apply import end_training_
-from rarebit.tables.table import AnyTable, Pair, declared_pair
+from rarebit.tables.table import AnyTable
+from rarebit.technique import Rank, Technique, refusal, technique_name
 
 WORDS = ("title", "paper", "control", "cost", "applies")
 CONTROLS = ("baseline", "narrow", "wide", "matched-rate", "tuned", "magnitude", "plain-sum")
@@ -37,7 +36,7 @@ def check_words(method: rb.Method, names: Iterable[str]) -> None:
         assert "\n" not in text, f"{word} has several lines"
     assert len(method.title) <= MAX_TITLE, f"the title has {len(method.title)} characters"
     assert method.control in {*CONTROLS, *names}, f"control {method.control!r} is unknown"
-    assert method.control != method_name(method), "the control is the method itself"
+    assert method.control != technique_name(method), "the control is the method itself"
 
 
 def check_knobs(method: rb.Method) -> None:
@@ -109,32 +108,30 @@ def check_shape_after(method: rb.Method) -> None:
         assert probe.seen == [method.shape_after(*shape)], f"the next method gets {probe.seen}"
 
 
-def check_pairs_declared(methods: Iterable[type[rb.Method]]) -> None:
-    """Every ordered pair is declared exactly once, by one of its two methods."""
-    by_name = {method_name(method): method for method in methods}
+def check_composition_declared(methods: Iterable[type[Technique]]) -> None:
+    """Every method has a rank, and the exceptions it declares name methods that exist."""
+    by_name = {technique_name(method): method for method in methods}
     for name, method in by_name.items():
-        for other in (*method.pairs, *method.pairs_before):
-            assert other in by_name, f"{name} declares a pair with {other!r}, which is no method"
-    for first, then in itertools.product(by_name, repeat=2):
-        said = [by_name[then].pairs.get(first), by_name[first].pairs_before.get(then)]
-        found = [pair for pair in said if pair is not None]
-        assert len(found) == 1, f"{first}+{then} is declared {len(found)} times, not once"
-        assert isinstance(found[0], Pair), f"{first}+{then} is no Pair"
-        words = found[0].words
-        assert words.strip() == words != "", f"{first}+{then} has no words"
-        assert not words.endswith("."), f"{first}+{then}: a message goes on after the words"
+        assert isinstance(method.composition_rank, Rank), f"{name} has no rank"
+        for other in (*method.excludes, *method.follows):
+            assert other in by_name, f"{name} declares {other!r}, which is no method"
+        for other in method.follows:
+            same = by_name[other].composition_rank == method.composition_rank
+            assert same, f"{name} follows {other!r} by its rank already, or never"
+        for words in method.excludes.values():
+            assert words.strip() == words != "", f"{name} excludes without a reason"
+            assert not words.endswith("."), f"{name}: a message goes on after the reason"
 
 
 def check_pair(first: rb.Method, then: rb.Method) -> None:
-    """A pair that is allowed works, and one that is refused is refused with its words."""
-    pair = declared_pair(type(first), type(then))
-    assert pair is not None, "the pair is not declared"
+    """A pair that is allowed works, and one that is refused is refused with its reason."""
+    reason = refusal(type(first), type(then))
     for model, arguments in _models(first, then):
         rb.apply_(model, first, verbose=False)
-        if pair.allowed:
+        if reason is None:
             _check_allowed(model, arguments, first, then)
         else:
-            _check_refused(model, then, pair)
+            _check_refused(model, then, reason)
 
 
 def _models(*methods: rb.Method) -> list[tuple[nn.Module, tuple[Any, ...]]]:
@@ -173,12 +170,12 @@ def _loss(model: nn.Module, arguments: tuple[Any, ...]) -> torch.Tensor:
     return F.softplus(-model(*arguments)).mean()
 
 
-def _check_refused(model: nn.Module, then: rb.Method, pair: Pair) -> None:
+def _check_refused(model: nn.Module, then: rb.Method, reason: str) -> None:
     before, told = rb.find_tables(model), ""
     try:
         rb.apply_(model, then, verbose=False)
     except UnsupportedTableError as error:
         told = str(error)
     assert told, "the pair is declared as refused, and was applied"
-    assert pair.words in told, f"the reason is not told: {told}"
+    assert reason in told, f"the reason is not told: {told}"
     assert rb.find_tables(model) == before, "a refused method changed a table"

@@ -11,14 +11,14 @@ from contract.test_methods import TRAINING_METHODS, every_table_method, method_o
 from torch import Tensor, nn
 
 import rarebit as rb
-from rarebit.methods import method_class, method_name, method_names, method_pairs
 from rarebit.settings import check_types, require
-from rarebit.tables.table import AnyTable, Pair, full_table, plain_like
+from rarebit.tables.table import AnyTable, full_table, plain_like
+from rarebit.technique import Rank, compositions, technique_class, technique_name, technique_names
 
-NAMES = [method_name(method_class(name)) for name in method_names()]
-APPLIED = [name for name in method_names() if name not in TRAINING_METHODS]
+NAMES = [technique_name(technique_class(name)) for name in technique_names()]
+APPLIED = [name for name in technique_names() if name not in TRAINING_METHODS]
 PAIRS = list(itertools.product(APPLIED, repeat=2))
-every_method = pytest.mark.parametrize("name", method_names())
+every_method = pytest.mark.parametrize("name", technique_names())
 
 
 @every_method
@@ -41,17 +41,14 @@ def test_the_next_method_gets_the_shape_that_is_said(name):
     checks.check_shape_after(method_of(name))
 
 
-def test_every_pair_is_declared_exactly_once():
-    checks.check_pairs_declared([method_class(name) for name in method_names()])
-    assert set(method_pairs()) == set(itertools.product(NAMES, repeat=2))
+def test_every_method_has_a_rank_and_exceptions_that_exist():
+    checks.check_composition_declared([technique_class(name) for name in technique_names()])
+    assert set(compositions()) == set(itertools.product(NAMES, repeat=2))
 
 
 @pytest.mark.parametrize(("first", "then"), PAIRS, ids=["+".join(pair) for pair in PAIRS])
 def test_a_pair_works_or_is_refused_as_declared(first, then):
     checks.check_pair(method_of(first), method_of(then))
-
-
-ALLOWED, REFUSED = Pair(allowed=True, words="both"), Pair(allowed=False, words="not both")
 
 
 class ToyTable(rb.Table):
@@ -99,7 +96,7 @@ class Declared(Toy):
     cost = "nothing"
     applies = "never"
     knobs = {"level": (1, 3)}  # noqa: RUF012  # read, never changed
-    pairs = {"Declared": ALLOWED}  # noqa: RUF012  # read, never changed
+    composition_rank = Rank.FACTORS
 
     level: int = 1
 
@@ -186,36 +183,29 @@ def test_a_wrong_shape_is_rejected():
 class Second(Declared):
     """Another method, for pairs."""
 
+    composition_rank = Rank.EVIDENCE
+
 
 @pytest.mark.parametrize(
-    ("pairs", "before", "message"),
+    ("changes", "message"),
     [
-        ({}, {}, r"Declared\+Second is declared 0 times, not once"),
-        ({"Declared": ALLOWED}, {}, r"Second\+Declared is declared 0 times, not once"),
-        ({"Declared": ALLOWED, "Second": REFUSED}, {}, r"Second\+Declared is declared 0 times"),
-        (
-            {"Declared": ALLOWED, "Second": REFUSED},
-            {"Declared": ALLOWED, "Second": REFUSED},
-            r"Second\+Second is declared 2 times, not once",
-        ),
-        ({"Third": ALLOWED}, {}, "Second declares a pair with 'Third', which is no method"),
-        ({}, {"Third": ALLOWED}, "Second declares a pair with 'Third', which is no method"),
-        ({"Declared": Pair(True, "")}, {}, r"Declared\+Second has no words"),
-        ({"Declared": Pair(True, "A.")}, {}, "a message goes on after the words"),
-        ({"Declared": True}, {}, r"Declared\+Second is no Pair"),
+        ({"composition_rank": None}, "Second has no rank"),
+        ({"excludes": {"Third": "no"}}, "Second declares 'Third', which is no method"),
+        ({"follows": frozenset({"Third"})}, "Second declares 'Third', which is no method"),
+        ({"follows": frozenset({"Declared"})}, "follows 'Declared' by its rank already"),
+        ({"excludes": {"Declared": ""}}, "Second excludes without a reason"),
+        ({"excludes": {"Declared": "A."}}, "a message goes on after the reason"),
     ],
 )
-def test_pairs_that_are_not_declared_once_are_rejected(monkeypatch, pairs, before, message):
-    monkeypatch.setattr(Second, "pairs", pairs)
-    monkeypatch.setattr(Second, "pairs_before", before)
+def test_wrong_declarations_are_rejected(monkeypatch, changes, message):
+    for name, value in changes.items():
+        monkeypatch.setattr(Second, name, value)
     with pytest.raises(AssertionError, match=message):
-        checks.check_pairs_declared([Declared, Second])
+        checks.check_composition_declared([Declared, Second])
 
 
-def test_a_new_file_can_declare_all_its_pairs(monkeypatch):
-    monkeypatch.setattr(Second, "pairs", {"Declared": ALLOWED, "Second": REFUSED})
-    monkeypatch.setattr(Second, "pairs_before", {"Declared": REFUSED})
-    checks.check_pairs_declared([Declared, Second])
+def test_the_order_follows_from_the_rank():
+    checks.check_composition_declared([Declared, Second])
     checks.check_pair(Declared(), Second(level=2))
     checks.check_pair(Second(), Declared())
     checks.check_pair(Second(), Second())
@@ -231,15 +221,10 @@ def test_a_new_file_can_declare_all_its_pairs(monkeypatch):
 )
 def test_an_allowed_pair_that_does_not_work_is_rejected(fault, message):
     with pytest.raises(AssertionError, match=message):
-        checks.check_pair(Declared(), Declared(level=2, fault=fault))
+        checks.check_pair(Declared(), Second(level=2, fault=fault))
 
 
 def test_a_refusal_that_is_not_kept_is_rejected(monkeypatch):
-    monkeypatch.setattr(Second, "pairs", {"Declared": REFUSED})
+    monkeypatch.setattr(Second, "excludes", {"Declared": "not both"})
     with pytest.raises(AssertionError, match="declared as refused, and was applied"):
         checks.check_pair(Declared(fault="hides"), Second())
-
-
-def test_a_pair_that_is_not_declared_is_rejected():
-    with pytest.raises(AssertionError, match="the pair is not declared"):
-        checks.check_pair(rb.LowRank(rank=2), Declared())

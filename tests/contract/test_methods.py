@@ -18,9 +18,14 @@ from contract import method_checks as checks
 import rarebit as rb
 from rarebit.callbacks import TrainingMethod
 from rarebit.errors import SettingsError
-from rarebit.methods import method_class, method_from_mapping, method_names, method_to_mapping
 from rarebit.models.dcn_v2 import DCNv2
 from rarebit.sets.sets import SetsMethod
+from rarebit.technique import (
+    technique_class,
+    technique_from_mapping,
+    technique_names,
+    technique_to_mapping,
+)
 
 EXPECTED = 2
 """Methods there are at least: a search that finds none must not pass."""
@@ -39,7 +44,7 @@ class Line:
 
 
 METHODS = {
-    "aligned_sets": Line(
+    "aligned-sets": Line(
         settings={"num_sets": 3, "weight": 0.5},
         stored=lambda rows, width: 3 * rows * width,
         bad=(
@@ -57,7 +62,7 @@ METHODS = {
             ({"c": "auto"}, "c must be float, got 'auto'"),
         ),
     ),
-    "frequency_decay": Line(
+    "frequency-decay": Line(
         settings={"strength": 0.5, "c": 3.0},
         stored=lambda rows, width: rows * width,
         bad=(
@@ -65,7 +70,7 @@ METHODS = {
             ({"c": float("inf")}, "c must be 0 or more and finite, got c=inf"),
         ),
     ),
-    "fresh_tables": Line(
+    "fresh-tables": Line(
         settings={"keep": 0.25},
         stored=lambda rows, width: rows * width,
         bad=(
@@ -73,7 +78,7 @@ METHODS = {
             ({"keep": 1.5}, "keep must be from 0 to 1, got keep=1.5"),
         ),
     ),
-    "group_stopping": Line(
+    "group-stopping": Line(
         settings={"groups": 3},
         stored=lambda rows, width: rows * width,
         bad=(
@@ -81,7 +86,7 @@ METHODS = {
             ({"groups": 2.5}, "groups must be int, got 2.5"),
         ),
     ),
-    "harmless_transfer": Line(
+    "harmless-transfer": Line(
         settings={
             "loss": "adversarial",
             "select": "frequency",
@@ -121,12 +126,12 @@ METHODS = {
             ({"buckets": "5"}, "buckets must be int, got '5'"),
         ),
     ),
-    "id_dropout": Line(
+    "id-dropout": Line(
         settings={"c": 2.0},
         stored=lambda rows, width: rows * width,
         bad=(({"c": -1.0}, "c must be 0 or more and finite, got c=-1.0"),),
     ),
-    "low_rank": Line(
+    "low-rank": Line(
         settings={"rank": 2, "after_training": False},
         stored=lambda rows, width: (rows + width) * 2,
         bad=(
@@ -151,7 +156,7 @@ METHODS = {
             ({"init": "old"}, "init must be one of 'fresh', 'keep', got 'old'"),
         ),
     ),
-    "multi_embedding": Line(
+    "multi-embedding": Line(
         settings={"num_sets": 3, "project": None},
         stored=lambda rows, width: 3 * rows * width,
         bad=(
@@ -177,7 +182,7 @@ METHODS = {
             ),
         ),
     ),
-    "product_start": Line(
+    "product-start": Line(
         settings={"inner_dim": 8, "std": 0.5},
         stored=lambda rows, width: rows * width,
         bad=(
@@ -203,7 +208,7 @@ METHODS = {
             ({"bits": "8"}, "bits must be one of 8, 4, got '8'"),
         ),
     ),
-    "row_rate": Line(
+    "row-rate": Line(
         settings={"counts": 7, "c": 3.0},
         stored=lambda rows, width: rows * width,
         bad=(
@@ -212,7 +217,7 @@ METHODS = {
             ({"c": "learned"}, "c must be float, got 'learned'"),
         ),
     ),
-    "shared_sets": Line(
+    "shared-sets": Line(
         settings={"num_sets": 3},
         stored=lambda rows, width: 3 * rows * width,
         bad=(({"num_sets": -1}, "num_sets must be at least 1, got num_sets=-1"),),
@@ -244,23 +249,25 @@ def line_of(name: str) -> Line:
 
 
 def method_of(name: str) -> rb.Method:
-    return method_class(name)(**line_of(name).settings)
+    return technique_class(name)(**line_of(name).settings)
 
 
-SETS_METHODS = [name for name in method_names() if issubclass(method_class(name), SetsMethod)]
+SETS_METHODS = [name for name in technique_names() if issubclass(technique_class(name), SetsMethod)]
 TRAINING_METHODS = [
-    name for name in method_names() if issubclass(method_class(name), TrainingMethod)
+    name for name in technique_names() if issubclass(technique_class(name), TrainingMethod)
 ]
-TABLE_METHODS = [name for name in method_names() if name not in (*SETS_METHODS, *TRAINING_METHODS)]
-every_method = pytest.mark.parametrize("name", method_names())
+TABLE_METHODS = [
+    name for name in technique_names() if name not in (*SETS_METHODS, *TRAINING_METHODS)
+]
+every_method = pytest.mark.parametrize("name", technique_names())
 every_table_method = pytest.mark.parametrize("name", TABLE_METHODS)
 every_applied_method = pytest.mark.parametrize("name", [*SETS_METHODS, *TABLE_METHODS])
 every_sets_method = pytest.mark.parametrize("name", SETS_METHODS)
 
 
 def test_all_methods_are_found_and_none_is_missing():
-    assert len(method_names()) >= EXPECTED
-    assert set(METHODS) <= set(method_names()), "METHODS names a file that is not there"
+    assert len(technique_names()) >= EXPECTED
+    assert set(METHODS) <= set(technique_names()), "METHODS names a file that is not there"
 
 
 def test_a_method_without_a_line_fails():
@@ -323,9 +330,9 @@ def test_a_step_makes_nothing_of_the_tables_size(name):
 @every_method
 def test_settings_round_trip(name):
     method = method_of(name)
-    values = json.loads(json.dumps(method_to_mapping(method)))
+    values = json.loads(json.dumps(technique_to_mapping(method)))
     assert values == {"method": name} | line_of(name).settings
-    assert method_from_mapping(values) == method
+    assert technique_from_mapping(values) == method
 
 
 @every_method
@@ -333,23 +340,23 @@ def test_bad_settings_are_refused(name):
     assert line_of(name).bad, "name a setting that the method refuses"
     for settings, message in line_of(name).bad:
         with pytest.raises(SettingsError, match=message):
-            method_class(name)(**settings)
+            technique_class(name)(**settings)
         with pytest.raises(SettingsError, match=message):
-            method_from_mapping({"method": name} | settings)
+            technique_from_mapping({"method": name} | settings)
 
 
 @every_method
 def test_an_unknown_setting_is_refused_with_a_suggestion(name):
-    known = fields(method_class(name))[0].name
+    known = fields(technique_class(name))[0].name
     with pytest.raises(SettingsError, match=f"unknown setting '{known}s'.*did you mean '{known}'"):
-        method_from_mapping({"method": name, f"{known}s": 1})
+        technique_from_mapping({"method": name, f"{known}s": 1})
 
 
 @every_method
 def test_a_setting_of_the_wrong_type_is_refused(name):
     for key in line_of(name).settings:
         with pytest.raises(SettingsError, match=f"method {name}: {key} must be "):
-            method_from_mapping({"method": name} | line_of(name).settings | {key: [[]]})
+            technique_from_mapping({"method": name} | line_of(name).settings | {key: [[]]})
 
 
 @every_method
@@ -361,7 +368,7 @@ def test_settings_are_frozen(name):
 
 @every_method
 def test_a_method_is_public_and_its_file_says_what_it_computes(name):
-    cls = method_class(name)
+    cls = technique_class(name)
     assert getattr(rb, cls.__name__) is cls
     assert "=" in (__import__(cls.__module__, fromlist=["_"]).__doc__ or "")
 
@@ -396,13 +403,13 @@ def test_all_of_a_collection_stays_on_its_device(name):
 
 def test_an_unknown_method_is_refused_with_a_suggestion():
     with pytest.raises(SettingsError, match="unknown method 'hashin'; did you mean 'hashing'"):
-        method_from_mapping({"method": "hashin", "buckets": 3})
+        technique_from_mapping({"method": "hashin", "buckets": 3})
 
 
 def test_a_mapping_must_name_its_method():
     with pytest.raises(SettingsError, match='a method is named by the key "method", got'):
-        method_from_mapping({"buckets": 3})
+        technique_from_mapping({"buckets": 3})
 
 
 def test_a_method_may_be_named_with_a_hyphen():
-    assert method_from_mapping({"method": "low-rank", "rank": 3}) == rb.LowRank(rank=3)
+    assert technique_from_mapping({"method": "low-rank", "rank": 3}) == rb.LowRank(rank=3)

@@ -13,7 +13,7 @@ from torch import nn
 import rarebit as rb
 from rarebit.errors import TrainingInterrupted, UnsupportedTableError
 from rarebit.row_gradients.lookups import is_watched
-from rarebit.tables.table import method_name
+from rarebit.technique import technique_name
 from rarebit.training.progress import Silence
 from rarebit.training.run_settings import RunSettings, load_splits
 from rarebit.training.stages import start_model, train_model
@@ -54,7 +54,7 @@ def train(*methods, folder=None, resume=False, progress=False):
 
 
 def test_there_is_one():
-    assert "harmless_transfer" in TRAINING_METHODS
+    assert "harmless-transfer" in TRAINING_METHODS
 
 
 @every_training_method
@@ -86,7 +86,7 @@ def test_a_trained_model_is_left_as_a_plain_one(name):
     # what is told of the best epoch is what the model is worth
     kept = history.epochs[history.best_epoch - 1].valid
     assert rb.evaluate(model, VALID).overall == kept
-    assert set(history.reports) <= {method_name(method_of(name))}
+    assert set(history.reports) <= {technique_name(method_of(name))}
 
 
 @every_training_method

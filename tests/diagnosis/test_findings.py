@@ -9,7 +9,7 @@ from torch import nn
 import rarebit as rb
 from rarebit.diagnosis.diagnose import diagnose
 from rarebit.diagnosis.report import find_waste
-from rarebit.methods import method_class, method_names
+from rarebit.technique import technique_class, technique_names
 
 OFTEN = {"user": torch.full((400,), 50)}
 
@@ -159,7 +159,7 @@ def test_advice_names_what_the_library_has():
     counts = torch.ones(400, dtype=torch.int64)
     collapsed = diagnose(model_of(torch.randn(400, 1) @ torch.randn(1, 8)), counts={"user": counts})
     advice = " ".join(finding.advice for finding in collapsed.findings)
-    classes = {method_class(name).__name__ for name in method_names()}
+    classes = {technique_class(name).__name__ for name in technique_names()}
     named = set(re.findall(r"([A-Z]\w+)\(", advice))
     assert named
     assert named <= classes

@@ -5,14 +5,14 @@ import sys
 import pytest
 
 import rarebit.methods
-from rarebit.methods import method_class
+from rarebit.technique import technique_class
 
 HEAD = """
 from dataclasses import dataclass
 from typing import Literal
 
 from rarebit.settings import check_types
-from rarebit.tables.table import Method, Pair
+from rarebit.tables.table import Method
 """
 
 FILES = {
@@ -75,7 +75,7 @@ def toy_methods(tmp_path_factory):
     for name, text in FILES.items():
         (folder / f"{name}.py").write_text(HEAD + text)
     rarebit.methods.__path__.append(str(folder))
-    yield {name.replace("_", "-"): method_class(name) for name in FILES}
+    yield {name.replace("_", "-"): technique_class(name) for name in FILES}
     rarebit.methods.__path__.remove(str(folder))
     for name in FILES:
         del sys.modules[f"rarebit.methods.{name}"]

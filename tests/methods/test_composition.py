@@ -11,7 +11,6 @@ from torch.testing import assert_close
 import rarebit as rb
 from rarebit.errors import UnsupportedTableError
 from rarebit.models.fm import FM
-from rarebit.tables.table import Pair
 
 HASHING, LOW_RANK = rb.Hashing(buckets=7), rb.LowRank(rank=2)
 
@@ -180,8 +179,7 @@ def test_hashing_keeps_the_rows_of_a_method_of_ones_own():
 class Careful(Doubling):
     """A method of a user's own that must not follow hashing, nor be followed by low rank."""
 
-    pairs = {"hashing": Pair(allowed=False, words="no buckets, please")}  # noqa: RUF012  # as users write it
-    pairs_before = {"low-rank": Pair(allowed=False, words="no factors, please")}  # noqa: RUF012  # as users write it
+    excludes = {"hashing": "no buckets, please", "low-rank": "no factors, please"}  # noqa: RUF012  # as users write it
 
 
 @pytest.mark.parametrize(

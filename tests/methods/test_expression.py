@@ -6,19 +6,26 @@ from hypothesis import strategies as st
 
 import rarebit as rb
 from rarebit.errors import SettingsError
-from rarebit.methods import method_from_mapping, method_name, method_text
-from rarebit.methods._expression import Expression, Part, parse_methods
-from rarebit.methods._text import read_value, split_outside
+from rarebit.technique import (
+    Expression,
+    Part,
+    parse_techniques,
+    read_value,
+    split_outside,
+    technique_from_mapping,
+    technique_name,
+    technique_text,
+)
 
 SHAPES = [(1000, 8)]
 
 
 def texts(text: str) -> list[str]:
-    return [expression.text for expression in parse_methods(text)]
+    return [expression.text for expression in parse_techniques(text)]
 
 
 def test_an_expression_is_read_as_it_is_written():
-    baseline, both, low_rank = parse_methods(
+    baseline, both, low_rank = parse_techniques(
         "baseline,hashing:buckets=1000+low-rank:rank=4,low-rank"
     )
     assert baseline == Expression(())
@@ -41,7 +48,7 @@ def test_an_expression_is_read_as_it_is_written():
 )
 def test_there_is_one_form(typed, canonical):
     assert texts(typed) == canonical
-    assert [str(expression) for expression in parse_methods(typed)] == canonical
+    assert [str(expression) for expression in parse_techniques(typed)] == canonical
 
 
 @pytest.mark.parametrize(
@@ -91,8 +98,8 @@ VALUES = st.fixed_dictionaries(
 def test_the_text_of_any_settings_is_read_back(toy_methods, first, values):
     wanted = toy_methods["toy-words"](**values)
     hashing = [] if first is None else [rb.Hashing(buckets=first)]
-    text = "+".join(method_text(method) for method in (*hashing, wanted))
-    both = parse_methods(f"{text},baseline,{text}")
+    text = "+".join(technique_text(method) for method in (*hashing, wanted))
+    both = parse_techniques(f"{text},baseline,{text}")
     assert [expression.text for expression in both] == [text, "baseline", text]
     assert both[0].methods(SHAPES, 1.0) == (*hashing, wanted)
     assert both[0] == both[2]
@@ -102,7 +109,7 @@ def test_the_text_of_any_settings_is_read_back(toy_methods, first, values):
 @given(text=st.text(st.sampled_from("ab=+:,[]\"'\\ 1"), max_size=12))
 def test_any_text_is_read_or_refused_in_a_sentence(text):
     try:
-        expressions = parse_methods(text)
+        expressions = parse_techniques(text)
     except SettingsError as error:
         assert str(error)  # noqa: PT017  # what comes back otherwise is looked at below
     else:
@@ -148,7 +155,7 @@ def test_a_value_cannot_smuggle_in_another():
 )
 def test_a_mistake_is_told(typed, message):
     with pytest.raises(SettingsError, match=message):
-        parse_methods(typed)
+        parse_techniques(typed)
 
 
 @pytest.mark.parametrize(
@@ -159,55 +166,55 @@ def test_a_pair_that_nobody_has_declared_is_refused(toy_methods, typed):
     first, then = typed.split("+")
     message = rf"{first}\+{then} is refused: neither of them says what it means to apply both"
     with pytest.raises(SettingsError, match=message):
-        parse_methods(typed)
+        parse_techniques(typed)
 
 
 def test_what_is_given_beside_the_size_is_kept(toy_methods):
-    [expression] = parse_methods("toy-sized:word=other")
+    [expression] = parse_techniques("toy-sized:word=other")
     assert expression.methods(SHAPES, 0.25) == (toy_methods["toy-sized"](size=25, word="other"),)
 
 
 def test_a_part_that_needs_no_size_leaves_the_whole_share_to_others(toy_methods):
-    [expression] = parse_methods("hashing+toy-words")
+    [expression] = parse_techniques("hashing+toy-words")
     methods = expression.methods(SHAPES, 0.25)
     assert methods == (rb.Hashing(buckets=250), toy_methods["toy-words"]())
 
 
 def test_a_setting_that_is_missing_and_not_a_size_is_asked_for(toy_methods):
     assert toy_methods
-    [expression] = parse_methods("toy-factor")
+    [expression] = parse_techniques("toy-factor")
     with pytest.raises(SettingsError, match="method toy-factor: ToyFactor needs factor"):
         expression.methods(SHAPES, 0.5)
 
 
 def test_a_name_is_what_people_type():
-    assert method_name(rb.LowRank) == method_name(rb.LowRank(rank=2)) == "low-rank"
-    assert method_name(rb.Hashing) == "hashing"
+    assert technique_name(rb.LowRank) == technique_name(rb.LowRank(rank=2)) == "low-rank"
+    assert technique_name(rb.Hashing) == "hashing"
     for name in ("low-rank", "low_rank"):
-        assert method_from_mapping({"method": name, "rank": 3}) == rb.LowRank(rank=3)
+        assert technique_from_mapping({"method": name, "rank": 3}) == rb.LowRank(rank=3)
 
 
 def test_a_method_from_elsewhere_goes_by_its_class():
     class Hashing(rb.Hashing):
         pass
 
-    assert method_name(Hashing) == "Hashing"
+    assert technique_name(Hashing) == "Hashing"
     Hashing.__module__ = "elsewhere.low_rank"
-    assert method_name(Hashing) == "Hashing"
+    assert technique_name(Hashing) == "Hashing"
 
 
 @pytest.mark.parametrize("first", ["mlet", "product-start", "hashing:buckets=9+mlet"])
 def test_what_only_training_needs_may_be_cut_after_it(first):
     typed = f"{first}+low-rank:rank=4:after_training=true"
     assert texts(typed) == [typed]
-    [expression] = parse_methods(f"{first}+low-rank:after_training=true")
+    [expression] = parse_techniques(f"{first}+low-rank:after_training=true")
     assert expression.methods(SHAPES, 0.5)[-1].after_training
     for early in ("low-rank", "low-rank:rank=4", "low-rank:after_training=false"):
         with pytest.raises(SettingsError, match="low-rank is refused: "):
-            parse_methods(f"{first}+{early}")
+            parse_techniques(f"{first}+{early}")
 
 
 @pytest.mark.parametrize("first", ["low-rank:rank=9", "quantize"])
 def test_what_stays_after_training_is_refused_as_ever(first):
     with pytest.raises(SettingsError, match=r"\+low-rank is refused: "):
-        parse_methods(f"{first}+low-rank:rank=4:after_training=true")
+        parse_techniques(f"{first}+low-rank:rank=4:after_training=true")

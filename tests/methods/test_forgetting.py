@@ -40,7 +40,7 @@ def rows_by_table(model: nn.Module) -> dict[str, Tensor]:
 def after(model: nn.Module, train: rb.Dataset, c: float, num_steps: int = STEPS + 1) -> nn.Module:
     """Return a copy of a model after a step at which rows are forgotten."""
     model = copy.deepcopy(model)
-    forgetting = Forgetting(c=c).attach(model, training_data(train))
+    forgetting = Forgetting(c=c).start(model, training_data(train))
     forgetting.after_step(num_steps)
     forgetting.close()
     return model
@@ -112,7 +112,7 @@ def test_by_hand():
 
 def test_rows_are_forgotten_after_the_first_step_of_each_epoch_but_the_first():
     model = deepfm()
-    forgetting = Forgetting().attach(model, training_data(rows_of(64)))
+    forgetting = Forgetting().start(model, training_data(rows_of(64)))
     changed = []
     for num_steps in range(1, 3 * STEPS + 1):
         before = weights(model)
@@ -126,7 +126,7 @@ def test_rows_are_forgotten_after_the_first_step_of_each_epoch_but_the_first():
 def test_with_c_zero_rows_stay_to_the_bit_and_the_optimizer_starts_again():
     model, train = deepfm(), rows_of(64)
     optimizer = rb.optimizer(model, lr=0.1)
-    forgetting = Forgetting(c=0.0).attach(model, training_data(train))
+    forgetting = Forgetting(c=0.0).start(model, training_data(train))
     model(train[:8]).sum().backward()
     optimizer.step()
     before = weights(model)
@@ -172,7 +172,7 @@ def test_what_is_cut_stays_zero_while_the_rest_is_forgotten():
 def test_the_optimizer_forgets_rows_and_nothing_else(tables, kind):
     model, train = deepfm(), rows_of(64)
     optimizer = rb.optimizer(model, lr=0.1, kind=kind, tables=tables, momentum=0.9)
-    forgetting = Forgetting().attach(model, training_data(train))
+    forgetting = Forgetting().start(model, training_data(train))
     for _ in range(3):
         model(train[:8]).sum().backward()
         optimizer.step()
@@ -195,7 +195,7 @@ def test_the_optimizer_forgets_rows_and_nothing_else(tables, kind):
 def test_a_shrunk_row_forgets_its_own_part_and_the_prior_continues():
     model, train = deepfm(rb.Shrinkage(counts=7, c=3.0)), rows_of(64)
     optimizer = rb.optimizer(model, lr=0.1)
-    forgetting = Forgetting(c=4.0).attach(model, training_data(train))
+    forgetting = Forgetting(c=4.0).start(model, training_data(train))
     model(train[:8]).sum().backward()
     optimizer.step()
     stack = model.backbone.tables.stacks[0]
@@ -310,11 +310,11 @@ def test_what_cannot_be_done_is_refused_and_leaves_nothing():
     hooks = len(_global_optimizer_pre_hooks)
     other = rb.Dataset.from_columns({"place": torch.arange(64)}, label=torch.arange(64) % 2)
     with pytest.raises(DataError, match="forgetting changes rows after the first step of an epoch"):
-        Forgetting().attach(deepfm(), training_data(rows_of(8)))
+        Forgetting().start(deepfm(), training_data(rows_of(8)))
     with pytest.raises(UnsupportedTableError, match="no table of this model stores rows"):
-        Forgetting().attach(nn.Linear(2, 2), training_data(rows_of(64)))
+        Forgetting().start(nn.Linear(2, 2), training_data(rows_of(64)))
     with pytest.raises(DataError, match="no counts for 'user', only for"):
-        Forgetting().attach(Scorer(sparse=False), training_data(other))
+        Forgetting().start(Scorer(sparse=False), training_data(other))
     assert len(_global_optimizer_pre_hooks) == hooks
 
 
@@ -496,7 +496,7 @@ def test_of_several_optimizers_the_one_of_the_tables_starts_again():
     }
     network = [p for p in model.parameters() if id(p) not in tables]
     optimizers = [torch.optim.Adam(network), torch.optim.Adam(tables.values())]
-    forgetting = Forgetting().attach(model, training_data(train))
+    forgetting = Forgetting().start(model, training_data(train))
     model(train[:8]).sum().backward()
     for optimizer in optimizers:
         optimizer.step()

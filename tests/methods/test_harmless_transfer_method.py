@@ -9,9 +9,15 @@ import torch
 import rarebit as rb
 from rarebit.callbacks import TrainingData
 from rarebit.errors import NoTableError, SettingsError
-from rarebit.methods import method_class, method_name, method_names, method_pairs, method_text
-from rarebit.methods._expression import parse_methods
 from rarebit.methods.harmless_transfer import Transfer
+from rarebit.technique import (
+    compositions,
+    parse_techniques,
+    technique_class,
+    technique_name,
+    technique_names,
+    technique_text,
+)
 from rarebit.training.run_settings import RunSettings, load_splits
 from rarebit.training.stages import start_model, train_model
 
@@ -106,7 +112,7 @@ def test_every_setting_changes_the_training(changes):
 def attached(method, seed):
     model = start_model(SETTINGS, TRAIN.schema, say=silence)
     data = TrainingData(train=TRAIN, valid=None, batch_size=9, steps_per_epoch=1, seed=seed)
-    return model, method.attach(model, data)
+    return model, method.start(model, data)
 
 
 def test_the_seed_of_the_run_is_that_of_the_discriminators():
@@ -168,10 +174,10 @@ def test_a_model_of_small_fields_has_no_rare_ones():
     ],
 )
 def test_fields_can_be_typed(text, fields):
-    [expression] = parse_methods(text)
+    [expression] = parse_techniques(text)
     [method] = expression.methods([], 0.5)
     assert method.fields == fields
-    [again] = parse_methods(method_text(method))
+    [again] = parse_techniques(technique_text(method))
     assert again.methods([], 0.5) == (method,)
 
 
@@ -209,7 +215,7 @@ OF_SETS = {"aligned-sets", "multi-embedding", "shared-sets"}
 @pytest.mark.parametrize("is_first", [True, False], ids=["before", "after"])
 def test_an_allowed_pair_trains_whatever_the_order(name, is_first):
     first, then = (TRANSFER, name) if is_first else (name, TRANSFER)
-    assert method_pairs()[first, then].allowed
+    assert compositions()[first, then].allowed
     methods = (Transfer(), SMALL[name]) if is_first else (SMALL[name], Transfer())
     model = {"model": "dcn_v2", "model_settings": {"dim": 4, "hidden": (4,)}}
     _, history = train(*methods, **(model if name in OF_SETS else {}))
@@ -222,15 +228,15 @@ def test_an_allowed_pair_trains_whatever_the_order(name, is_first):
 def test_all_pairs_are_tried():
     tried = {*SMALL, "pep", TRANSFER}
     neighbours = {"forgetting", "frequency-decay", "fresh-tables", "group-stopping", "id-dropout"}
-    names = {method_name(method_class(name)) for name in method_names()}
+    names = {technique_name(technique_class(name)) for name in technique_names()}
     assert names - neighbours == tried
 
 
 @pytest.mark.parametrize("other", [TRANSFER])
 def test_a_refused_pair_is_told_why(other):
-    words = method_pairs()[other, TRANSFER].words
+    words = compositions()[other, TRANSFER].words
     with pytest.raises(SettingsError, match=f"{other}\\+{TRANSFER} is refused: {words}"):
-        parse_methods(f"{other}+{TRANSFER}")
+        parse_techniques(f"{other}+{TRANSFER}")
 
 
 def masked_but(*fields):

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.testing import assert_close
 
 import rarebit as rb
-from rarebit.methods._expression import parse_methods
+from rarebit.technique import parse_techniques
 
 
 def low_rank(weight: Tensor, rank: int) -> rb.Table:
@@ -179,7 +179,7 @@ def test_applied_by_hand_it_cuts_at_once_either_way():
 
 
 def test_it_is_typed_with_when_it_is_applied():
-    late, unsized = parse_methods(
+    late, unsized = parse_techniques(
         "low-rank:after_training=true:rank=4,low-rank:after_training=true"
     )
     assert late.text == "low-rank:rank=4:after_training=true"

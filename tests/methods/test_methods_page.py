@@ -7,11 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from rarebit.methods import method_class, method_name, method_names, method_pairs
+from rarebit.technique import compositions, technique_class, technique_name, technique_names
 
 PAGE = (Path(__file__).resolve().parents[2] / "docs" / "methods.md").read_text("utf-8")
 EXAMPLES = re.findall(r"```python\n(.*?)```", PAGE, flags=re.DOTALL)
-CLASSES = {method_name(method_class(name)): method_class(name) for name in method_names()}
+CLASSES = {
+    technique_name(technique_class(name)): technique_class(name) for name in technique_names()
+}
 
 
 def section_of(name: str) -> str:
@@ -46,7 +48,7 @@ def test_the_table_of_pairs_is_the_declared_one():
         [line] = re.findall(rf"^\| `{first}` \| (.*) \|$", PAGE, flags=re.MULTILINE)
         told |= {(first, then): word for then, word in zip(names, line.split(" | "), strict=True)}
     for first, then in itertools.product(names, repeat=2):
-        allowed = method_pairs()[first, then].allowed
+        allowed = compositions()[first, then].allowed
         late = CLASSES[first].training_only and then == "low-rank" and not allowed
         expected = "after training" if late else "yes" if allowed else "no"
         assert told[first, then] == expected, (first, then)

@@ -4,17 +4,17 @@ import pytest
 import torch
 from contract.method_checks import zoo_model
 from contract.test_methods import method_of
+from rarebit.methods._neighbour_pairs import BEFORE, NEIGHBOURS
 from torch.nn import functional as F
 
 import rarebit as rb
 from rarebit.callbacks import TrainingData, TrainingMethod
-from rarebit.methods import method_pairs
-from rarebit.methods._neighbour_pairs import BEFORE, NEIGHBOURS
 from rarebit.models._base import RankingModel
 from rarebit.tables.find import find_sites
+from rarebit.technique import compositions
 
 PAIRS = [
-    (name, other) for name in NEIGHBOURS for other in BEFORE if method_pairs()[other, name].allowed
+    (name, other) for name in NEIGHBOURS for other in BEFORE if compositions()[other, name].allowed
 ]
 
 
@@ -40,7 +40,7 @@ def test_a_pair_that_is_allowed_trains_and_leaves_nothing_behind(name, other):
     if not taking_part and not first.after_training:
         rb.apply_(model, first, verbose=False)
     names = list(model.state_dict())
-    parts = [m.attach(model, data) for m in (*taking_part, method_of(name.replace("-", "_")))]
+    parts = [m.start(model, data) for m in (*taking_part, method_of(name))]
     backward = next((part.backward for part in parts if part.backward), torch.Tensor.backward)
     optimizer = rb.optimizer(model, lr=0.1, kind="sgd")
     batch = data.train[:20]
@@ -66,6 +66,6 @@ def test_a_pair_that_is_allowed_trains_and_leaves_nothing_behind(name, other):
 @pytest.mark.parametrize("name", NEIGHBOURS)
 def test_neighbours_are_used_one_at_a_time(name):
     for other in NEIGHBOURS:
-        pair = method_pairs()[other, name]
+        pair = compositions()[other, name]
         assert not pair.allowed
         assert "use one of them" in pair.words

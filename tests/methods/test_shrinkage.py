@@ -9,14 +9,14 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from methods.shrunk_models import FIELDS, SCHEMA, WIDTH, C, counts_by_field, deepfm, ids_of
+from rarebit.technique import parse_techniques
 from torch import Tensor, nn
 from torch.testing import assert_close
 
 import rarebit as rb
 from rarebit.errors import DataError, NoTableError, SettingsError
-from rarebit.methods import method_from_mapping
+from rarebit.technique import technique_from_mapping
 from rarebit.methods._counts import counted_in, counts_of_rows, set_counts_
-from rarebit.methods._expression import parse_methods
 from rarebit.methods.shrinkage import Shrinkage, ShrunkStack, ShrunkTable, mix
 from rarebit.models.dcn_v2 import DCNv2
 from rarebit.models.deepfm import DeepFM
@@ -299,17 +299,17 @@ def test_a_removed_form_is_refused_with_the_reason(form):
     with pytest.raises(SettingsError, match=reason):
         Shrinkage(**{name: value})
     with pytest.raises(SettingsError, match=reason):
-        parse_methods(f"shrinkage:{name}={value}")
+        parse_techniques(f"shrinkage:{name}={value}")
     with pytest.raises(SettingsError, match=reason):
-        method_from_mapping({"method": "shrinkage", name: value})
+        technique_from_mapping({"method": "shrinkage", name: value})
 
 
 def test_settings_that_older_versions_stored_without_a_value_are_dropped():
     stored = {"method": "shrinkage", "counts": None, "c": 3.0, "prior": "zero"}
     older = stored | {"parent": None, "parent_rows": None}
-    assert method_from_mapping(older) == method_from_mapping(stored)
+    assert technique_from_mapping(older) == technique_from_mapping(stored)
     with pytest.raises(SettingsError, match="unknown setting 'parent' for Shrinkage"):
-        method_from_mapping(stored | {"parent": "author"})
+        technique_from_mapping(stored | {"parent": "author"})
 
 
 SHAPES = {"of the table": (3,), "of each slot": (4, 3), "of each lookup": (5, 4, 3)}

@@ -9,7 +9,7 @@ from torch import nn
 
 import rarebit as rb
 from rarebit.errors import SettingsError
-from rarebit.methods._expression import parse_methods
+from rarebit.technique import parse_techniques
 
 SHAPES = st.lists(st.tuples(st.integers(1, 30), st.integers(2, 9)), min_size=1, max_size=4)
 SHARES = st.floats(0.02, 1.0)
@@ -110,7 +110,7 @@ def test_a_method_that_does_not_know_its_size_asks_for_it(toy_methods):
 @settings(max_examples=60)
 @given(shapes=SHAPES, share=SHARES)
 def test_a_combination_keeps_at_most_the_share(shapes, share):
-    [expression] = parse_methods("hashing+low-rank")
+    [expression] = parse_techniques("hashing+low-rank")
     try:
         methods = expression.methods(shapes, share)
     except SettingsError:
@@ -123,7 +123,7 @@ def test_a_combination_keeps_at_most_the_share(shapes, share):
 
 def test_parts_share_what_is_kept_evenly():
     shapes = [(1000, 16)]
-    [expression] = parse_methods("hashing+low-rank")
+    [expression] = parse_techniques("hashing+low-rank")
     hashing, low_rank = expression.methods(shapes, 0.25)
     assert hashing == rb.Hashing(buckets=500)
     assert low_rank == rb.LowRank.for_share([(500, 16)], 0.5)
@@ -132,7 +132,7 @@ def test_parts_share_what_is_kept_evenly():
 
 @pytest.mark.parametrize("given_part", ["hashing:buckets=40+low-rank", "hashing+low-rank:rank=2"])
 def test_a_part_that_is_given_is_not_sized(given_part):
-    [expression] = parse_methods(given_part)
+    [expression] = parse_techniques(given_part)
     hashing, low_rank = expression.methods([(100, 8), (60, 8)], 0.5)
     expected = {
         "hashing:buckets=40+low-rank": (
@@ -151,6 +151,6 @@ def test_the_share_is_checked_before_it_is_divided():
     for text, share in itertools.product(
         ["low-rank", "hashing+low-rank", "baseline"], [-0.5, 0.0, 2]
     ):
-        [expression] = parse_methods(text)
+        [expression] = parse_techniques(text)
         with pytest.raises(SettingsError, match="share must be above 0 and at most 1"):
             expression.methods([(100, 8)], share)

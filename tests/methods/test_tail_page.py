@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from rarebit.methods import method_names
+from rarebit.technique import technique_names
 from rarebit.methods.shrinkage import PRIORS, RULES
 
 PAGE = (Path(__file__).resolve().parents[2] / "docs" / "tail.md").read_text("utf-8")
@@ -31,4 +31,4 @@ def test_every_form_has_a_line_in_a_table(form):
 def test_the_methods_it_names_are_there():
     named = re.findall(r"methods\.md#([a-z-]+)\)", PAGE)
     assert len(named) > 4
-    assert {name.replace("-", "_") for name in named} <= set(method_names())
+    assert {name.replace("-", "_") for name in named} <= set(technique_names())

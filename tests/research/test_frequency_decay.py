@@ -39,7 +39,7 @@ def loss_of(model: nn.Module, batch: rb.Batch) -> Tensor:
 def test_the_gradient_is_that_of_the_loss_with_the_squares():
     model, train = deepfm().double().train(), rows_of(100)
     naive = copy.deepcopy(model)
-    decay = FrequencyDecay(strength=0.3, c=4.0).attach(model, training_data(train))
+    decay = FrequencyDecay(strength=0.3, c=4.0).start(model, training_data(train))
     batch = train[:16]
     loss = loss_of(model, batch)
     assert torch.equal(loss, loss_of(naive, batch))
@@ -60,7 +60,7 @@ def test_the_gradient_is_that_of_the_loss_with_the_squares():
 def test_without_strength_it_is_plain_training_bit_by_bit(settings):
     model, train = deepfm().train(), rows_of(100)
     plain = copy.deepcopy(model)
-    FrequencyDecay(**settings).attach(model, training_data(train))
+    FrequencyDecay(**settings).start(model, training_data(train))
     for one in (model, plain):
         loss_of(one, train[:16]).backward()
     for parameter, expected in zip(model.parameters(), plain.parameters(), strict=True):
@@ -75,7 +75,7 @@ def test_rare_rows_are_held_more_than_frequent_ones():
     for strength in (0.0, 0.3):
         torch.manual_seed(1)
         model = LR(train.schema)
-        FrequencyDecay(strength=strength, c=5.0).attach(model, training_data(train))
+        FrequencyDecay(strength=strength, c=5.0).start(model, training_data(train))
         rb.fit(model, train, batch_size=50, epochs=20, lr=0.05, progress=False)
         [site] = find_sites(model)
         rows = site.table.weight.detach().abs()

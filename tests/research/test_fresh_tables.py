@@ -35,7 +35,7 @@ def padded() -> nn.Module:
 def drawn(model: nn.Module, keep: float, num_steps: int = STEPS + 1) -> dict[str, Tensor]:
     """Return the weights of a copy after a step at which rows are drawn."""
     model = copy.deepcopy(model)
-    fresh = FreshTables(keep=keep).attach(model, training_data(rows_of(64)))
+    fresh = FreshTables(keep=keep).start(model, training_data(rows_of(64)))
     fresh.after_step(num_steps)
     fresh.close()
     return weights(model)
@@ -43,7 +43,7 @@ def drawn(model: nn.Module, keep: float, num_steps: int = STEPS + 1) -> dict[str
 
 def test_rows_are_drawn_after_the_first_step_of_each_epoch_but_the_first():
     model = deepfm()
-    fresh = FreshTables().attach(model, training_data(rows_of(64)))
+    fresh = FreshTables().start(model, training_data(rows_of(64)))
     changed = []
     for num_steps in range(1, 3 * STEPS + 1):
         before = weights(model)
@@ -58,7 +58,7 @@ def test_fresh_rows_are_like_the_first_ones_and_the_network_stays():
     schema = rb.Schema((rb.Field(name="a", rows=3000), rb.Field(name="b", rows=2000)))
     train = rb.Dataset(schema, torch.randint(2000, (64, 2)), label=torch.arange(64) % 2)
     model = DeepFM(schema, dim=4, hidden=(8,), std=0.07)
-    fresh = FreshTables().attach(model, training_data(train))
+    fresh = FreshTables().start(model, training_data(train))
     start = weights(model)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -97,7 +97,7 @@ def test_draws_depend_on_seed_and_epoch_alone():
 
 def test_padding_stays_zero_and_tables_can_be_changed_afterwards():
     model = padded()
-    fresh = FreshTables().attach(model, training_data(rows_of(64)))
+    fresh = FreshTables().start(model, training_data(rows_of(64)))
     fresh.after_step(STEPS + 1)
     fresh.close()
     padding = model.backbone.tables.tables()[1].weight[0]
@@ -110,7 +110,7 @@ def test_padding_stays_zero_and_tables_can_be_changed_afterwards():
 def test_the_optimizer_forgets_rows_and_nothing_else(tables, kind):
     model, train = deepfm(), rows_of(64)
     optimizer = rb.optimizer(model, lr=0.1, kind=kind, tables=tables, momentum=0.9)
-    fresh = FreshTables().attach(model, training_data(train))
+    fresh = FreshTables().start(model, training_data(train))
     for _ in range(3):
         model(train[:8]).sum().backward()
         optimizer.step()
@@ -136,7 +136,7 @@ def trained(model: nn.Module, keep: float) -> torch.optim.Optimizer:
     """Return the optimizer of a model that was trained a little, and whose rows were then drawn."""
     train = rows_of(64)
     optimizer = rb.optimizer(model, lr=0.1)
-    fresh = FreshTables(keep=keep).attach(model, training_data(train))
+    fresh = FreshTables(keep=keep).start(model, training_data(train))
     model(train[:8]).sum().backward()
     optimizer.step()
     fresh.after_step(STEPS + 1)
@@ -174,6 +174,6 @@ def test_where_all_is_kept_the_optimizer_goes_on():
 
 def test_what_cannot_be_done_is_refused():
     with pytest.raises(DataError, match="after the first step of an epoch, and an epoch has only"):
-        FreshTables().attach(deepfm(), training_data(rows_of(8)))
+        FreshTables().start(deepfm(), training_data(rows_of(8)))
     with pytest.raises(UnsupportedTableError, match="no table of this model stores rows"):
-        FreshTables().attach(nn.Linear(2, 2), training_data(rows_of(64)))
+        FreshTables().start(nn.Linear(2, 2), training_data(rows_of(64)))

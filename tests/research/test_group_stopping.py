@@ -60,7 +60,7 @@ def trained(model: nn.Module, valid: rb.Dataset, break_after: int | None = None)
     train = rows_of(64)
     data = training_data(train, valid)
     groups = {name: frequency_groups(count, 5) for name, count in train.counts().items()}
-    stopping = GroupStopping().attach(model, data)
+    stopping = GroupStopping().start(model, data)
     best: dict[tuple[str, int], tuple[float, int]] = {}
     epochs = [rows_by_field(model)]
     for epoch in range(1, EPOCHS + 1):
@@ -76,7 +76,7 @@ def trained(model: nn.Module, valid: rb.Dataset, break_after: int | None = None)
         if epoch == break_after:
             state = copy.deepcopy(stopping.state_dict())
             stopping.close()
-            stopping = GroupStopping().attach(model, data)
+            stopping = GroupStopping().start(model, data)
             stopping.load_state_dict(state)
     last = rows_by_field(model)
     stopping.finish()
@@ -126,7 +126,7 @@ def test_training_is_not_disturbed():
     for watched in (True, False):
         torch.manual_seed(0)
         model = deepfm()
-        stopping = GroupStopping().attach(model, training_data(train, valid)) if watched else None
+        stopping = GroupStopping().start(model, training_data(train, valid)) if watched else None
         rb.fit(
             model,
             train,
@@ -143,7 +143,7 @@ def test_training_is_not_disturbed():
 
 def test_what_cannot_be_done_is_refused():
     with pytest.raises(DataError, match="looks at validation rows of each group, and there are"):
-        GroupStopping().attach(deepfm(), training_data(rows_of(64)))
+        GroupStopping().start(deepfm(), training_data(rows_of(64)))
     hashed = deepfm(rb.Hashing(buckets=4))
     with pytest.raises(UnsupportedTableError, match=r"takes plain tables .* got 'backbone\.tables"):
-        GroupStopping().attach(hashed, training_data(rows_of(64), rows_of(8)))
+        GroupStopping().start(hashed, training_data(rows_of(64), rows_of(8)))

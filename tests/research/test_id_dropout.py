@@ -62,7 +62,7 @@ def test_shares_of_a_stack_are_those_of_its_fields_and_none_of_padding():
 def test_an_id_is_dropped_as_often_as_the_equation_says():
     counts = [1, 10, 40, 1]
     model = Model(4, padding_idx=3)
-    IdDropout(c=10.0).attach(model, training_data(seen(counts)))
+    IdDropout(c=10.0).start(model, training_data(seen(counts)))
     ids = torch.arange(3).repeat(LOOKUPS, 1)
     found = dropped(model, ids).double().mean(dim=0)
     expected = torch.tensor([10 / 11, 10 / 20, 10 / 50], dtype=torch.float64)
@@ -75,7 +75,7 @@ def test_served_a_row_is_itself_and_nothing_is_left_behind():
     names = list(model.state_dict())
     batch = rows_of(16)[:]
     expected = model.eval()(batch)
-    dropping = IdDropout(c=100.0).attach(model, training_data(rows_of(30)))
+    dropping = IdDropout(c=100.0).start(model, training_data(rows_of(30)))
     assert torch.equal(model(batch), expected)
     model.train()
     assert not torch.equal(model(batch), expected)
@@ -87,14 +87,14 @@ def test_served_a_row_is_itself_and_nothing_is_left_behind():
 
 def test_without_strength_nothing_is_dropped():
     model = Model(3)
-    IdDropout(c=0.0).attach(model, training_data(seen([2, 1, 1])))
+    IdDropout(c=0.0).start(model, training_data(seen([2, 1, 1])))
     ids = torch.randint(3, (64,))
     assert torch.equal(model(ids), model.user.weight[ids])
 
 
 def test_a_dropped_value_is_dropped_from_all_tables_of_its_field():
     model, ids = deepfm().train(), ids_of(64).clamp(min=1)
-    dropping = IdDropout(c=5.0).attach(model, training_data(rows_of(100)))
+    dropping = IdDropout(c=5.0).start(model, training_data(rows_of(100)))
     [rows], [first] = model.backbone.tables.stacks, model.wide.tables.stacks
     masks = [dropped(rows, ids), dropped(first, ids)]
     assert torch.equal(*masks)
@@ -105,7 +105,7 @@ def test_a_dropped_value_is_dropped_from_all_tables_of_its_field():
 
 def test_the_gradient_of_a_dropped_lookup_goes_to_the_unknown_row():
     model, ids = deepfm().train(), ids_of(64).clamp(min=1)
-    IdDropout(c=5.0).attach(model, training_data(rows_of(100)))
+    IdDropout(c=5.0).start(model, training_data(rows_of(100)))
     [stack] = model.backbone.tables.stacks
     rows = stack(ids)
     upstream = torch.randn_like(rows)
@@ -126,7 +126,7 @@ def test_the_gradient_of_a_dropped_lookup_goes_to_the_unknown_row():
 
 def test_the_unknown_row_is_trained_with_the_model():
     model, train = deepfm(), rows_of(64)
-    dropping = IdDropout(c=50.0).attach(model, training_data(train))
+    dropping = IdDropout(c=50.0).start(model, training_data(train))
     rb.fit(
         model,
         train,
@@ -146,4 +146,4 @@ def test_the_unknown_row_is_trained_with_the_model():
 def test_a_bag_is_refused():
     model = nn.ModuleDict({"user": nn.EmbeddingBag(4, 3)})
     with pytest.raises(UnsupportedTableError, match="'user' pools its rows itself, so there is no"):
-        IdDropout().attach(model, training_data(seen([1, 1, 1, 1])))
+        IdDropout().start(model, training_data(seen([1, 1, 1, 1])))

@@ -9,17 +9,18 @@ import torch
 import rarebit as rb
 from rarebit.data.schema import Field, Schema
 from rarebit.errors import SettingsError
-from rarebit.methods import method_text
 from rarebit.methods.harmless_transfer import Transfer
+from rarebit.pruning.pruned import SharedPruning
 from rarebit.study.plan import StudyPlan
 from rarebit.study.pool import StudySilence
-from rarebit.study.runs import pruning_key, run_key, together
+from rarebit.study.runs import run_key, stage_key, together
 from rarebit.study.study import _makers_first
 from rarebit.study.variants import sides_of
 from rarebit.study.worker import shortened
+from rarebit.technique import technique_text
 from rarebit.training.metrics import Evaluation, measure
 from rarebit.training.run_settings import RunSettings, load_splits
-from rarebit.training.stages import SharedPruning, train_model
+from rarebit.training.stages import train_model
 
 SCHEMA = Schema((Field(name="user", rows=190), Field(name="item", rows=150)))
 
@@ -35,7 +36,7 @@ def controls(methods, **values):
 
 
 def texts(side):
-    return ["+".join(map(method_text, trial.methods)) for trial in side.trials]
+    return ["+".join(map(technique_text, trial.methods)) for trial in side.trials]
 
 
 def test_the_control_is_the_plain_sum_at_the_best_of_four_scales():
@@ -119,22 +120,22 @@ PRUNED = rb.Pruned(keep=9)
 
 
 def test_a_first_stage_is_that_of_the_run_without_what_takes_part_in_training():
-    key = pruning_key(settings_of(PRUNED))
+    key = stage_key(settings_of(PRUNED))
     assert key == run_key(settings_of(PRUNED))
-    assert key == pruning_key(settings_of(PRUNED, Transfer()))
-    assert key == pruning_key(settings_of(Transfer(rule="sum"), PRUNED))
+    assert key == stage_key(settings_of(PRUNED, Transfer()))
+    assert key == stage_key(settings_of(Transfer(rule="sum"), PRUNED))
     others = [
         settings_of(rb.Pruned(keep=8)),
         settings_of(PRUNED, seed=1),
         settings_of(rb.MLET(inner_dim=9), PRUNED),
     ]
-    assert key not in map(pruning_key, others)
+    assert key not in map(stage_key, others)
     alone = [
         settings_of(),
         settings_of(Transfer()),
         settings_of(rb.Pruned(keep=9, start="trained")),
     ]
-    assert [pruning_key(settings) for settings in alone] == [None, None, None]
+    assert [stage_key(settings) for settings in alone] == [None, None, None]
 
 
 class Planned:
@@ -222,7 +223,7 @@ def test_a_first_stage_that_is_there_serves_all_runs_that_have_it(tmp_path):
     )
     pruned = dataclasses.replace(plan.runs[0], methods=(rb.Pruned(keep=3000),))
     # which entries survive is known already: seven of one table
-    shared = SharedPruning(tmp_path / "pruning" / pruning_key(pruned), (3000,), as_ticket=True)
+    shared = SharedPruning(tmp_path / "pruning" / stage_key(pruned), (3000,), as_ticket=True)
     splits = load_splits(pruned.data)
     train_model(
         pruned, splits.train, splits.valid, progress=False, say=lambda line: None, shared=shared

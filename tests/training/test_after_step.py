@@ -7,6 +7,7 @@ import signal
 import pytest
 import torch
 from torch.nn import functional as F
+from watching import Watch
 
 import rarebit as rb
 from rarebit.errors import TrainingInterrupted
@@ -45,7 +46,7 @@ def fitted(end, valid=None, *, epochs: int = 3, **options):
     torch.manual_seed(4)
     model = FM(SCHEMA, dim=3)
     options = {"epochs": epochs, "batch_size": BATCH, "lr": 0.05, "patience": None} | options
-    history = rb.fit(model, TRAIN, valid, after_step=end, progress=False, **options)
+    history = rb.fit(model, TRAIN, valid, callbacks=[Watch(end)], progress=False, **options)
     return model, history
 
 

@@ -9,6 +9,7 @@ from itertools import pairwise
 import pytest
 import torch
 from torch import Tensor, nn
+from watching import Watch
 
 import rarebit as rb
 from rarebit.errors import CheckpointError, SettingsError, TrainingError, TrainingInterrupted
@@ -110,11 +111,11 @@ def test_a_ticket_on_the_way_is_that_of_a_training_that_ends_there():
     torch.manual_seed(6)
 
     def until_there(step: int) -> bool:
-        pruner(step)
+        pruner.after_step(step)
         return step == at
 
     options = SHORT | {"tables": "rowwise", "patience": None}
-    rb.fit(model, TRAIN, after_step=until_there, progress=False, **options)
+    rb.fit(model, TRAIN, callbacks=[Watch(until_there)], progress=False, **options)
     for name, table in thresholded_tables(model).items():
         row = full_table(table.inner).abs() > found.tickets[0].facts["threshold"]
         assert torch.equal(row, found.tickets[0].kept[name])

@@ -86,7 +86,7 @@ def test_each_budget_is_met_at_the_first_look_at_or_below_it(budgets, steps, eve
     done = []
     for step in range(1, steps + 1):
         disturb(model)
-        done.append(pruner(step))
+        done.append(pruner.after_step(step))
         if step in looks(steps, every):
             # the tables are cut to what was told, at every look
             assert count_nonzero(model) == seen[-1][1]
@@ -121,7 +121,7 @@ def test_a_cut_is_made_at_looks_only_and_stays_until_the_next():
     pruner = Pruner(model, [50], steps=10, every=4)
     thresholds = []
     for step in range(1, 11):
-        pruner(step)
+        pruner.after_step(step)
         thresholds.append(float(next(iter(thresholded_tables(model).values())).levels.value))
     assert thresholds[:3] == [0.0] * 3
     assert len(set(thresholds[3:7])) == 1
@@ -145,7 +145,7 @@ def test_after_the_last_step_it_is_over_and_the_cut_is_kept():
     threshold = next(iter(thresholded_tables(model).values())).levels.value.clone()
     for step in (11, 12, 13, 16):
         disturb(model)
-        assert pruner(step)
+        assert pruner.after_step(step)
     assert pruner.tickets[50] is ticket
     assert torch.equal(next(iter(thresholded_tables(model).values())).levels.value, threshold)
 
@@ -168,7 +168,7 @@ def test_facts_are_asked_when_the_ticket_is_taken():
 
     pruner = Pruner(model, [150, 30], steps=20, every=1, facts=facts)
     for step in range(1, 21):
-        pruner(step)
+        pruner.after_step(step)
     assert asked == [150, 30]
     assert [pruner.tickets[budget].facts["left"] for budget in (150, 30)] == [150, 30]
 
@@ -185,7 +185,7 @@ def test_a_loop_of_ones_own_does_what_fit_does():
     twin = copy.deepcopy(model)
     options = {"lr": 0.02, "weight_decay": 1e-3}
     theirs = Pruner(twin, [120, 30], steps=30)
-    rb.fit(twin, data, epochs=3, batch_size=16, after_step=theirs, progress=False, **options)
+    rb.fit(twin, data, epochs=3, batch_size=16, callbacks=[theirs], progress=False, **options)
 
     mine, step = Pruner(model, [120, 30], steps=30), 0
     optimizer = rb.optimizer(model, **options)
@@ -232,7 +232,7 @@ def test_learned_thresholds_meet_a_budget_when_so_few_are_left():
             levels.weight.data.fill_(level_of(story[step]))
         if step == 14:
             levels.weight.data.fill_(level_of(0.1))
-        done.append(pruner(step))
+        done.append(pruner.after_step(step))
     # magnitudes above .1, .25, .35, .5 and .65; what happened at step 13 was not looked at
     assert seen == [(10, 6), (20, 5), (30, 4), (40, 3), (50, 2)]
     assert done == [False] * 49 + [True]
@@ -310,7 +310,7 @@ def test_a_budget_just_below_everything_and_one_of_a_single_entry_are_met():
     model = fm()
     pruner = Pruner(model, [TOTAL - 1, 1], steps=10)
     for step in range(1, 11):
-        pruner(step)
+        pruner.after_step(step)
     assert [pruner.tickets[budget].num_kept for budget in (TOTAL - 1, 1)] == [TOTAL - 1, 1]
 
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import nn
 from training.rowwise_models import SCHEMA, batch_of
+from watching import Watch
 
 import rarebit as rb
 from rarebit import Dataset, fit
@@ -162,7 +163,7 @@ def test_an_epoch_of_seconds_is_not_written_but_for_the_last(tmp_path, minutes, 
     def look(_):
         names.update(path.name for path in tmp_path.glob("at-*"))
 
-    train(tmp_path, epochs=3, checkpoint_minutes=minutes, after_step=look)
+    train(tmp_path, epochs=3, checkpoint_minutes=minutes, callbacks=[Watch(look)])
     look(0)
     epochs = {int(name.split("-")[1]) for name in names if name.endswith("-0000000000")}
     assert epochs == written
@@ -336,7 +337,7 @@ def test_what_is_written_is_what_was_there_when_it_began(tmp_path):
 def test_steps_are_told_with_their_number_also_after_a_break(tmp_path):
     told = []
     with pytest.raises(TrainingInterrupted):
-        train(tmp_path / "run", StopAt(5), after_step=told.append)
+        train(tmp_path / "run", StopAt(5), callbacks=[Watch(told.append)])
     assert told == [1, 2, 3, 4, 5]
-    train(tmp_path / "run", resume=True, after_step=told.append)
+    train(tmp_path / "run", resume=True, callbacks=[Watch(told.append)])
     assert told == list(range(1, STEPS + 1))

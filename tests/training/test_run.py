@@ -11,9 +11,9 @@ from torch.testing import assert_close
 
 import rarebit as rb
 from rarebit.errors import ModelFileError, TrainingInterrupted
-from rarebit.methods import method_to_mapping
 from rarebit.tables.find import table_bytes
 from rarebit.tables.table import full_table
+from rarebit.technique import technique_to_mapping
 from rarebit.training.progress import Silence
 from rarebit.training.run_settings import RunSettings
 from rarebit.training.stages import finish_model, num_parameters, start_model
@@ -31,7 +31,7 @@ def settings_of(*methods: rb.Method, **training) -> RunSettings:
             "model": {"name": "fm", "dim": D},
             "data": {"rows": 2000},
             "training": {"epochs": 2, "batch_size": 64, **training},
-            "methods": [method_to_mapping(method) for method in methods],
+            "methods": [technique_to_mapping(method) for method in methods],
         }
     )
 

@@ -17,11 +17,13 @@ from torch import Tensor, nn
 import rarebit as rb
 from rarebit.codes.packed import PackedTable
 from rarebit.errors import TrainingInterrupted
+from rarebit.pruning._driver import OTHER_DRAW
 from rarebit.pruning._prune import TicketFolder
+from rarebit.pruning.pruned import SharedPruning
 from rarebit.tables.table import full_table
 from rarebit.training.progress import Silence
 from rarebit.training.run_settings import RunSettings, load_splits
-from rarebit.training.stages import OTHER_DRAW, SharedPruning, pruning_of, start_model, train_model
+from rarebit.training.stages import start_model, train_model
 
 ROWS, KEEP = 1200, 3000
 LOG = rb.SyntheticLog(rows=ROWS)
@@ -290,11 +292,6 @@ def test_runs_share_a_first_stage_and_end_as_each_would_with_it(tmp_path):
     for keep, model in models.items():
         kept = {name.rpartition(".")[2]: mask for name, mask in tickets[keep].kept.items()}
         assert all(torch.equal(rows != 0, kept[name]) for name, rows in wide(model).items())
-
-
-def test_how_a_run_prunes():
-    assert pruning_of(settings_of()) is None
-    assert pruning_of(settings_of(MLET, rb.Pruned(keep=7))) == rb.Pruned(keep=7)
 
 
 @pytest.mark.parametrize("prior", ["mean", "zero"])

@@ -13,17 +13,17 @@ from capabilities import slow_after
 from torch import nn
 
 import rarebit as rb
-from rarebit.callbacks import Attached, TrainingMethod
+from rarebit.callbacks import Callback, TrainingMethod
 from rarebit.errors import CheckpointError, SettingsError
 from rarebit.methods.harmless_transfer import Transfer
 from rarebit.pruning._run import PruneSettings, prune_run
 from rarebit.pruning._ticket import load_ticket, save_ticket
-from rarebit.training.callbacks import training_data
+from rarebit.pruning.pruned import SharedPruning
 from rarebit.training.checkpoints import CheckpointFolder
-from rarebit.training.fit import _with_state
+from rarebit.training.fit import _Backward
 from rarebit.training.progress import Silence
 from rarebit.training.run_settings import RunSettings, load_splits
-from rarebit.training.stages import SharedPruning, train_model
+from rarebit.training.stages import TrainingJob, train_model
 
 SETTINGS = RunSettings(
     model="fm",
@@ -61,12 +61,18 @@ def _empty_log():
     LOG.clear()
 
 
-class Noted(Attached):
+class Noted(Callback):
     """Notes what is asked of it."""
 
-    def __init__(self, toy, model):
-        self.toy, self.model, self.steps = toy, model, 0
-        if toy.has_backward:
+    def __init__(self, toy):
+        self.toy, self.steps = toy, 0
+
+    def start(self, model, data):
+        del data
+        if self.toy.fault == "start":
+            raise ValueError("a fault of its own")
+        self.model = model
+        if self.toy.has_backward:
             self.backward = torch.Tensor.backward
 
     def after_step(self, num_steps):
@@ -93,8 +99,8 @@ class Zeroing(Noted):
     """Has a last word: the weights of the model become zero."""
 
     @torch.no_grad()
-    def finish(self):
-        LOG.append(f"{self.toy.name} finishes")
+    def end(self):
+        LOG.append(f"{self.toy.name} ends")
         for parameter in self.model.parameters():
             parameter.zero_()
 
@@ -107,11 +113,8 @@ class Toy(TrainingMethod):
     has_backward: bool = False
     fault: str = ""
 
-    def attach(self, model, data):
-        del data
-        if self.fault == "attach":
-            raise ValueError("a fault of its own")
-        return Zeroing(self, model) if self.name == "zero" else Noted(self, model)
+    def callback(self):
+        return Zeroing(self) if self.name == "zero" else Noted(self)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -144,7 +147,7 @@ def test_one_way_to_turn_the_loss_into_gradients_is_enough():
 
 @pytest.mark.parametrize(
     ("fault", "closed"),
-    [("attach", ["one is closed"]), ("step", ["two is closed", "one is closed"])],
+    [("start", ["one is closed"]), ("step", ["two is closed", "one is closed"])],
 )
 def test_they_are_closed_after_an_error(fault, closed):
     with pytest.raises(ValueError, match="a fault of its own"):
@@ -154,7 +157,7 @@ def test_they_are_closed_after_an_error(fault, closed):
 
 def test_the_last_word_comes_after_the_best_weights_and_is_measured():
     model, history = train(Toy(name="zero"))
-    assert LOG[-2:] == ["zero finishes", "zero is closed"]
+    assert LOG[-2:] == ["zero ends", "zero is closed"]
     assert not any(bool(parameter.any()) for parameter in model.parameters())
     kept = history.epochs[history.best_epoch - 1].valid
     assert kept == rb.evaluate(model, VALID).overall
@@ -208,12 +211,13 @@ class Module(nn.Module, Keeps):
     """The same as a module: part of the model, or the user's affair."""
 
 
-def test_what_is_written_down_is_the_owner_of_a_bound_method_once():
-    one, two = Keeps(), Keeps()
-    assert _with_state(one.call, two.call) == [one, two]
-    assert _with_state(one.call, one.call) == [one]
-    assert _with_state(Module().call, [].append) == []
-    assert _with_state(None, print) == []
+def test_the_state_of_the_owner_of_a_backward_is_checkpointed():
+    one = Keeps()
+    one.steps = 7
+    backward = _Backward(one.call)
+    assert backward.state_dict() == one.state_dict()
+    assert _Backward(Module().call).state_dict() == {}
+    assert _Backward(print).state_dict() == {}
 
 
 KILLED = """
@@ -361,14 +365,18 @@ def test_several_budgets_are_pruned_once_and_each_is_trained_again_with_transfer
     assert left == [3000, 500]
 
 
+def job_of(log):
+    return TrainingJob(settings=replace(SETTINGS, data=log), train=TRAIN, valid=VALID)
+
+
 def test_methods_know_the_training_and_the_folder_of_a_prepared_log():
     known = rb.PreparedLog(folder="logs/clicks", checksum="abc")
-    data = training_data(replace(SETTINGS, data=known), TRAIN, VALID)
+    data = job_of(known).data(SETTINGS.training)
     assert (data.train, data.valid, data.batch_size) == (TRAIN, VALID, 64)
     assert (data.steps_per_epoch, data.seed) == (STEPS // 2, 0)
     assert (data.folder, data.checksum) == (Path("logs/clicks"), "abc")
     for log in (SETTINGS.data, rb.PreparedLog(folder="logs/clicks")):
-        data = training_data(replace(SETTINGS, data=log), TRAIN, VALID)
+        data = job_of(log).data(SETTINGS.training)
         assert (data.folder, data.checksum) == (None, "")
 
 

@@ -15,8 +15,13 @@ from rich.table import Table
 from rich.text import Text
 
 from rarebit.cli.show import console
-from rarebit.methods import method_class, method_name, method_names, method_pairs
-from rarebit.tables.table import Method
+from rarebit.technique import (
+    Technique,
+    compositions,
+    technique_class,
+    technique_name,
+    technique_names,
+)
 
 __all__ = ["methods", "methods_as_data", "show_methods"]
 
@@ -43,15 +48,18 @@ def methods_as_data() -> dict[str, Any]:
     'aligned-sets'
     """
     pairs = [
-        {"first": first, "then": then, "allowed": pair.allowed, "words": pair.words}
-        for (first, then), pair in method_pairs().items()
+        {"first": first, "then": then, "allowed": reason is None, "words": reason or ""}
+        for (first, then), reason in compositions().items()
     ]
-    return {"methods": [_as_data(method_class(name)) for name in method_names()], "pairs": pairs}
-
-
-def _as_data(method: type[Method]) -> dict[str, Any]:
     return {
-        "name": method_name(method),
+        "methods": [_as_data(technique_class(name)) for name in technique_names()],
+        "pairs": pairs,
+    }
+
+
+def _as_data(method: type[Technique]) -> dict[str, Any]:
+    return {
+        "name": technique_name(method),
         "title": method.title,
         "settings": list(inspect.signature(method).parameters),
         "control": method.control,
@@ -64,15 +72,15 @@ def _as_data(method: type[Method]) -> dict[str, Any]:
 
 def show_methods(*, to: Console = console) -> None:
     """Print every method, and which may be applied after which."""
-    for name in method_names():
-        method = method_class(name)
-        to.print(Text.assemble((method_name(method), "bold"), f": {method.title}"))
+    for name in technique_names():
+        method = technique_class(name)
+        to.print(Text.assemble((technique_name(method), "bold"), f": {method.title}"))
         to.print(Padding(_about(method), (0, 0, 1, 2)))
     to.print(Text("Combinations", style="bold"), Text(HOW_TO_WRITE), sep="\n")
     to.print(_pairs_table())
 
 
-def _about(method: type[Method]) -> Table:
+def _about(method: type[Technique]) -> Table:
     table = Table.grid(padding=(0, 2, 0, 0))
     table.add_column(style="dim", no_wrap=True)
     table.add_column()
@@ -96,11 +104,10 @@ def _pairs_table() -> Table:
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
     table.add_column("combination", no_wrap=True)
     table.add_column("")
-    table.add_column("what it means, or why it is refused")
-    by_allowed = sorted(method_pairs().items(), key=lambda item: not item[1].allowed)
-    for (first, then), pair in by_allowed:
-        verdict = Text("allowed", "green") if pair.allowed else Text("refused", "red")
-        table.add_row(Text(f"{first}+{then}"), verdict, Text(pair.words))
+    table.add_column("why")
+    for (first, then), reason in sorted(compositions().items(), key=lambda item: bool(item[1])):
+        verdict = Text("refused", "red") if reason else Text("allowed", "green")
+        table.add_row(Text(f"{first}+{then}"), verdict, Text(reason or ""))
     return table
 
 

@@ -21,13 +21,12 @@ from rarebit.cli.common import (
 )
 from rarebit.cli.show import BarProgress, console, errors, how_to_call
 from rarebit.errors import MissingExtraError, SettingsError
-from rarebit.methods import method_to_mapping
-from rarebit.methods._expression import parse_methods
 from rarebit.models import model_names
 from rarebit.pruning._insight import explain_pruning
 from rarebit.pruning._run import PruneResult, PruneSettings, prune_run, read_prune
 from rarebit.pruning.pep import PEP
 from rarebit.settings import from_mapping, read_toml, require, size
+from rarebit.technique import parse_techniques, technique_to_mapping
 from rarebit.training.run import RunResult
 from rarebit.training.run_settings import RunSettings, load_splits
 
@@ -220,11 +219,11 @@ def _bytes(text: str) -> int:
 
 
 def _methods(text: str) -> list[dict[str, Any]]:
-    found = parse_methods(text)
+    found = parse_techniques(text)
     require(len(found) == 1, f"--methods takes one combination of methods here, got {text!r}")
     unsized = [part.name for part in found[0].parts if not part.is_sized]
     require(not unsized, f"{', '.join(unsized)} needs its size here, got {text!r}")
-    return [method_to_mapping(part.build()) for part in found[0].parts]
+    return [technique_to_mapping(part.build()) for part in found[0].parts]
 
 
 def _settings(

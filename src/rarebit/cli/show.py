@@ -13,9 +13,8 @@ from rich.progress import Progress as Bars
 from rich.table import Table
 from rich.text import Text
 
-from rarebit.methods.forgetting import Forgetting
 from rarebit.settings import size
-from rarebit.tables.table import Method
+from rarebit.technique import Technique
 from rarebit.training.metrics import Evaluation, Metrics
 from rarebit.training.progress import EpochRecord
 from rarebit.training.run import RunResult
@@ -106,7 +105,7 @@ def how_to_call() -> str:
     return str(script.relative_to(Path.cwd()) if script.is_relative_to(Path.cwd()) else script)
 
 
-def show_run(result: RunResult, title: str, methods: Sequence[Method] = ()) -> None:
+def show_run(result: RunResult, title: str, methods: Sequence[Technique] = ()) -> None:
     """Print the table at the end of a run with these methods, and what its best epoch suggests."""
     table = _table(title)
     _add_metrics(table, result.test)
@@ -116,7 +115,7 @@ def show_run(result: RunResult, title: str, methods: Sequence[Method] = ()) -> N
     console.print(table)
     best, epochs = result.history.best_epoch, len(result.history.epochs)
     console.print(f"Weights of epoch {best} of {epochs}, the best on the validation split.")
-    forgets = any(isinstance(method, Forgetting) for method in methods)
+    forgets = any(method.needs_epochs for method in methods)
     hint = epoch_hint(best, epochs, forgets=forgets)
     if hint:
         console.print(hint)

@@ -17,10 +17,9 @@ from rarebit.cli.common import (
 )
 from rarebit.cli.show import BarProgress, console, errors, how_to_call, show_run
 from rarebit.errors import SettingsError
-from rarebit.methods import method_to_mapping
-from rarebit.methods._expression import parse_methods
 from rarebit.models import model_names
 from rarebit.settings import read_toml
+from rarebit.technique import parse_techniques, technique_to_mapping
 from rarebit.training.run import RunResult, read_run, run
 from rarebit.training.run_settings import PreparedLog, RunSettings
 
@@ -105,7 +104,7 @@ def _first_settings(
 
 def _read_methods(text: str) -> list[dict[str, Any]]:
     """Return the methods of one run, as a settings file holds them."""
-    found = parse_methods(text)
+    found = parse_techniques(text)
     if len(found) != 1:
         raise SettingsError(
             f"--methods is one combination for a run, got {len(found)}: {text!r}; join methods by +, or "
@@ -117,7 +116,7 @@ def _read_methods(text: str) -> list[dict[str, Any]]:
                 f"a run needs the size of {part.name}, got {part.text!r}; give it after a colon: see rarebit "
                 "methods"
             )
-    return [method_to_mapping(part.build()) for part in found[0].parts]
+    return [technique_to_mapping(part.build()) for part in found[0].parts]
 
 
 def _train(settings: RunSettings, folder: Path, device: str, *, resume: bool = False) -> RunResult:

@@ -44,7 +44,7 @@ from rarebit.codes.packed_lookup import (
 )
 from rarebit.errors import MissingExtraError, ModelFileError, UnsupportedTableError
 from rarebit.settings import check_types
-from rarebit.tables.apply import TableChanges, Where, put_tables, told
+from rarebit.tables.apply import TableChanges, Where, put_tables, reported
 from rarebit.tables.find import Site, find_sites, refuse_wrapped_model
 from rarebit.tables.table import (
     AnyTable,
@@ -57,6 +57,7 @@ from rarebit.tables.table import (
     unsuited,
     wrap,
 )
+from rarebit.technique import Rank
 
 __all__ = [
     "Pack",
@@ -87,6 +88,9 @@ class Pack(Method):
     Pack(bits=8)
     """
 
+    registered_name: ClassVar[str] = "pack"
+    composition_rank: ClassVar[Rank] = Rank.QUANTISATION
+    masks_entries: ClassVar[bool] = True
     title: ClassVar[str] = "store only the entries of a table that are not zero"
     cost: ClassVar[str] = (
         "a lookup takes about the time of a plain one at 90 % zeros, four times that at 50 %, and up to four "
@@ -584,7 +588,7 @@ def pack_(
             tables.append(packed)
     after = put_tables(model, chosen, tables, optimizer)
     before = tuple(site.info for site in chosen)
-    return told(TableChanges("pack", before, after, tuple(skipped)), verbose)
+    return reported(TableChanges("pack", before, after, tuple(skipped)), verbose)
 
 
 def _packed(site: Site, method: Pack, where: Where | None) -> AnyTable | str:

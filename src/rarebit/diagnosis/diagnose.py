@@ -21,10 +21,10 @@ from rarebit.diagnosis.report import Diagnosis, LeftAlone, find_waste
 from rarebit.diagnosis.reweighting import Reweighting, find_product, reweighting
 from rarebit.diagnosis.rows import rows_of_slice, rows_of_table, scan, without
 from rarebit.errors import DataError, ModelFileError, NoTableError, SettingsError
-from rarebit.sets.sets import SetsMethod
 from rarebit.tables.find import TableInfo, find_sites
 from rarebit.tables.spectrum import abundance_of
 from rarebit.tables.table import AnyTable, methods_of
+from rarebit.technique import Rank
 
 __all__ = ["Diagnosis", "diagnose", "diagnose_file"]
 
@@ -146,7 +146,7 @@ def _look_at(
 
 def _set_abundances(table: AnyTable, triangle: Tensor | None) -> tuple[float, ...]:
     """Return the abundance of each embedding set: its columns have the spectrum of theirs in R."""
-    sets = [method.num_sets for method in methods_of(table) if isinstance(method, SetsMethod)]
+    sets = [method.num_sets for method in methods_of(table) if method.composition_rank is Rank.SETS]
     if not sets or triangle is None:
         return ()
     return tuple(abundance_of(torch.linalg.svdvals(one)) for one in triangle.chunk(sets[0], dim=1))

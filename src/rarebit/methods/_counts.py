@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from rarebit.data.dataset import Dataset
 from rarebit.errors import DataError, NoTableError
 from rarebit.methods.hashing import HashedTable
 from rarebit.sets.sets import SplitSetsTable
@@ -255,6 +256,10 @@ class CountedMethod(Method):
     def with_counts(self, counts: Counts) -> Self:
         """Return the method with counts, for example those of the training data: `train.counts()`."""
         return replace(self, counts=counts)
+
+    def prepare_(self, model: nn.Module, train: Dataset) -> None:
+        """Count how often training will see each row."""
+        set_counts_(model, train.counts())
 
     @abstractmethod
     def strength_of(self, name: str) -> float:

@@ -20,40 +20,31 @@ and the best epoch comes up to four times later in our studies.
 
     stored_rows     the rows of a model's tables, in the memory that training updates: plain tables, factors, buckets
     restart_        resets the optimizer state of rows
-    BetweenEpochs   changes rows at the start of every epoch but the first; `fresh-tables` uses it too
 """
 
 import math
-from abc import abstractmethod
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from rarebit.callbacks import Attached, TrainingData, TrainingMethod
-from rarebit.errors import DataError, UnsupportedTableError
+from rarebit.callbacks import Callback, TrainingData, TrainingMethod
+from rarebit.errors import UnsupportedTableError
 from rarebit.methods._counts import Counts, counts_of_rows, counts_of_table
-from rarebit.methods._neighbour_pairs import neighbour_pairs
 from rarebit.methods.hashing import HashedTable
 from rarebit.settings import check_types, require
 from rarebit.tables.find import Site, find_sites, table_parameters
 from rarebit.tables.optimizer_state import check
-from rarebit.tables.table import CHUNK, Pair
+from rarebit.tables.table import CHUNK
 
-__all__ = ["BetweenEpochs", "Forgetting", "StoredRows", "forget_", "restart_", "stored_rows"]
+__all__ = ["Forgetting", "StoredRows", "forget_", "restart_", "stored_rows"]
 
 C = 30.0
 """How often training must see an id in an epoch to keep half of its row."""
-
-AFTER, BEFORE = neighbour_pairs(
-    "the rows that it stores are forgotten in part",
-    {"pep": "thresholds that are being learned would cut what is forgotten; prune first"},
-)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,8 +66,10 @@ class Forgetting(TrainingMethod):
         "before validation says so"
     )
     knobs: ClassVar[Mapping[str, tuple[object, ...]]] = {"c": (C, 10.0, 100.0, 0.0)}
-    pairs: ClassVar[Mapping[str, Pair]] = AFTER
-    pairs_before: ClassVar[Mapping[str, Pair]] = BEFORE
+    needs_epochs: ClassVar[bool] = True
+    excludes: ClassVar[Mapping[str, str]] = {
+        "pep": "learned thresholds would cut what is forgotten; prune first"
+    }
 
     c: float = C
     """How often training must see an id in an epoch to keep half of its row; 0: rows stay, and only the optimizer
@@ -86,9 +79,9 @@ class Forgetting(TrainingMethod):
         check_types(self)
         _check(self.c)
 
-    def attach(self, model: nn.Module, data: TrainingData) -> "_Forgetting":
-        """Forget rows of a model at the start of every epoch of its training but the first."""
-        return _Forgetting(model, data, self.c)
+    def callback(self) -> "_Forgetting":
+        """Return what forgets rows before every epoch but the first."""
+        return _Forgetting(self.c)
 
 
 def forget_(model: nn.Module, optimizer: Optimizer, counts: Counts, *, c: float = C) -> None:
@@ -209,56 +202,16 @@ def restart_(optimizer: Optimizer, rows: Sequence[StoredRows]) -> None:
                     state[key] = 0
 
 
-class BetweenEpochs(Attached):
-    """Changes rows after the first step of an epoch, from the second epoch on.
+class _Forgetting(Callback):
+    def __init__(self, c: float) -> None:
+        self.c = c
 
-    Not before that step: validation follows the last step of an epoch, and must see the trained rows.
-    """
+    def start(self, model: nn.Module, data: TrainingData) -> None:
+        counts = data.train.counts()
+        self.rows = stored_rows(model, "forgetting")
+        self.seen = [each.counts(counts) for each in self.rows]
 
-    def __init__(self, rows: Sequence[StoredRows], data: TrainingData, asked_by: str) -> None:
-        if data.steps_per_epoch < 2:
-            raise DataError(
-                f"{asked_by} changes rows after the first step of an epoch, and an epoch has only one; use a "
-                "smaller batch size"
-            )
-        self.steps_per_epoch = data.steps_per_epoch
-        self.rows = rows
-        self.optimizer: Optimizer | None = None
-        """The optimizer of the tables, known after its first step."""
-        self.handle = register_optimizer_step_pre_hook(self._before_update)
-
-    def after_step(self, num_steps: int) -> None:
-        """Change rows after the first step of an epoch, and restart the optimizer for them."""
-        epochs, step = divmod(num_steps - 1, self.steps_per_epoch)
-        if epochs == 0 or step != 0 or not self.change_(epochs):
-            return
-        if self.optimizer is not None:
-            restart_(self.optimizer, self.rows)
-
-    @abstractmethod
-    def change_(self, num_epochs: int) -> bool:
-        """Change the rows after so many epochs, and return whether anything changed."""
-
-    def close(self) -> None:
-        """Remove the hook on optimizers."""
-        self.handle.remove()
-        self.optimizer = None
-
-    def _before_update(self, optimizer: Optimizer, *_: Any) -> None:
-        if self.optimizer is None:
-            held = {id(p) for group in optimizer.param_groups for p in group["params"]}
-            if any(id(rows.parameter) in held for rows in self.rows):
-                self.optimizer = optimizer
-
-
-class _Forgetting(BetweenEpochs):
-    def __init__(self, model: nn.Module, data: TrainingData, c: float) -> None:
-        # before super().__init__: where counts are refused, no hook may remain
-        rows, counts = stored_rows(model, "forgetting"), data.train.counts()
-        self.c, self.seen = c, [each.counts(counts) for each in rows]
-        super().__init__(rows, data, "forgetting")
-
-    def change_(self, num_epochs: int) -> bool:
-        del num_epochs
+    def between_epochs(self, epoch: int, optimizer: Optimizer) -> None:
+        del epoch
         _forget_(self.rows, self.seen, self.c)
-        return True
+        restart_(optimizer, self.rows)

@@ -15,18 +15,18 @@ Not for small tables, whose rows are all frequent, nor for thresholds that are s
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal
 
 from torch import nn
 
-from rarebit.callbacks import Attached, TrainingData, TrainingMethod
+from rarebit.callbacks import Callback, TrainingData, TrainingMethod
 from rarebit.data.selection import CoOccurrence, FrequencySplit, Selection, stored_selection
 from rarebit.errors import NoTableError
 from rarebit.settings import check_types, require, suggest
 from rarebit.tables.find import Site, TableInfo, find_sites
-from rarebit.tables.table import Method, Pair, full_table, method_name, methods_of
-from rarebit.transfer.group import MASKED
+from rarebit.tables.table import full_table, methods_of
+from rarebit.technique import BASELINE, Control, Technique, technique_name, technique_text
 from rarebit.transfer.harmless_transfer import LEAST_ROWS, HarmlessTransfer, TransferRule
 from rarebit.transfer.ledger import Ledger
 from rarebit.transfer.losses import (
@@ -55,12 +55,10 @@ LOSSES: dict[str, Callable[[], TransferLoss]] = {
 }
 """Those without settings of their own here."""
 LR = Adversarial().lr
-
-ROWS = "rows of the product learn from each other; the factors get what their rows get"
-TABLES = "the tables it makes are trained with transfer"
-SETS = "each set has a barrier and a discriminator of its own"
-LEARNED = "with pruned, which ends the learning of thresholds: pep+pruned+harmless-transfer"
-SECOND_STAGE = "the pruning is without transfer; what is left is trained again with it"
+SCALES = (0.01, 0.1, 1.0, 10.0)
+"""What a plain sum multiplies the transfer gradient by; validation picks."""
+MIN_WIDTH = 2
+"""First-order weights have width 1 and take no part."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,6 +72,7 @@ class Transfer(TrainingMethod):
     title: ClassVar[str] = "rare rows learn from frequent ones where that does no harm"
     paper: ClassVar[str] = "Gong et al., Harmless Transfer Learning for Item Embeddings"
     control: ClassVar[str] = "plain-sum"
+    controls: ClassVar[tuple[str, ...]] = ("plain-sum", "doubled-rows")
     cost: ClassVar[str] = (
         "a step computes a second gradient for the rows of its batch, without a second pass through the "
         "network; tables are served as they are"
@@ -82,29 +81,6 @@ class Transfer(TrainingMethod):
         "tables with many rare ids that are like frequent ones; not where rare ids mean something else"
     )
     knobs: ClassVar[Mapping[str, tuple[object, ...]]] = {"scale": (1.0, 0.1, 10.0, 0.01)}
-    pairs: ClassVar[Mapping[str, Pair]] = {
-        "aligned-sets": Pair(allowed=True, words=SETS),
-        "hashing": Pair(allowed=True, words="ids learn, and those of one bucket learn together"),
-        "low-rank": Pair(allowed=True, words=ROWS),
-        "masked": Pair(allowed=True, words="of a row, the entries that are left learn"),
-        "mlet": Pair(allowed=True, words=ROWS),
-        "multi-embedding": Pair(allowed=True, words=SETS),
-        "pep": Pair(allowed=True, words=LEARNED),
-        "product-start": Pair(allowed=True, words=TABLES),
-        "pruned": Pair(allowed=True, words=SECOND_STAGE),
-        "quantize": Pair(
-            allowed=True, words="the table is trained with transfer, and quantised afterwards"
-        ),
-        "row-rate": Pair(allowed=True, words=TABLES),
-        "shared-sets": Pair(allowed=True, words=SETS),
-        "shrinkage": Pair(allowed=True, words=TABLES),
-        "harmless-transfer": Pair(
-            allowed=False, words="a row has one gradient to be made of two; use one transfer"
-        ),
-    }
-    pairs_before: ClassVar[Mapping[str, Pair]] = {
-        name: pair for name, pair in pairs.items() if name != "harmless-transfer"
-    }
 
     loss: TransferLossName = "adversarial"
     """What the transfer lowers: how far rare rows are from frequent ones, measured in one of these ways."""
@@ -150,24 +126,49 @@ class Transfer(TrainingMethod):
             "loss='relatives' needs to know the relatives, which select='co-occurrence' finds",
         )
 
-    def check_beside(self, methods: Sequence[Method]) -> None:
+    def check_beside(self, techniques: Sequence[Technique]) -> None:
         """Raise where thresholds are learned to the end: the transfer would move those, too."""
-        kinds = {method_name(method) for method in methods}
+        kinds = {technique_name(technique) for technique in techniques}
         require(
             "pep" not in kinds or "pruned" in kinds,
             "harmless-transfer would move thresholds of pep that are still being learned; prune, and transfer "
             "while what is left is trained again: pep+pruned+harmless-transfer",
         )
 
-    def attach(self, model: nn.Module, data: TrainingData) -> Attached:
-        """Take part in the training of a model, with counts and relatives of its training rows."""
+    def make_control(self, name: str, techniques: Sequence[Technique]) -> Control | None:
+        """Return the plain sum at several scales, or the barrier without a transfer gradient."""
+        if name == "plain-sum" and self.rule != "sum" and self.scale > 0:
+            # alpha belongs to the barrier, which a sum does not have
+            changed = [replace(self, rule="sum", scale=s, alpha=Transfer.alpha) for s in SCALES]
+        elif name == "plain-sum":  # the control of a sum is the run without it
+            others = tuple(one for one in techniques if one is not self)
+            return Control("+".join(map(technique_text, others)) or BASELINE, (others,))
+        elif name == "doubled-rows":
+            changed = [replace(self, scale=0.0)]
+        else:
+            return None
+        trials = tuple(tuple(new if one is self else one for one in techniques) for new in changed)
+        usual = technique_text(replace(changed[0], rule=Transfer.rule, scale=Transfer.scale))
+        own = usual.replace(technique_name(self), name, 1)
+        return Control(
+            "+".join(own if t is self else technique_text(t) for t in techniques), trials
+        )
+
+    def callback(self) -> "_Running":
+        """Return the transfer for one training."""
+        return _Running(self)
+
+    def build(
+        self, model: nn.Module, data: TrainingData
+    ) -> tuple[HarmlessTransfer | None, list[str]]:
+        """Return the transfer with counts and relatives of the training rows, and tables left out."""
         fields = self._fields(model)
         selection = self._selection(data, fields)
         chosen = [site for site in _wide_sites(model) if site.info.field in fields]
         names = {site.info.name for site in chosen if _has_frequent(site, selection)}
         left_out = [site.info.name for site in chosen if site.info.name not in names]
         if not names:
-            return _Running(None, left_out)
+            return None, left_out
         transfer = HarmlessTransfer(
             model,
             select=selection,
@@ -181,7 +182,7 @@ class Transfer(TrainingMethod):
             seed=data.seed,
             compile=self.compile,
         )
-        return _Running(transfer, left_out)
+        return transfer, left_out
 
     def _fields(self, model: nn.Module) -> list[str]:
         """Return the fields that take part, in the order of the model; first-order weights do not."""
@@ -211,12 +212,16 @@ class Transfer(TrainingMethod):
         return LOSSES[self.loss]()
 
 
-class _Running(Attached):
+class _Running(Callback):
     """A transfer at work in one training; none where no table has frequent rows to learn from."""
 
-    def __init__(self, transfer: HarmlessTransfer | None, left_out: Sequence[str]) -> None:
-        self.transfer, self.left_out = transfer, list(left_out)
-        self.backward = None if transfer is None else transfer.backward
+    def __init__(self, method: Transfer) -> None:
+        self.method = method
+
+    def start(self, model: nn.Module, data: TrainingData) -> None:
+        """Attach the transfer to the model."""
+        self.transfer, self.left_out = self.method.build(model, data)
+        self.backward = None if self.transfer is None else self.transfer.backward
 
     def report(self) -> dict[str, Any]:
         """Return the ledger, and which tables had nothing to learn from."""
@@ -241,13 +246,13 @@ class _Running(Attached):
 
 
 def _wide_sites(model: nn.Module) -> list[Site]:
-    return [site for site in find_sites(model) if site.info.width >= Transfer.min_width]
+    return [site for site in find_sites(model) if site.info.width >= MIN_WIDTH]
 
 
 def _has_frequent(site: Site, selection: Selection) -> bool:
     """Return whether a table has frequent rows; of a pruned one, rows of which something is left."""
     source = selection[site.info.field].source
-    if any(method_name(method) in MASKED for method in methods_of(site.table)):
+    if any(method.masks_entries for method in methods_of(site.table)):
         source = source & full_table(site.table).cpu().any(dim=1)
     return bool(source.any())
 

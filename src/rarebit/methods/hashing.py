@@ -13,7 +13,7 @@ Not for small tables: two frequent ids in one bucket hurt both.
 """
 
 from bisect import bisect_right
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Self
 
@@ -26,7 +26,6 @@ from rarebit.tables.stack import Stack, stack_tables
 from rarebit.tables.table import (
     AnyTable,
     Method,
-    Pair,
     Table,
     full_table,
     methods_of,
@@ -34,6 +33,7 @@ from rarebit.tables.table import (
     unsuited,
     wrap,
 )
+from rarebit.technique import Rank
 
 __all__ = ["HashedStack", "HashedTable", "Hashing"]
 
@@ -59,18 +59,7 @@ class Hashing(Method):
         "tables with many rare ids, which lose little by sharing; not small tables, where two frequent "
         "ids in one bucket hurt both"
     )
-    pairs: ClassVar[Mapping[str, Pair]] = {
-        "hashing": Pair(
-            allowed=False,
-            words="a second remainder fills some buckets more than others; merge first, or use one "
-            "hashing with fewer buckets",
-        ),
-        "low-rank": Pair(
-            allowed=False,
-            words="hashing keeps rows, so the factors would be folded into them and be gone; hash "
-            "first: hashing+low-rank",
-        ),
-    }
+    composition_rank: ClassVar[Rank] = Rank.HASHING
 
     buckets: int
     """Rows that are kept."""

@@ -13,7 +13,7 @@ and trains the factors; with `after_training=True` it trains the table and cuts 
 Not for tables whose spectrum is flat: then the part that is cut off is as large as what stays.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Self
 
@@ -26,12 +26,12 @@ from rarebit.tables.stack import Stack, stack_tables
 from rarebit.tables.table import (
     AnyTable,
     Method,
-    Pair,
     Table,
     full_table,
     is_trainable,
     plain_like,
 )
+from rarebit.technique import Rank
 
 __all__ = ["LowRank", "LowRankStack", "LowRankTable"]
 
@@ -58,13 +58,7 @@ class LowRank(Method):
         "tables that use few directions, trained ones above all; not tables with a flat spectrum, where "
         "what is cut off is as large as what stays, nor short ones, where two factors save nothing"
     )
-    pairs: ClassVar[Mapping[str, Pair]] = {
-        "hashing": Pair(allowed=True, words="low rank of the buckets"),
-        "low-rank": Pair(
-            allowed=False,
-            words="two low ranks are one of the smaller rank; merge first, or use one low-rank",
-        ),
-    }
+    composition_rank: ClassVar[Rank] = Rank.FACTORS
 
     rank: int
     """Inner width: weights kept for each row."""

@@ -45,12 +45,12 @@ from rarebit.tables.table import (
     CHUNK,
     AnyTable,
     Method,
-    Pair,
     Table,
     full_table,
     is_trainable,
     plain_like,
 )
+from rarebit.technique import Rank
 
 __all__ = ["MLET", "FactorizedStack", "FactorizedTable", "fold", "fresh_factors"]
 
@@ -87,30 +87,7 @@ class MLET(Method):
         "inner_dim": (64, 128, 32),
     }
     training_only: ClassVar[bool] = True
-    pairs: ClassVar[Mapping[str, Pair]] = {
-        "hashing": Pair(allowed=True, words="factors of the buckets"),
-        "low-rank": Pair(
-            allowed=False,
-            words="factors wider than the table take the place of those narrower than it; merge first",
-        ),
-        "mlet": Pair(
-            allowed=False,
-            words="the first product would be folded and be gone; merge first, or use one mlet with "
-            "another inner_dim",
-        ),
-    }
-    pairs_before: ClassVar[Mapping[str, Pair]] = {
-        "hashing": Pair(
-            allowed=False,
-            words="hashing keeps rows, so the factors would be folded into them and be gone; hash "
-            "first: hashing+mlet",
-        ),
-        "low-rank": Pair(
-            allowed=False,
-            words="the closest factors of the product take the place of those in training; merge first, "
-            "then cut the trained table",
-        ),
-    }
+    composition_rank: ClassVar[Rank] = Rank.FACTORS
 
     inner_dim: int = 64
     """Width of the rows that are trained; above the table's width."""

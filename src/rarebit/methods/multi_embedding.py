@@ -21,12 +21,13 @@ Not for models that do not profit from wider tables: the sets cost as much as th
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
 from torch import nn
 
-from rarebit.sets.copies import ModelWithSets, SetsOfModel, copy_backbone_
+from rarebit.sets.copies import ModelWithSets, copy_backbone_
+from rarebit.sets.sets import SetsMethod
 from rarebit.settings import require
 from rarebit.tables.collection import TableCollection
 
@@ -34,7 +35,7 @@ __all__ = ["MultiEmbedding"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class MultiEmbedding(SetsOfModel):
+class MultiEmbedding(SetsMethod):
     """Give a model several embedding sets in place of one, each as wide as the one it has.
 
     >>> MultiEmbedding(num_sets=10)
@@ -54,6 +55,11 @@ class MultiEmbedding(SetsOfModel):
 
     project: Callable[[], nn.Module] | None = field(default=None, repr=False)
     """Makes a projection for each set of a model of your own, whose backbone has no nonlinearity."""
+
+    @property
+    def stored(self) -> "MultiEmbedding":
+        """The method without its projections, which a file cannot hold."""
+        return replace(self, project=None)
 
     def change_(self, model: nn.Module) -> TableCollection | None:
         """Give a model its sets, in place; return the tables in which they lie side by side, if any."""

@@ -19,7 +19,7 @@ by `merge`. Integers have no gradient: the table is frozen, and what comes befor
 is folded first. Not for tables that are still to be trained.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import ClassVar, Literal
@@ -31,7 +31,8 @@ from torch.nn import functional as F
 from rarebit.errors import UnsupportedTableError
 from rarebit.settings import check_types
 from rarebit.tables.stack import Stack, take_rows
-from rarebit.tables.table import CHUNK, AnyTable, Method, Pair, Table, full_table, methods_of
+from rarebit.tables.table import CHUNK, AnyTable, Method, Table, full_table, methods_of
+from rarebit.technique import Rank
 
 __all__ = [
     "Bits",
@@ -82,24 +83,7 @@ class Quantize(Method):
         "trained tables that are only looked up from now on; not tables that training goes on with, for "
         "it leaves integers as they are"
     )
-    pairs: ClassVar[Mapping[str, Pair]] = {
-        "hashing": Pair(
-            allowed=True, words="the buckets are quantised, and ids go on sharing them"
-        ),
-        "low-rank": Pair(allowed=True, words=FOLDED),
-        "mlet": Pair(allowed=True, words=FOLDED),
-        "product-start": Pair(allowed=True, words=FOLDED),
-        "quantize": Pair(
-            allowed=False,
-            words="a second rounding only adds to the first; merge first, or use one quantize",
-        ),
-    }
-    pairs_before: ClassVar[Mapping[str, Pair]] = {
-        "hashing": Pair(allowed=False, words=LAST + "hashing+quantize"),
-        "low-rank": Pair(allowed=False, words=LAST + "low-rank+quantize"),
-        "mlet": Pair(allowed=False, words=LAST + "mlet+quantize"),
-        "product-start": Pair(allowed=False, words=LAST + "product-start+quantize"),
-    }
+    composition_rank: ClassVar[Rank] = Rank.QUANTISATION
 
     bits: Bits = 8
     """Bits of an integer, 8 or 4."""

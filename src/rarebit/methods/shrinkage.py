@@ -35,7 +35,8 @@ from rarebit.methods._counts import (
 )
 from rarebit.settings import check_types, require
 from rarebit.tables.stack import Stack
-from rarebit.tables.table import AnyTable, Pair, Table, is_trainable, plain_like
+from rarebit.tables.table import AnyTable, Table, is_trainable, plain_like
+from rarebit.technique import Rank, Technique, technique_name
 
 __all__ = ["Shrinkage", "ShrunkStack", "ShrunkTable", "Strength"]
 
@@ -56,17 +57,6 @@ REMOVED = {
 
 START = 10.0
 """The c of a rule until counts are set."""
-
-PRODUCT = "the rows of the product are shrunk, and both factors go on being trained"
-SETS = "each set is drawn to a mean of its own, all by the same counts"
-SETS_FIRST = (
-    "the sets are drawn anew with the network behind them, so the evidence would be gone; give the model "
-    "its sets first"
-)
-OF_ZERO = (
-    "use prior=zero, for any other prior is in all rows of rare ids, and may be all that is kept"
-)
-ZEROS = "the mean that rows are drawn to has no zeros where the table has; shrink first: "
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,58 +84,7 @@ class Shrinkage(CountedMethod):
         "c": ("typical", 30.0, 3.0, 100.0),
         "prior": ("mean", "zero"),
     }
-    pairs: ClassVar[Mapping[str, Pair]] = {
-        "hashing": Pair(allowed=True, words="buckets are shrunk by the counts of all their ids"),
-        "low-rank": Pair(allowed=True, words=PRODUCT),
-        "mlet": Pair(allowed=True, words=PRODUCT),
-        "product-start": Pair(allowed=True, words="the table starts at the product and is shrunk"),
-        "masked": Pair(allowed=False, words=ZEROS + "shrinkage+masked"),
-        "pep": Pair(allowed=False, words=ZEROS + "shrinkage+pep"),
-        "pruned": Pair(allowed=False, words=ZEROS + "shrinkage+pruned"),
-        "quantize": Pair(
-            allowed=False, words="small integers are not trained; shrink first: shrinkage+quantize"
-        ),
-        "shrinkage": Pair(
-            allowed=False, words="a row counts once as much as its evidence; use one shrinkage"
-        ),
-        "aligned-sets": Pair(allowed=True, words=SETS),
-        "multi-embedding": Pair(allowed=True, words=SETS),
-        "shared-sets": Pair(allowed=True, words=SETS),
-    }
-    pairs_before: ClassVar[Mapping[str, Pair]] = {
-        "hashing": Pair(
-            allowed=False,
-            words="hashing keeps rows, so the evidence would be folded into them and be gone; hash "
-            "first: hashing+shrinkage",
-        ),
-        "low-rank": Pair(
-            allowed=False,
-            words="the closest factors take the place of the shrunk rows; merge first, then cut the "
-            "trained table",
-        ),
-        "mlet": Pair(
-            allowed=False,
-            words="the factors take the place of the shrunk rows; shrink their product: mlet+shrinkage",
-        ),
-        "product-start": Pair(
-            allowed=False,
-            words="it draws all rows anew, so the evidence would be gone; start first: "
-            "product-start+shrinkage",
-        ),
-        "masked": Pair(allowed=True, words="a mask of the shrunk rows"),
-        "pep": Pair(allowed=True, words=f"entries of the shrunk rows are cut; {OF_ZERO}"),
-        "pruned": Pair(
-            allowed=True,
-            words="entries of the shrunk rows are cut; what survives is folded and trained as a plain "
-            f"table; {OF_ZERO}",
-        ),
-        "quantize": Pair(
-            allowed=True, words="the table is folded first, and its rows are quantised"
-        ),
-        "aligned-sets": Pair(allowed=False, words=SETS_FIRST),
-        "multi-embedding": Pair(allowed=False, words=SETS_FIRST),
-        "shared-sets": Pair(allowed=False, words=SETS_FIRST),
-    }
+    composition_rank: ClassVar[Rank] = Rank.EVIDENCE
 
     c: Strength = "auto"
     """How often training must see an id to make it half its own row: a number; one per table, by name; or "typical", the
@@ -166,6 +105,15 @@ class Shrinkage(CountedMethod):
     def __hash__(self) -> int:
         c = frozenset(self.c.items()) if isinstance(self.c, Mapping) else self.c
         return hash((c, self.prior))
+
+    def hint(self, techniques: Sequence[Technique]) -> str:
+        """Warn that pruning may keep the prior and little else."""
+        if self.prior == "zero" or not any(technique_name(t) == "pruned" for t in techniques):
+            return ""
+        return (
+            "rows of rare ids are mostly the prior of shrinkage, and pruning may keep the prior in all of them and "
+            "little else; shrinkage:prior=zero leaves the entries to the rows"
+        )
 
     def wrap(self, base: AnyTable) -> "ShrunkTable":
         """Return the table with its rows shrunk; counts by name need `apply_` on a model."""

@@ -31,7 +31,7 @@ from rarebit.pruning._ticket import Ticket
 from rarebit.settings import check_types, from_mapping, to_mapping
 from rarebit.tables.find import FieldSite, Site, find_sites
 from rarebit.tables.table import home_of
-from rarebit.training.stages import PRUNING
+from rarebit.training.stages import STAGE
 
 __all__ = [
     "FieldInteractions",
@@ -422,5 +422,5 @@ def _tickets(result: PruneResult) -> list[Ticket]:
 
 def _stage(result: PruneResult, budget: int) -> Path:
     """Return the folder of the first stage: that of all budgets, or of this one."""
-    shared = result.folder / PRUNING
-    return shared if shared.exists() else result.folder / str(budget) / PRUNING
+    shared = result.folder / STAGE
+    return shared if shared.exists() else result.folder / str(budget) / STAGE

@@ -36,11 +36,12 @@ from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequenc
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, TypedDict, Unpack
+from typing import Any, Literal, TypedDict, Unpack
 
 import torch
 from torch import Tensor, nn
 
+from rarebit.callbacks import Callback
 from rarebit.data.dataset import Dataset
 from rarebit.data.order import batch_bounds
 from rarebit.errors import CheckpointError, DataError, NoTableError, TrainingError
@@ -63,9 +64,9 @@ from rarebit.training.fit import History, fit
 from rarebit.training.metrics import evaluate
 from rarebit.training.progress import LineProgress, Progress, Silence
 from rarebit.training.settings import Training
+from rarebit.training.stages import CHECKPOINTS, Trained
 
 __all__ = [
-    "CHECKPOINTS",
     "EVERY",
     "TICKETS",
     "LearnedPruner",
@@ -74,7 +75,6 @@ __all__ = [
     "Pruning",
     "TablePruner",
     "TicketFolder",
-    "Trained",
     "masked_model",
     "prune",
     "pruner_of",
@@ -104,8 +104,8 @@ class PrunerOptions(TypedDict, total=False):
     """Told the step and how many entries are left, at every look."""
 
 
-class TablePruner(ABC):
-    """What a loop calls after each step; true once there is no budget left to meet."""
+class TablePruner(Callback, ABC):
+    """A callback that ends training once there is no budget left to meet."""
 
     def __init__(
         self, model: nn.Module, budgets: Sequence[int], **options: Unpack[PrunerOptions]
@@ -121,7 +121,7 @@ class TablePruner(ABC):
         _check(self.budgets, self.total, self.every)
 
     @abstractmethod
-    def __call__(self, step: int) -> bool:
+    def after_step(self, num_steps: int) -> bool:
         """Look at the tables after this step, from 1, if it is time to."""
 
     def _keep(self, budget: int, **facts: Any) -> None:
@@ -145,7 +145,7 @@ class Pruner(TablePruner):
     >>> model = nn.Sequential(nn.Embedding(100, 8))
     >>> changes = apply_(model, PEP(schedule="given"), verbose=False)
     >>> pruner = Pruner(model, [400, 100], steps=1000)
-    >>> [pruner(step) for step in range(1, 1001)][-1], count_nonzero(model)
+    >>> [pruner.after_step(step) for step in range(1, 1001)][-1], count_nonzero(model)
     (True, 100)
     >>> pruner.tickets[400].facts["step"]
     400
@@ -170,8 +170,9 @@ class Pruner(TablePruner):
         done = min(max((step - begin) / (self.steps - begin), 0.0), 1.0)
         return round(last * math.pow(self.total / last, 1.0 - done))
 
-    def __call__(self, step: int) -> bool:
+    def after_step(self, num_steps: int) -> bool:
         """Cut to what the schedule says, and to each budget that was passed since the last look."""
+        step = num_steps
         if step > self.steps:
             return True
         if step % self.every and step != self.steps:
@@ -204,12 +205,13 @@ class LearnedPruner(TablePruner):
     >>> model = nn.Sequential(nn.Embedding(100, 8))
     >>> changes = apply_(model, PEP(init=0.0), verbose=False)
     >>> pruner = LearnedPruner(model, [700, 600])
-    >>> pruner(200), sorted(pruner.tickets)
+    >>> pruner.after_step(200), sorted(pruner.tickets)
     (True, [600, 700])
     """
 
-    def __call__(self, step: int) -> bool:
+    def after_step(self, num_steps: int) -> bool:
         """Count, and take the tickets of the budgets that are met."""
+        step = num_steps
         if step % self.every:
             return False
         left = count_nonzero(self.model)
@@ -267,16 +269,9 @@ def _check(budgets: Sequence[int], total: int, every: int) -> None:
     require(every >= 1, f"every must be at least 1 step, got every={every}")
 
 
-CHECKPOINTS, START, TICKETS, SCANS = "checkpoints", "start", "tickets", "scans.jsonl"
+START, TICKETS, SCANS = "start", "tickets", "scans.jsonl"
 TELL_BELOW = 0.8
 """How many of the entries told last are left when it is told again."""
-
-
-class Trained(NamedTuple):
-    """A trained model, and how its training went."""
-
-    model: nn.Module
-    history: History
 
 
 @dataclass(frozen=True)
@@ -341,7 +336,7 @@ def prune(
         model,
         train,
         settings=settings,
-        after_step=pruner,
+        callbacks=[pruner],
         folder=None if place is None else place / CHECKPOINTS,
         resume=resume,
         progress=tell,

@@ -23,6 +23,7 @@ from rarebit.pruning.pruned import (
     BYTES_AN_ENTRY,
     Pruned,
     PrunedStart,
+    SharedPruning,
 )
 from rarebit.settings import check_types, from_mapping, require, to_mapping
 from rarebit.tables.find import TableInfo, find_tables
@@ -36,7 +37,7 @@ from rarebit.training.run import (
     write_values,
 )
 from rarebit.training.run_settings import RunSettings, load_splits
-from rarebit.training.stages import PRUNING, SharedPruning, start_model
+from rarebit.training.stages import STAGE, start_model
 
 __all__ = ["PruneResult", "PruneSettings", "prune_run", "read_prune"]
 
@@ -168,7 +169,7 @@ def prune_run(
         )
 
     # a pruned model that is not trained again is gone once the next budget is met
-    together = None if pruning.start == "trained" else SharedPruning(out / PRUNING, budgets)
+    together = None if pruning.start == "trained" else SharedPruning(out / STAGE, budgets)
     pruned = {
         budget: make(
             str(budget),

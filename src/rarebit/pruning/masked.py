@@ -27,18 +27,15 @@ from rarebit.tables.stack import Stack, stack_tables, take_rows
 from rarebit.tables.table import (
     AnyTable,
     Method,
-    Pair,
     Table,
     full_table,
     num_weights,
     plain_like,
     wrap,
 )
+from rarebit.technique import Rank
 
 __all__ = ["Masked", "MaskedStack", "MaskedTable"]
-
-PRODUCT = "the product is masked, and both factors go on being trained"
-FACTORS = "a product of factors has no zeros where the mask has; merge first"
 
 
 @dataclass(frozen=True)
@@ -63,36 +60,8 @@ class Masked(Method):
         "prune"
     )
     training_only: ClassVar[bool] = True
-    pairs: ClassVar[Mapping[str, Pair]] = {
-        "hashing": Pair(allowed=True, words="a mask of the buckets"),
-        "low-rank": Pair(allowed=True, words=PRODUCT),
-        "mlet": Pair(allowed=True, words=PRODUCT),
-        "product-start": Pair(allowed=True, words="the table starts at the product and is masked"),
-        "quantize": Pair(
-            allowed=False, words="small integers are not trained; mask first: masked+quantize"
-        ),
-        "pep": Pair(
-            allowed=False,
-            words="a mask is for good, and thresholds still move; merge first, then mask",
-        ),
-        "masked": Pair(allowed=False, words="two masks are one; merge first, or use one masked"),
-    }
-    pairs_before: ClassVar[Mapping[str, Pair]] = {
-        "hashing": Pair(
-            allowed=False,
-            words="hashing keeps rows, so the mask would be folded into them and be gone; hash first: "
-            "hashing+masked",
-        ),
-        "low-rank": Pair(allowed=False, words=FACTORS),
-        "mlet": Pair(allowed=False, words=FACTORS),
-        "product-start": Pair(
-            allowed=False,
-            words="it draws all rows anew, so the mask would be gone; start first: "
-            "product-start+masked",
-        ),
-        "pep": Pair(allowed=True, words="what the mask has left is cut further"),
-        "quantize": Pair(allowed=True, words="the table is folded first, and its zeros stay zero"),
-    }
+    composition_rank: ClassVar[Rank] = Rank.MASKS
+    masks_entries: ClassVar[bool] = True
 
     ticket: Ticket | str | None = None
     """The ticket, or the folder it is in; None: the entries that are not zero now."""

@@ -36,12 +36,12 @@ from rarebit.tables.stack import PlainStack, Stack, gather, stack_tables
 from rarebit.tables.table import (
     AnyTable,
     Method,
-    Pair,
     Shared,
     Table,
     is_trainable,
     plain_like,
 )
+from rarebit.technique import Rank, Technique, technique_text
 
 __all__ = [
     "PEP",
@@ -58,8 +58,6 @@ Granularity = Literal[
 ]
 
 INIT = -15.0
-PRODUCT = "the product is cut entry by entry, and both factors go on being trained"
-FACTORS = "a product of factors has no zeros where the table has; merge first"
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -86,33 +84,9 @@ class PEP(Method):
         "where zeros save nothing, as in a table that is stored whole"
     )
     training_only: ClassVar[bool] = True
-    pairs: ClassVar[Mapping[str, Pair]] = {
-        "hashing": Pair(allowed=True, words="entries of the buckets are cut"),
-        "low-rank": Pair(allowed=True, words=PRODUCT),
-        "mlet": Pair(allowed=True, words=PRODUCT),
-        "product-start": Pair(allowed=True, words="the table starts at the product and is cut"),
-        "quantize": Pair(
-            allowed=False, words="small integers are not trained; prune first: pep+quantize"
-        ),
-        "pep": Pair(
-            allowed=False, words="two thresholds on one entry are one of their sum; use one pep"
-        ),
-    }
-    pairs_before: ClassVar[Mapping[str, Pair]] = {
-        "hashing": Pair(
-            allowed=False,
-            words="hashing keeps rows, so the thresholds would be folded into them and be gone; hash "
-            "first: hashing+pep",
-        ),
-        "low-rank": Pair(allowed=False, words=FACTORS),
-        "mlet": Pair(allowed=False, words=FACTORS),
-        "product-start": Pair(
-            allowed=False,
-            words="it draws all rows anew, so the thresholds would be gone; start first: "
-            "product-start+pep",
-        ),
-        "quantize": Pair(allowed=True, words="the table is folded first, and its zeros stay zero"),
-    }
+    composition_rank: ClassVar[Rank] = Rank.MASKS
+    follows: ClassVar[frozenset[str]] = frozenset({"masked"})
+    masks_entries: ClassVar[bool] = True
 
     granularity: Granularity = "feature_dimension"
     """Entries that share a learned threshold: "global" all entries of all tables, "dimension" those of a
@@ -137,6 +111,14 @@ class PEP(Method):
         if self.schedule is not None:
             return f"PEP(schedule={self.schedule!r})"
         return f"PEP(granularity={self.granularity!r}, init={self.init!r})"
+
+    def make_control(self, name: str, techniques: Sequence[Technique]) -> None:
+        """Refuse a control that needs a budget, where there is none."""
+        require(
+            name != "magnitude" or any("magnitude" in one.controls for one in techniques),
+            f"pruning by magnitude needs a budget: use {technique_text(self)}+pruned:keep=10000, or name "
+            "another control, such as --control baseline",
+        )
 
     def wrap(self, base: AnyTable) -> "ThresholdedTable":
         """Return the table with its entries cut, started from the rows it has."""
@@ -171,6 +153,8 @@ class PEP(Method):
 class ThresholdedTable(Table):
     """A table whose entries are drawn towards zero by thresholds, and are zero below them."""
 
+    optimizer_groups: ClassVar[Mapping[str, str]] = {"levels": "thresholds"}
+
     def __init__(self, method: PEP, inner: AnyTable, levels: nn.Module) -> None:
         super().__init__(
             method,
@@ -189,6 +173,8 @@ class ThresholdedTable(Table):
 
 class ThresholdedStack(Stack):
     """Thresholded tables behind one lookup of their rows and one of their thresholds."""
+
+    optimizer_groups: ClassVar[Mapping[str, str]] = {"levels": "thresholds"}
 
     def __init__(
         self, method: PEP, tables: Sequence[ThresholdedTable], lengths: Sequence[int]

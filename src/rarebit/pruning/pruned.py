@@ -11,8 +11,9 @@ Not for rows that are looked up once: there is nothing to learn from which entri
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import ClassVar, Literal, Self
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, ClassVar, Literal, Self
 
 from rarebit.codes.packed import Pack
 from rarebit.methods._sizing import check_share
@@ -20,17 +21,30 @@ from rarebit.pruning._ticket import keep_largest
 from rarebit.pruning.masked import Masked, MaskedStack, MaskedTable
 from rarebit.settings import check_types, require
 from rarebit.tables.stack import Stack
-from rarebit.tables.table import AnyTable, Method, Pair, Table, stored_tensors
+from rarebit.tables.table import AnyTable, Method, Table, stored_tensors
+from rarebit.technique import Control, Rank, SharedStage, Technique, technique_name, technique_text
 
-__all__ = ["Pruned", "PrunedBy", "PrunedStart"]
+if TYPE_CHECKING:
+    from rarebit.training.stages import Trained, TrainingJob
+
+__all__ = ["Pruned", "PrunedBy", "PrunedStart", "SharedPruning"]
 
 PrunedBy = Literal["threshold", "magnitude"]
 PrunedStart = Literal["ticket", "random", "trained"]
 
-FOLDED = "the product is cut entry by entry; what survives is folded and trained as a plain table"
-LAST = "a pruned table keeps single entries, which nothing else may change; prune last"
 BYTES_AN_ENTRY, BYTES_A_ROW, BYTES_A_TABLE = 5, 4.125, 12
 """Of a packed table: a value and its column; an offset and a bit; one more offset, and the bits of a last word."""
+
+
+@dataclass(frozen=True)
+class SharedPruning(SharedStage):
+    """A first stage of pruning that several runs share."""
+
+    budgets: tuple[int, ...]
+    """How many entries the runs keep."""
+    as_ticket: bool = False
+    """Whether only the ticket is kept, for runs that differ in their second stage alone. Those may run side by side:
+    one makes it, and the others wait."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,6 +60,7 @@ class Pruned(Method):
         "Liu et al., Learnable Embedding Sizes for Recommender Systems, ICLR 2021"
     )
     control: ClassVar[str] = "magnitude"
+    controls: ClassVar[tuple[str, ...]] = ("magnitude",)
     cost: ClassVar[str] = (
         "a run is trained twice; what it leaves is packed, about 5 bytes an entry and 4 a row"
     )
@@ -54,32 +69,13 @@ class Pruned(Method):
         "where zeros save nothing, as on hardware that wants whole rows"
     )
     training_only: ClassVar[bool] = True
-    pairs: ClassVar[Mapping[str, Pair]] = {
-        "mlet": Pair(allowed=True, words=FOLDED),
-        "product-start": Pair(allowed=True, words="the table starts at the product and is cut"),
-        "pep": Pair(allowed=True, words="these thresholds are learned until they meet the budget"),
-        "hashing": Pair(
-            allowed=False, words="buckets of many values have no entries to spare; use one of them"
-        ),
-        "low-rank": Pair(
-            allowed=False,
-            words="a product of factors is small already; use one of them, or mlet+pruned",
-        ),
-        "quantize": Pair(
-            allowed=False, words="small integers are not trained; use pruned, which packs"
-        ),
-        "masked": Pair(allowed=False, words="the mask is what pruning is to find; leave it out"),
-        "pruned": Pair(allowed=False, words="the smaller budget is the one that counts; use one"),
+    composition_rank: ClassVar[Rank] = Rank.MASKS
+    follows: ClassVar[frozenset[str]] = frozenset({"pep"})
+    excludes: ClassVar[Mapping[str, str]] = {
+        "hashing": "buckets of many values have no entries to spare; use one of them",
+        "low-rank": "a product of factors is small already; use one of them, or mlet+pruned",
     }
-    pairs_before: ClassVar[Mapping[str, Pair]] = {
-        **{
-            name: Pair(allowed=False, words=LAST)
-            for name in ("mlet", "product-start", "pep", "hashing", "low-rank", "masked")
-        },
-        "quantize": Pair(
-            allowed=True, words="the table is folded first, not packed, and its zeros stay zero"
-        ),
-    }
+    masks_entries: ClassVar[bool] = True
 
     keep: int
     """Entries left over all tables."""
@@ -110,6 +106,30 @@ class Pruned(Method):
         whole = 4 * sum(rows * width for rows, width in shapes)
         empty = BYTES_A_ROW * sum(rows for rows, _ in shapes) + BYTES_A_TABLE * len(shapes)
         return cls(keep=max(int((share * whole - empty) / BYTES_AN_ENTRY), 1))
+
+    def drive(self, job: "TrainingJob") -> "Trained":
+        """Train in two stages."""
+        from rarebit.pruning._driver import PruningDriver
+
+        return PruningDriver(self, job).run()
+
+    def shared_stage(self, techniques: Sequence[Technique]) -> tuple[Technique, ...] | None:
+        """Return what the first stage depends on; a run without a second one shares nothing."""
+        if self.start == "trained":
+            return None
+        return tuple(one for one in techniques if isinstance(one, Method))
+
+    def share(self, folder: Path) -> "SharedPruning":
+        """Return a first stage of which only the ticket is kept."""
+        return SharedPruning(folder, (self.keep,), as_ticket=True)
+
+    def make_control(self, name: str, techniques: Sequence[Technique]) -> Control | None:
+        """Return the same budget, met by cutting the smallest trained entries at once."""
+        if name != "magnitude":
+            return None
+        others = [t for t in techniques if t is not self and technique_name(t) != "pep"]
+        methods = (*others, replace(self, by="magnitude", epochs=None))
+        return Control("+".join(map(technique_text, methods)), (methods,))
 
     def wrap(self, base: AnyTable) -> Table:
         """Return the table with all but its largest entries held at zero."""

@@ -23,7 +23,8 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from rarebit.errors import UnsupportedTableError
-from rarebit.sets.copies import ModelWithSets, SetsOfModel
+from rarebit.sets.copies import ModelWithSets
+from rarebit.sets.sets import SetsMethod
 from rarebit.settings import require
 from rarebit.tables.collection import TableCollection
 
@@ -31,7 +32,7 @@ __all__ = ["AlignedInteraction", "AlignedSets", "pattern_variance", "squared_pat
 
 
 @dataclass(frozen=True, kw_only=True)
-class AlignedSets(SetsOfModel):
+class AlignedSets(SetsMethod):
     """Give a model several embedding sets, and draw their interaction patterns to one.
 
     >>> AlignedSets(num_sets=10)

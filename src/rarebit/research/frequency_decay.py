@@ -22,25 +22,16 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from rarebit.callbacks import Attached, TrainingData, TrainingMethod
-from rarebit.methods._neighbour_pairs import neighbour_pairs
-from rarebit.research._lookup_shares import LookupPlace, OpenShares, find_lookups
+from rarebit.callbacks import Callback, TrainingData
+from rarebit.research._lookup_shares import OpenShares, find_lookups
+from rarebit.research._neighbours import Neighbour
 from rarebit.settings import check_types, require
-from rarebit.tables.table import Pair
 
 __all__ = ["FrequencyDecay"]
 
-AFTER, BEFORE = neighbour_pairs(
-    "the rows that it hands out are held near zero",
-    {
-        "row-rate": "both hold rare rows back by their counts; use one of them",
-        "shrinkage": "both hold rare rows back by their counts; use one of them",
-    },
-)
-
 
 @dataclass(frozen=True, kw_only=True)
-class FrequencyDecay(TrainingMethod):
+class FrequencyDecay(Neighbour):
     """Add the squares of looked-up rows to the loss, those of rare ids with the most weight.
 
     >>> FrequencyDecay(strength=0.01)
@@ -61,8 +52,9 @@ class FrequencyDecay(TrainingMethod):
         "strength": (0.01, 0.1, 0.001, 1.0),
         "c": (10.0, 100.0, 1.0),
     }
-    pairs: ClassVar[Mapping[str, Pair]] = AFTER
-    pairs_before: ClassVar[Mapping[str, Pair]] = BEFORE
+    excludes: ClassVar[Mapping[str, str]] = dict.fromkeys(
+        ("row-rate", "shrinkage"), "both hold rare rows back by their counts; use one of them"
+    )
 
     strength: float = 0.01
     """What the squares are multiplied by, of an id that was never seen."""
@@ -77,22 +69,25 @@ class FrequencyDecay(TrainingMethod):
                 0 <= value < math.inf, f"{name} must be 0 or more and finite, got {name}={value}"
             )
 
-    def attach(self, model: nn.Module, data: TrainingData) -> "_Decaying":
-        """Hold the rows of a model in its training, by how often its training rows have them."""
-        return _Decaying(find_lookups(model), data.train.counts(), self)
+    def callback(self) -> "_Decaying":
+        """Return what decays looked-up rows, by how often the training rows have them."""
+        return _Decaying(self)
 
 
-class _Decaying(Attached):
+class _Decaying(Callback):
     """Adds to the gradients of rows on their way back from the network."""
 
-    def __init__(
-        self, places: list[LookupPlace], counts: Mapping[str, Tensor], method: FrequencyDecay
-    ) -> None:
+    def __init__(self, method: FrequencyDecay) -> None:
+        self.method = method
+
+    def start(self, model: nn.Module, data: TrainingData) -> None:
+        """Put hooks on all lookups."""
+        counts = data.train.counts()
         self.handles = [
             place.module.register_forward_hook(
-                _hook(OpenShares(place, counts, method.c), method.strength)
+                _hook(OpenShares(place, counts, self.method.c), self.method.strength)
             )
-            for place in places
+            for place in find_lookups(model)
         ]
 
     def close(self) -> None:

@@ -22,34 +22,22 @@ from typing import ClassVar
 
 import torch
 from torch import nn
+from torch.optim import Optimizer
 
-from rarebit.callbacks import TrainingData, TrainingMethod
-from rarebit.methods._neighbour_pairs import neighbour_pairs
-from rarebit.methods.forgetting import BetweenEpochs, StoredRows, stored_rows
+from rarebit.callbacks import Callback, TrainingData
+from rarebit.methods.forgetting import StoredRows, restart_, stored_rows
+from rarebit.research._neighbours import Neighbour
 from rarebit.settings import check_types, require
-from rarebit.tables.table import CHUNK, Pair
+from rarebit.tables.table import CHUNK
 
 __all__ = ["FreshTables"]
 
 STRIDE = 1_000_003
 """Seeds of the draws of two epochs are so far apart that other seeds do not meet them."""
 
-FACTORS = "its factors start in a way of their own, and would be drawn in another; use one of them"
-
-AFTER, BEFORE = neighbour_pairs(
-    "the rows that it stores are drawn anew",
-    {
-        "low-rank": FACTORS,
-        "mlet": FACTORS,
-        "pep": "the thresholds that are being learned would meet rows that start again; prune first",
-        "product-start": FACTORS,
-        "row-rate": "rows are stored divided by their rates, and would start far off; use one of them",
-    },
-)
-
 
 @dataclass(frozen=True, kw_only=True)
-class FreshTables(TrainingMethod):
+class FreshTables(Neighbour):
     """Draw the rows of all tables anew in every epoch, or in part.
 
     >>> FreshTables(keep=0.5)
@@ -66,8 +54,14 @@ class FreshTables(TrainingMethod):
         "logs on which every model is best after one epoch; not where tables learn for many epochs"
     )
     knobs: ClassVar[Mapping[str, tuple[object, ...]]] = {"keep": (0.0, 0.5, 0.9)}
-    pairs: ClassVar[Mapping[str, Pair]] = AFTER
-    pairs_before: ClassVar[Mapping[str, Pair]] = BEFORE
+    excludes: ClassVar[Mapping[str, str]] = {
+        **dict.fromkeys(
+            ("low-rank", "mlet", "product-start"),
+            "its factors start in their own way and would be redrawn in another; use one of them",
+        ),
+        "pep": "learned thresholds would meet rows that start again; prune first",
+        "row-rate": "rows are stored divided by their rates and would start far off; use one of them",
+    }
 
     keep: float = 0.0
     """How much of a row is kept; the rest is fresh."""
@@ -76,9 +70,9 @@ class FreshTables(TrainingMethod):
         check_types(self)
         require(0 <= self.keep <= 1, f"keep must be from 0 to 1, got keep={self.keep}")
 
-    def attach(self, model: nn.Module, data: TrainingData) -> "_Refreshing":
-        """Draw the rows of a model anew in every epoch of its training but the first."""
-        return _Refreshing(model, data, self.keep)
+    def callback(self) -> "_Refreshing":
+        """Return what redraws rows before every epoch but the first."""
+        return _Refreshing(self.keep)
 
 
 class _Start:
@@ -100,20 +94,24 @@ class _Start:
             self.weight[self.padding] = 0.0
 
 
-class _Refreshing(BetweenEpochs):
-    """Draws rows anew between two steps."""
+class _Refreshing(Callback):
+    """Redraws rows between two epochs."""
 
-    def __init__(self, model: nn.Module, data: TrainingData, keep: float) -> None:
-        super().__init__(stored_rows(model, "fresh-tables"), data, "fresh-tables")
-        self.keep, self.seed = keep, data.seed
+    def __init__(self, keep: float) -> None:
+        self.keep = keep
+
+    def start(self, model: nn.Module, data: TrainingData) -> None:
+        """Look up how the rows were drawn."""
+        self.rows, self.seed = stored_rows(model, "fresh-tables"), data.seed
         self.tables = [_Start(rows) for rows in self.rows]
 
-    def change_(self, num_epochs: int) -> bool:
-        """Draw rows anew."""
+    @torch.no_grad()
+    def between_epochs(self, epoch: int, optimizer: Optimizer) -> None:
+        """Redraw rows, and restart the optimizer for them."""
         if self.keep == 1:
-            return False
+            return
         generator = torch.Generator(self.tables[0].weight.device)
-        generator.manual_seed(self.seed + STRIDE * num_epochs)
+        generator.manual_seed(self.seed + STRIDE * (epoch - 1))
         for table in self.tables:
             table.draw(self.keep, generator)
-        return True
+        restart_(optimizer, self.rows)

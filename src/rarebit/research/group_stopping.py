@@ -20,15 +20,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from rarebit.callbacks import Attached, TrainingData, TrainingMethod
-from rarebit.data.dataset import Dataset
+from rarebit.callbacks import Callback, TrainingData
 from rarebit.data.schema import PADDING, Schema
 from rarebit.errors import DataError, UnsupportedTableError
-from rarebit.methods._neighbour_pairs import BEFORE as OLDER
-from rarebit.methods._neighbour_pairs import neighbour_pairs
+from rarebit.research._neighbours import Neighbour
 from rarebit.settings import check_types, require
 from rarebit.tables.find import find_sites
-from rarebit.tables.table import Pair, home_of
+from rarebit.tables.table import home_of
+from rarebit.technique import Rank, Technique
 
 __all__ = ["GroupStopping", "frequency_groups"]
 
@@ -37,16 +36,9 @@ BATCH = 8192
 NEVER = 0
 """The best epoch of a group that no validation row has a value of."""
 
-PLAIN = "a group stops with the rows of plain tables; merge first, or use one of the two"
-
-AFTER, BEFORE = neighbour_pairs(
-    "transfer changes how plain rows are trained, and each group of them stops by itself",
-    {name: PLAIN for name in OLDER if name != "harmless-transfer"},
-)
-
 
 @dataclass(frozen=True, kw_only=True)
-class GroupStopping(TrainingMethod):
+class GroupStopping(Neighbour):
     """Keep rows as they were after the epoch that was best for rows as rare as they are.
 
     >>> GroupStopping(groups=3)
@@ -63,8 +55,6 @@ class GroupStopping(TrainingMethod):
         "beside shrinkage, where rare rows overfit before frequent ones are learned; not by itself"
     )
     knobs: ClassVar[Mapping[str, tuple[object, ...]]] = {"groups": (5, 2, 10)}
-    pairs: ClassVar[Mapping[str, Pair]] = AFTER
-    pairs_before: ClassVar[Mapping[str, Pair]] = BEFORE
 
     groups: int = 5
     """Into how many groups of about as many training values each the rows of a field are cut."""
@@ -73,17 +63,16 @@ class GroupStopping(TrainingMethod):
         check_types(self)
         require(self.groups >= 1, f"groups must be at least 1, got groups={self.groups}")
 
-    def attach(self, model: nn.Module, data: TrainingData) -> "_Stopping":
-        """Watch the groups of a model in its training, on its validation rows."""
-        if data.valid is None or not len(data.valid):
-            raise DataError(
-                "group-stopping looks at validation rows of each group, and there are none; give some"
-            )
-        groups = {
-            name: frequency_groups(count, self.groups)
-            for name, count in data.train.counts().items()
-        }
-        return _Stopping(model, data.valid, groups, self.groups, data)
+    @classmethod
+    def refuses(cls, other: type[Technique]) -> str | None:
+        """Refuse methods whose tables are not plain while they are trained."""
+        if other.composition_rank is not None and other.composition_rank < Rank.QUANTISATION:
+            return "a group stops with the rows of plain tables; merge first, or use one of the two"
+        return super().refuses(other)
+
+    def callback(self) -> "_Stopping":
+        """Return what watches the groups of a model on the validation rows."""
+        return _Stopping(self.groups)
 
 
 def frequency_groups(counts: Tensor, groups: int) -> Tensor:
@@ -119,20 +108,22 @@ class _Kept:
         self.weight.copy_(torch.where(chosen, self.rows, self.weight))
 
 
-class _Stopping(Attached):
+class _Stopping(Callback):
     """Looks at validation rows after each epoch."""
 
-    def __init__(
-        self,
-        model: nn.Module,
-        valid: Dataset,
-        groups: Mapping[str, Tensor],
-        num_groups: int,
-        data: TrainingData,
-    ) -> None:
-        device = home_of(model)
+    def __init__(self, num_groups: int) -> None:
+        self.num_groups = num_groups
+
+    def start(self, model: nn.Module, data: TrainingData) -> None:
+        """Cut the rows of each field into groups."""
+        if data.valid is None or not len(data.valid):
+            raise DataError("group-stopping needs validation rows, and there are none; give some")
+        num_groups, device = self.num_groups, home_of(model)
+        groups = {
+            name: frequency_groups(count, num_groups) for name, count in data.train.counts().items()
+        }
         self.shadow: nn.Module | None = _shadow_of(model)
-        self.valid = valid.to(device)
+        self.valid = data.valid.to(device)
         # numbered through all fields
         self.groups = {
             name: group.to(device) + number * num_groups
@@ -181,7 +172,7 @@ class _Stopping(Attached):
         return torch.where(values > 0, total / values, torch.inf)
 
     @torch.no_grad()
-    def finish(self) -> None:
+    def end(self) -> None:
         """Give each group the rows of its best epoch."""
         for table in self.tables.values():
             table.put_back(self.best_epoch != NEVER)

@@ -25,29 +25,19 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.hooks import RemovableHandle
 
-from rarebit.callbacks import Attached, TrainingData, TrainingMethod
-from rarebit.methods._neighbour_pairs import neighbour_pairs
+from rarebit.callbacks import Callback, TrainingData
 from rarebit.research._lookup_shares import LookupPlace, OpenShares, find_lookups
+from rarebit.research._neighbours import Neighbour
 from rarebit.settings import check_types, require
-from rarebit.tables.table import Pair
 
 __all__ = ["IdDropout"]
 
 UNKNOWN = "unknown"
 """The name under which a place of lookups has its rows for dropped ids while it is trained."""
 
-AFTER, BEFORE = neighbour_pairs(
-    "ids are dropped from the tables it makes",
-    {
-        "harmless-transfer": "a dropped row would be taken for the row itself; use one of them",
-        "row-rate": "both hold rare rows back by their counts; use one of them",
-        "shrinkage": "both hold rare rows back by their counts; use one of them",
-    },
-)
-
 
 @dataclass(frozen=True, kw_only=True)
-class IdDropout(TrainingMethod):
+class IdDropout(Neighbour):
     """Take rare ids for unknown ones in some of their lookups, in training only.
 
     >>> IdDropout(c=3)
@@ -64,8 +54,11 @@ class IdDropout(TrainingMethod):
         "beside shrinkage, to tell rows that count less from rows that are left out; not by itself"
     )
     knobs: ClassVar[Mapping[str, tuple[object, ...]]] = {"c": (3.0, 1.0, 30.0, 0.3, 10.0)}
-    pairs: ClassVar[Mapping[str, Pair]] = AFTER
-    pairs_before: ClassVar[Mapping[str, Pair]] = BEFORE
+    excludes: ClassVar[Mapping[str, str]] = {
+        "harmless-transfer": "a dropped row would be taken for the row itself; use one of them",
+        "row-rate": "both hold rare rows back by their counts; use one of them",
+        "shrinkage": "both hold rare rows back by their counts; use one of them",
+    }
 
     c: float = 3.0
     """How often an id must be seen to be dropped in half of its lookups."""
@@ -74,9 +67,9 @@ class IdDropout(TrainingMethod):
         check_types(self)
         require(0 <= self.c < math.inf, f"c must be 0 or more and finite, got c={self.c}")
 
-    def attach(self, model: nn.Module, data: TrainingData) -> "_Dropping":
-        """Drop ids of a model in its training, by how often its training rows have them."""
-        return _Dropping(find_lookups(model), data.train.counts(), self.c)
+    def callback(self) -> "_Dropping":
+        """Return what drops ids in training, by how often the training rows have them."""
+        return _Dropping(self.c)
 
 
 class _Unknown(nn.Module):
@@ -108,17 +101,22 @@ class _Unknown(nn.Module):
         return torch.where(dropped.unsqueeze(-1), unknown, rows)
 
 
-class _Dropping(Attached):
+class _Dropping(Callback):
     """Replaces rows on their way to the network, in training."""
 
-    def __init__(self, places: list[LookupPlace], counts: Mapping[str, Tensor], c: float) -> None:
+    def __init__(self, c: float) -> None:
+        self.c = c
+
+    def start(self, model: nn.Module, data: TrainingData) -> None:
+        """Put hooks on all lookups."""
+        places, counts = find_lookups(model), data.train.counts()
         self.num_columns = 0
         columns = self._columns(places)
         self.chances: Tensor | None = None
         self.places = places
         self.handles: list[RemovableHandle] = []
         for place in places:
-            unknown = _Unknown(place, OpenShares(place, counts, c), columns)
+            unknown = _Unknown(place, OpenShares(place, counts, self.c), columns)
             place.module.add_module(UNKNOWN, unknown.train(place.module.training))
             self.handles.append(place.module.register_forward_hook(self._hand_out))
 

@@ -12,7 +12,7 @@ start does.
 Not for use by itself: it is a way to draw the first weights.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -21,11 +21,10 @@ from torch import Tensor
 from rarebit.methods.mlet import fold, fresh_factors
 from rarebit.settings import check_types, require
 from rarebit.tables.stack import Stack, stack_tables
-from rarebit.tables.table import AnyTable, Method, Pair, Table, plain_like
+from rarebit.tables.table import AnyTable, Method, Table, plain_like
+from rarebit.technique import Rank
 
 __all__ = ["ProductStart", "StartedStack", "StartedTable"]
-
-DRAWN_ANEW = "it draws all rows anew, so the first method would be gone; "
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,28 +45,7 @@ class ProductStart(Method):
         "beside MLET, to tell what its start does from what its training does; not by itself"
     )
     training_only: ClassVar[bool] = True
-    pairs: ClassVar[Mapping[str, Pair]] = {
-        "hashing": Pair(allowed=True, words="the buckets start at the product"),
-        "low-rank": Pair(allowed=False, words=DRAWN_ANEW + "start first, merge, then low-rank"),
-        "mlet": Pair(allowed=False, words=DRAWN_ANEW + "use one of the two"),
-        "product-start": Pair(allowed=False, words=DRAWN_ANEW + "use one product-start"),
-    }
-    pairs_before: ClassVar[Mapping[str, Pair]] = {
-        "hashing": Pair(
-            allowed=False,
-            words="hashing keeps rows and would forget how they were drawn; hash first: "
-            "hashing+product-start",
-        ),
-        "low-rank": Pair(
-            allowed=False,
-            words="the factors take the place of the started table; merge first, then cut it",
-        ),
-        "mlet": Pair(
-            allowed=False,
-            words="the factors take the place of the started table; use mlet alone, or merge first and "
-            'use init="keep"',
-        ),
-    }
+    composition_rank: ClassVar[Rank] = Rank.FACTORS
 
     inner_dim: int = 64
     """Inner width of the factors, as in `MLET`."""

@@ -28,12 +28,10 @@ from rarebit.errors import UnsupportedTableError
 from rarebit.methods._counts import CountedMethod, CountedStack, CountedTable, Evidence
 from rarebit.settings import check_types, require
 from rarebit.tables.stack import Stack
-from rarebit.tables.table import AnyTable, Pair, Table, full_table, plain_like
+from rarebit.tables.table import AnyTable, Table, full_table, plain_like
+from rarebit.technique import Rank
 
 __all__ = ["RatedStack", "RatedTable", "RowRate"]
-
-ALONE = "a row's rate is one of a plain table's row; merge first, or use one of the two"
-SETS = "the same rows are slow in every set"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,47 +52,11 @@ class RowRate(CountedMethod):
         "to separate slower rare rows from the prior of shrinkage in a study; not for other use"
     )
     knobs: ClassVar[Mapping[str, tuple[object, ...]]] = {"c": (30.0, 3.0, 100.0, 10.0, 300.0)}
-    pairs: ClassVar[Mapping[str, Pair]] = {
-        **{
-            name: Pair(allowed=False, words=ALONE)
-            for name in (
-                "low-rank",
-                "masked",
-                "mlet",
-                "pep",
-                "product-start",
-                "pruned",
-                "quantize",
-                "row-rate",
-                "shrinkage",
-            )
-        },
-        "hashing": Pair(allowed=True, words="a bucket's rate is by the counts of all its ids"),
-        "aligned-sets": Pair(allowed=True, words=SETS),
-        "multi-embedding": Pair(allowed=True, words=SETS),
-        "shared-sets": Pair(allowed=True, words=SETS),
-    }
-    pairs_before: ClassVar[Mapping[str, Pair]] = {
-        **{
-            name: Pair(allowed=False, words=ALONE)
-            for name in (
-                "aligned-sets",
-                "hashing",
-                "low-rank",
-                "masked",
-                "mlet",
-                "multi-embedding",
-                "pep",
-                "product-start",
-                "pruned",
-                "shared-sets",
-                "shrinkage",
-            )
-        },
-        "quantize": Pair(
-            allowed=True, words="the table is folded first, and its rows are quantised"
-        ),
-    }
+    composition_rank: ClassVar[Rank] = Rank.FACTORS
+    excludes: ClassVar[Mapping[str, str]] = dict.fromkeys(
+        ("shrinkage", "masked", "pep", "pruned"),
+        "a row rate is for the rows of a plain table; merge first, or use one of the two",
+    )
 
     c: float = 10.0
     """How often training must see an id to give it half of the learning rate."""

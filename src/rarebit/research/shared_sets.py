@@ -21,14 +21,15 @@ import torch
 from torch import Tensor, nn
 
 from rarebit.errors import UnsupportedTableError
-from rarebit.sets.copies import ModelWithSets, SetsOfModel
+from rarebit.sets.copies import ModelWithSets
+from rarebit.sets.sets import SetsMethod
 from rarebit.tables.collection import TableCollection
 
 __all__ = ["SharedInteraction", "SharedSets"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class SharedSets(SetsOfModel):
+class SharedSets(SetsMethod):
     """Give a model several embedding sets that share one interaction.
 
     >>> SharedSets(num_sets=10)

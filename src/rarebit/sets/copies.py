@@ -15,8 +15,7 @@ What all methods of several embedding sets share: the model they change, and wha
 import copy
 import itertools
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, ClassVar, Protocol, Self, runtime_checkable
+from typing import Any, Protocol, Self, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -25,12 +24,10 @@ from rarebit.errors import NoTableError, UnsupportedTableError
 from rarebit.sets.sets import SetsMethod, sets_of
 from rarebit.tables.collection import TableCollection
 from rarebit.tables.find import find_tables
-from rarebit.tables.table import Pair
 
 __all__ = [
     "AveragedSets",
     "ModelWithSets",
-    "SetsOfModel",
     "copy_backbone_",
     "draw_anew_",
     "mean_of_features",
@@ -184,13 +181,6 @@ def _refuse_equal(sets: Sequence[nn.Module], what: str) -> None:
             )
 
 
-GONE = (
-    "the sets are drawn anew with the network behind them, so the first method would be gone; give the "
-    "model its sets first"
-)
-TWICE = "a model has one kind of sets; use one of the two, with as many sets as wanted"
-
-
 @runtime_checkable
 class ModelWithSets(Protocol):
     """A model that knows its own form with several embedding sets.
@@ -203,33 +193,6 @@ class ModelWithSets(Protocol):
 
     def take_sets_(self, num_sets: int, made_by: SetsMethod) -> TableCollection:
         """Become that model, in place, and return its tables."""
-
-
-TABLE_METHODS = {
-    "hashing": Pair(allowed=True, words="the same ids share a row in every set"),
-    "low-rank": Pair(allowed=True, words="each set is a product of its own"),
-    "masked": Pair(allowed=True, words="a mask of the entries of all sets"),
-    "mlet": Pair(allowed=True, words="each set is a product of its own"),
-    "pep": Pair(allowed=True, words="entries of all sets are cut, within one budget"),
-    "product-start": Pair(allowed=True, words="each set starts at a product of its own"),
-    "pruned": Pair(allowed=True, words="entries of all sets are cut, within one budget"),
-    "quantize": Pair(allowed=True, words="each set has a scale of its own"),
-}
-"""What it means to apply a method to a model that has its sets."""
-SETS_METHODS = ("aligned-sets", "multi-embedding", "shared-sets")
-
-
-@dataclass(frozen=True, kw_only=True)
-class SetsOfModel(SetsMethod):
-    """A method of several embedding sets, and what goes with it."""
-
-    paper: ClassVar[str] = (
-        "Guo et al., On the Embedding Collapse when Scaling up Recommendation Models, ICML 2024"
-    )
-    pairs: ClassVar[Mapping[str, Pair]] = {
-        name: Pair(allowed=False, words=GONE) for name in TABLE_METHODS
-    } | {name: Pair(allowed=False, words=TWICE) for name in SETS_METHODS}
-    pairs_before: ClassVar[Mapping[str, Pair]] = TABLE_METHODS
 
 
 def copy_backbone_(

@@ -1,15 +1,13 @@
 """The embedding sets of a model as plain values, for the file it is saved in."""
 
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
 
 from torch import nn
 
-from rarebit.errors import ModelFileError
-from rarebit.methods import method_class, method_from_mapping, method_names, method_to_mapping
-from rarebit.methods.multi_embedding import MultiEmbedding
+from rarebit.errors import ModelFileError, SettingsError
 from rarebit.sets.sets import SetsMethod, sets_of
+from rarebit.technique import technique_class, technique_from_mapping, technique_to_mapping
 
 __all__ = ["describe_sets", "only_sets_in", "restore_sets_"]
 
@@ -30,16 +28,7 @@ def describe_sets(model: nn.Module) -> dict[str, Any] | None:
     method = sets_of(model)
     if method is None:
         return None
-    name = type(method).__module__.rpartition(".")[2]
-    if name not in method_names() or type(method) is not method_class(name):
-        raise ModelFileError(
-            f"{method} is a method of your own, which load_model could not find again; save the "
-            "model's state_dict yourself"
-        )
-    projected = isinstance(method, MultiEmbedding) and method.project is not None
-    if isinstance(method, MultiEmbedding):
-        method = replace(method, project=None)
-    return {**method_to_mapping(method), PROJECTED: projected}
+    return {**technique_to_mapping(method.stored), PROJECTED: method.stored != method}
 
 
 def restore_sets_(model: nn.Module, described: Mapping[str, Any] | None) -> None:
@@ -56,7 +45,7 @@ def restore_sets_(model: nn.Module, described: Mapping[str, Any] | None) -> None
         if there is not None:
             raise ModelFileError(f"it has one embedding set, and this model has those of {there}")
         return
-    method = method_from_mapping({k: v for k, v in described.items() if k != PROJECTED})
+    method = technique_from_mapping({k: v for k, v in described.items() if k != PROJECTED})
     if not isinstance(method, SetsMethod):
         raise ModelFileError(f"{method} gives no model its embedding sets")
     if there is not None:
@@ -88,4 +77,7 @@ def only_sets_in(methods: Any) -> bool:
 
 
 def _gives_sets(name: object) -> bool:
-    return name in method_names() and issubclass(method_class(str(name)), SetsMethod)
+    try:
+        return issubclass(technique_class(str(name)), SetsMethod)
+    except SettingsError:
+        return False

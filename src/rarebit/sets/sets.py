@@ -14,28 +14,32 @@ Shapes: M sets, K the width of one, N rows of a table.
 """
 
 from abc import abstractmethod
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
-from rarebit.errors import UnsupportedTableError
+from rarebit.errors import OptimizerError, UnsupportedTableError
 from rarebit.settings import check_types, require
+from rarebit.tables.apply import TableChanges, put_tables, refuse_composition
 from rarebit.tables.collection import TableCollection
+from rarebit.tables.find import FieldSite, Site, TableInfo, find_sites, find_tables
 from rarebit.tables.stack import PlainStack, Stack, stack_tables
 from rarebit.tables.table import (
     AnyTable,
     Method,
     Table,
     full_table,
-    method_name,
     methods_of,
     num_weights,
     plain_like,
     unsuited,
     wrap,
 )
+from rarebit.technique import Rank
 
 __all__ = [
     "SetsMethod",
@@ -43,18 +47,22 @@ __all__ = [
     "SetsTable",
     "SplitSetsStack",
     "SplitSetsTable",
-    "keep_sets",
-    "only_sets",
     "sets_of",
 ]
 
-ENTRY_BY_ENTRY = frozenset({"Pack", "masked", "pep", "pruned"})
-"""Methods that treat each entry by itself, so that it does not matter which set it belongs to."""
+
+PLACE = "backbone"
+"""The part of a model that has several sets."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SetsMethod(Method):
     """A technique that gives a model several embedding sets: it changes the backbone as a whole."""
+
+    paper: ClassVar[str] = (
+        "Guo et al., On the Embedding Collapse when Scaling up Recommendation Models, ICML 2024"
+    )
+    composition_rank: ClassVar[Rank] = Rank.SETS
 
     num_sets: int = 4
     """Embedding sets."""
@@ -75,6 +83,43 @@ class SetsMethod(Method):
             )
         inner = plain_like(base, base.weight.detach(), padding_idx=base.padding_idx)
         return SetsTable(self, inner)
+
+    def after_merge(self, table: AnyTable) -> AnyTable:
+        """Let a merged table still know of its sets."""
+        return self.wrap(table) if isinstance(table, nn.Embedding) else table
+
+    def change_model(
+        self, model: nn.Module, *, where: object, optimizer: Optimizer | None
+    ) -> TableChanges:
+        """Give a model several embedding sets, in place; tables outside the backbone are skipped."""
+        require(where is None, f"{self} changes the backbone as a whole; leave out where=")
+        if optimizer is not None:
+            raise OptimizerError(
+                f"{self} redraws the network of a model, so an optimizer has no state to keep; leave out "
+                "optimizer= and build it after this call"
+            )
+        sites = find_sites(model)
+        inside = [site for site in sites if f"{site.info.name}.".startswith(f"{PLACE}.")]
+        for site in inside:
+            refuse_composition(site, self)
+            _refuse_to_copy(site, self)
+        collection = self.change_(model)
+        changed = [
+            site
+            for site in find_sites(model)
+            if isinstance(site, FieldSite) and site.collection is collection
+        ]
+        put_tables(model, changed, [self.wrap(site.table) for site in changed])
+        before = tuple(site.info for site in inside)
+        now = {info.name: info for info in find_tables(model)}
+        after = tuple(_all_sets_of(info, now, self) for info in before)
+        skipped = [(site.info.name, "outside the backbone") for site in sites if site not in inside]
+        return TableChanges(str(self), before, after, tuple(skipped))
+
+    @property
+    def stored(self) -> "SetsMethod":
+        """The method as a file holds it."""
+        return self
 
     def stack(self, tables: Sequence[Table], lengths: Sequence[int]) -> Stack:
         """Return plain sets of all fields behind one lookup, others behind one a set."""
@@ -98,6 +143,11 @@ class SetsTable(Table):
         )
         self.num_sets = method.num_sets
 
+    @property
+    def unmergeable(self) -> str:
+        """Plain sets are all that is left."""
+        return "its sets stay side by side"
+
     def rows(self, ids: Tensor) -> Tensor:
         """Return the rows of all sets side by side."""
         rows: Tensor = self.inner(ids)
@@ -105,7 +155,7 @@ class SetsTable(Table):
 
     def receive(self, method: Method) -> Table:
         """Return the table with a method on each set, or on all entries at once where that is the same."""
-        if method_name(method) in ENTRY_BY_ENTRY:
+        if method.masks_entries:
             return method.wrap(self)
         assert isinstance(self.method, SetsMethod)
         parts = full_table(self).chunk(self.num_sets, dim=1)
@@ -114,7 +164,7 @@ class SetsTable(Table):
 
     def unsuited(self, method: Method) -> str | None:
         """What is applied to each set must suit a table as wide as one set."""
-        if method_name(method) in ENTRY_BY_ENTRY:
+        if method.masks_entries:
             return super().unsuited(method)
         return method.unsuited(self.num_embeddings, self.embedding_dim // self.num_sets)
 
@@ -158,14 +208,14 @@ class SplitSetsTable(Table):
 
     def receive(self, method: Method) -> Table:
         """Return the table with a further method on each set, or on all entries at once."""
-        if method_name(method) in ENTRY_BY_ENTRY:
+        if method.masks_entries:
             return method.wrap(self)
         assert isinstance(self.method, SetsMethod)
         return SplitSetsTable(self.method, [wrap(table, method) for table in self.tables])
 
     def unsuited(self, method: Method) -> str | None:
         """What is applied later works on each set, so it must suit one."""
-        if method_name(method) in ENTRY_BY_ENTRY:
+        if method.masks_entries:
             return super().unsuited(method)
         return unsuited(self.tables[0], method)
 
@@ -233,20 +283,24 @@ def sets_of(model: nn.Module) -> SetsMethod | None:
     return made_by if isinstance(made_by, SetsMethod) else None
 
 
-def only_sets(table: AnyTable) -> bool:
-    """Return whether a table has several sets, and no method besides.
+def _refuse_to_copy(site: Site, method: SetsMethod) -> None:
+    # a module is copied with all that it does, but a field's table is made anew
+    reason = site.info.refusal if isinstance(site, FieldSite) else site.tie
+    if not site.info.trainable:
+        reason = "it is not trained, and new sets start at random"
+    if reason:
+        raise UnsupportedTableError(f"{method} cannot be applied to {site.info.name!r}: {reason}")
 
-    >>> only_sets(nn.Embedding(9, 4))
-    False
-    """
-    return isinstance(table, SetsTable)
 
-
-def keep_sets(old: AnyTable, new: AnyTable) -> AnyTable:
-    """Return the plain table made of another one, which still knows of its sets where that one did.
-
-    >>> keep_sets(nn.Embedding(9, 4), nn.Embedding(9, 4))
-    Embedding(9, 4)
-    """
-    found = [method for method in methods_of(old) if isinstance(method, SetsMethod)]
-    return found[0].wrap(new) if found and isinstance(new, nn.Embedding) else new
+def _all_sets_of(info: TableInfo, now: Mapping[str, TableInfo], method: SetsMethod) -> TableInfo:
+    """Return a table of the backbone as it is now, all its sets together."""
+    if info.name in now:
+        return now[info.name]
+    place = info.name.removeprefix(PLACE)
+    sets = [now[f"{PLACE}.sets.{number}{place}"] for number in range(method.num_sets)]
+    return replace(
+        info,
+        methods=(str(method),),
+        num_parameters=sum(table.num_parameters for table in sets),
+        num_bytes=sum(table.num_bytes for table in sets),
+    )

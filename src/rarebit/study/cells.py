@@ -13,7 +13,6 @@ from torch import Tensor
 from rarebit.data.dataset import Splits
 from rarebit.data.synthetic import SyntheticLog
 from rarebit.errors import DataError
-from rarebit.methods import method_text
 from rarebit.settings import to_mapping
 from rarebit.study.matched_rate import KnownRates
 from rarebit.study.plan import StudyPlan
@@ -21,6 +20,7 @@ from rarebit.study.results import Ceiling, CellResult, SideResult, Trial, pick
 from rarebit.study.runs import RunFolder, RunRecord, identify, run_key, together
 from rarebit.study.statistics import PairedAUC, delong
 from rarebit.study.variants import Side, sides_of
+from rarebit.technique import technique_text
 from rarebit.training.metrics import evaluate_scores
 from rarebit.training.run_settings import PreparedLog, RunSettings, load_splits
 
@@ -188,7 +188,7 @@ class Cell:
                 settings={
                     "lr": training.lr,
                     "table_lr": training.table_lr,
-                    "methods": "+".join(method_text(method) for method in settings.methods),
+                    "methods": "+".join(technique_text(method) for method in settings.methods),
                 },
                 valid_auc=statistics.fmean(r.valid_auc for r in records) if records else None,
             )

@@ -24,8 +24,8 @@ from typing import Any
 
 from rarebit.data.synthetic import SyntheticLog
 from rarebit.errors import SettingsError
-from rarebit.methods._expression import Expression, parse_methods
 from rarebit.settings import check_types, from_mapping, read_toml, require, suggest, to_mapping
+from rarebit.technique import Expression, parse_techniques
 from rarebit.training.run_settings import RunSettings
 
 __all__ = ["StudyPlan", "StudySettings", "read_plan", "section_tables"]
@@ -132,7 +132,7 @@ def _expressions(methods: object) -> tuple[Expression, ...]:
     texts = [methods] if isinstance(methods, str) else methods
     if not isinstance(texts, Sequence) or not all(isinstance(text, str) for text in texts):
         raise SettingsError(f"study: methods must be a list of names, got {methods!r}")
-    found = parse_methods(",".join(texts))
+    found = parse_techniques(",".join(texts))
     names = [expression.text for expression in found]
     twice = sorted({name for name in names if names.count(name) > 1})
     require(not twice, f"study: {', '.join(twice)} given twice")

@@ -23,18 +23,16 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from rarebit.callbacks import TrainingMethod
 from rarebit.data.prepared import PreparedFolder
 from rarebit.data.synthetic import SyntheticLog
 from rarebit.errors import StudyError
-from rarebit.methods import method_text
 from rarebit.settings import from_mapping, require, to_mapping
+from rarebit.technique import technique_text
 from rarebit.training.metrics import Evaluation
 from rarebit.training.run_settings import PreparedLog, RunSettings
 from rarebit.training.settings import Training
-from rarebit.training.stages import pruning_of
 
-__all__ = ["RunFolder", "RunRecord", "identify", "pruning_key", "run_key", "write_json"]
+__all__ = ["RunFolder", "RunRecord", "identify", "run_key", "stage_key", "write_json"]
 
 FORMAT = 1
 RESULT, SCORES, CHECKPOINTS, MODEL = "result.json", "scores.npy", "checkpoints", "model"
@@ -136,28 +134,26 @@ def run_key(settings: RunSettings) -> str:
         "model": {"name": settings.model, **settings.model_settings},
         "data": data,
         "training": {name: training[name] for name in training if name not in NOT_IN_THE_KEY},
-        "methods": [method_text(method) for method in settings.methods],
+        "methods": [technique_text(method) for method in settings.methods],
     }
     text = json.dumps(values, sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:KEY_DIGITS]
 
 
-def pruning_key(settings: RunSettings) -> str | None:
-    """Return the name of the first stage of a run that prunes; runs with one differ in their second stage.
+def stage_key(settings: RunSettings) -> str | None:
+    """Return the name of a first stage that runs share which differ in their second stage; None without one.
 
-    None for a run without one, and for one that is all first stage.
-
-    >>> from rarebit.methods.harmless_transfer import Transfer
     >>> pruned = RunSettings.from_mapping({"methods": [{"method": "pruned", "keep": 9}]})
-    >>> with_transfer = dataclasses.replace(pruned, methods=(*pruned.methods, Transfer()))
-    >>> pruning_key(pruned) == pruning_key(with_transfer), pruning_key(RunSettings())
+    >>> forgetting = technique_class("forgetting")()
+    >>> with_it = dataclasses.replace(pruned, methods=(*pruned.methods, forgetting))
+    >>> stage_key(pruned) == stage_key(with_it), stage_key(RunSettings())
     (True, None)
     """
-    pruned = pruning_of(settings)
-    if pruned is None or pruned.start == "trained":
-        return None
-    methods = tuple(m for m in settings.methods if not isinstance(m, TrainingMethod))
-    return run_key(dataclasses.replace(settings, methods=methods))
+    for method in settings.methods:
+        shared = method.shared_stage(settings.methods)
+        if shared is not None:
+            return run_key(dataclasses.replace(settings, methods=shared))
+    return None
 
 
 def _given(settings: object, defaults: object) -> dict[str, Any]:

@@ -22,8 +22,8 @@ from rarebit.study.cells import Cell, PlannedRun
 from rarebit.study.plan import StudyPlan
 from rarebit.study.pool import Answer, Pool, StudyLines, StudyProgress, StudySilence, Task
 from rarebit.study.results import RESULTS, StudyResult
-from rarebit.study.runs import pruning_key, write_json
-from rarebit.training.stages import PRUNING
+from rarebit.study.runs import stage_key, write_json
+from rarebit.training.stages import STAGE
 
 __all__ = ["study"]
 
@@ -84,7 +84,7 @@ def study(
                 runner.make([run for cell, seed in by_seed for run in stage(cell, seed)])
         result = StudyResult(plan=plan.to_mapping(), cells=tuple(cell.result() for cell in cells))
         if result.is_complete:
-            shutil.rmtree(where / PRUNING, ignore_errors=True)
+            shutil.rmtree(where / STAGE, ignore_errors=True)
         took = {"minutes": round((time.monotonic() - start) / 60, 2), "runs_made": runner.made}
         write_json(where / RESULTS, {"machine": facts | took, "study": result.to_mapping()})
     if pool.interrupted:
@@ -117,7 +117,7 @@ class _Runner:
     def make(self, runs: Sequence[PlannedRun]) -> None:
         """Make runs side by side; one that several sides share is made once."""
         distinct = {run.folder.key: run for run in _makers_first(runs)}
-        stages = Counter(pruning_key(run.settings) for run in distinct.values())
+        stages = Counter(stage_key(run.settings) for run in distinct.values())
         self.shared = {stage for stage, number in stages.items() if stage and number > 1}
         missing = {key: run for key, run in distinct.items() if not self._is_there(run)}
         if not distinct or self.pool.stopping.is_set():
@@ -133,12 +133,12 @@ class _Runner:
         return run.record is not None and (not self.keep_models or run.folder.model.exists())
 
     def _task(self, run: PlannedRun) -> dict[str, Any]:
-        folder, stage = self.folder.absolute(), pruning_key(run.settings)
+        folder, stage = self.folder.absolute(), stage_key(run.settings)
         return {
             "folder": str(folder),
             "settings": run.settings.to_mapping(),
             "keep_model": self.keep_models,
-            "pruning": str(folder / PRUNING / stage) if stage in self.shared else None,
+            "pruning": str(folder / STAGE / stage) if stage in self.shared else None,
         }
 
     def _hear(self, run: PlannedRun, answer: Answer) -> None:
@@ -164,7 +164,7 @@ def _makers_first(runs: Sequence[PlannedRun]) -> list[PlannedRun]:
     made: set[str | None] = {None}
     order = []
     for run in runs:
-        stage = pruning_key(run.settings)
+        stage = stage_key(run.settings)
         order.append((places[run.settings.training.seed], stage is not None and stage in made))
         made.add(stage)
     return [runs[n] for n in sorted(range(len(runs)), key=order.__getitem__)]

@@ -35,118 +35,36 @@ import torch
 from rarebit.callbacks import TrainingMethod
 from rarebit.data.schema import Schema
 from rarebit.errors import SettingsError
-from rarebit.methods import method_text
-from rarebit.methods._expression import Expression, parse_methods
-from rarebit.methods.harmless_transfer import Transfer
 from rarebit.models._base import RankingModel
-from rarebit.pruning.pep import PEP
-from rarebit.pruning.pruned import Pruned
-from rarebit.sets.sets import SetsMethod
 from rarebit.settings import require
 from rarebit.study.plan import OWN, StudyPlan
 from rarebit.tables.find import find_tables, table_bytes
-from rarebit.tables.table import Method, method_name
+from rarebit.technique import (
+    BASELINE,
+    Expression,
+    Rank,
+    Technique,
+    parse_techniques,
+    technique_class,
+    technique_names,
+    technique_text,
+)
 from rarebit.training.run_settings import RunSettings
-from rarebit.training.stages import finish_model, pruning_of, start_model
+from rarebit.training.stages import finish_model, start_model
 
 __all__ = [
     "BASELINE",
-    "DOUBLED_ROWS",
-    "PLAIN_SUM",
     "Side",
-    "doubled_rows",
-    "has_barrier",
-    "plain_sums",
-    "require_transfer",
     "sides_of",
-    "without_transfer",
 ]
-
-PLAIN_SUM, DOUBLED_ROWS = "plain-sum", "doubled-rows"
-SCALES = (0.01, 0.1, 1.0, 10.0)
-"""What the transfer gradient of a plain sum is multiplied by; validation picks."""
-
-
-def plain_sums(settings: RunSettings) -> tuple[str, tuple[RunSettings, ...]]:
-    """Return the name of the plain sum of a run's transfer, and the settings to try.
-
-    >>> name, trials = plain_sums(RunSettings(methods=(Transfer(loss="mmd"),)))
-    >>> name, [method_text(method) for method in trials[0].methods]
-    ('plain-sum:loss=mmd', ['harmless-transfer:loss=mmd:rule=sum:scale=0.01'])
-    """
-    # alpha is that of the barrier, which a sum has none of
-    trials = [_changed(settings, rule="sum", scale=scale, alpha=Transfer.alpha) for scale in SCALES]
-    return _name(trials[0], PLAIN_SUM), tuple(trials)
-
-
-def doubled_rows(settings: RunSettings) -> tuple[str, RunSettings]:
-    """Return the same run with a transfer gradient of zero, and its name.
-
-    >>> doubled_rows(RunSettings(methods=(Transfer(fields="zip"),)))[0]
-    'doubled-rows:fields=zip'
-    """
-    found = _changed(settings, scale=0.0)
-    return _name(found, DOUBLED_ROWS), found
-
-
-def has_barrier(settings: RunSettings) -> bool:
-    """Return whether a run's transfer is more than a plain sum, and more than its barrier.
-
-    >>> has_barrier(RunSettings(methods=(Transfer(),)))
-    True
-    """
-    return any(
-        method.rule != "sum" and method.scale > 0
-        for method in settings.methods
-        if isinstance(method, Transfer)
-    )
-
-
-def without_transfer(settings: RunSettings) -> RunSettings:
-    """Return the same run without its transfer.
-
-    >>> without_transfer(RunSettings(methods=(Transfer(),))).methods
-    ()
-    """
-    methods = tuple(method for method in settings.methods if not isinstance(method, Transfer))
-    return dataclasses.replace(settings, methods=methods)
-
-
-def require_transfer(name: str, settings: RunSettings, control: str) -> None:
-    """Raise where a side has no transfer to be held against a control of transfers."""
-    require(
-        any(isinstance(method, Transfer) for method in settings.methods),
-        f"{name} has no transfer, which {control} is a control for; use harmless-transfer, or name another "
-        "control, such as --control baseline",
-    )
-
-
-def _changed(settings: RunSettings, **changes: Any) -> RunSettings:
-    methods = tuple(
-        dataclasses.replace(method, **changes) if isinstance(method, Transfer) else method
-        for method in settings.methods
-    )
-    return dataclasses.replace(settings, methods=methods)
-
-
-def _name(settings: RunSettings, word: str) -> str:
-    """Return the name of a side whose transfer goes by another word, which says its rule and scale."""
-    usual = _changed(settings, rule=Transfer.rule, scale=Transfer.scale)
-    return "+".join(
-        method_text(method).replace(method_name(method), word, 1)
-        if isinstance(method, Transfer)
-        else method_text(method)
-        for method in usual.methods
-    )
-
 
 Rate: TypeAlias = Callable[[RunSettings], float]
 """How many times as fast a run's methods move rows as plain training does."""
 
-BASELINE, NARROW, MATCHED_RATE, TUNED = "baseline", "narrow", "matched-rate", "tuned"
-MAGNITUDE, WIDE, ENSEMBLE = "magnitude", "wide", "ensemble"
-CONTROLS = (NARROW, MATCHED_RATE, TUNED, MAGNITUDE, WIDE, ENSEMBLE, PLAIN_SUM, DOUBLED_ROWS)
-"""Controls that are made to fit what is held against them."""
+NARROW, MATCHED_RATE, TUNED = "narrow", "matched-rate", "tuned"
+WIDE, ENSEMBLE = "wide", "ensemble"
+CONTROLS = (NARROW, MATCHED_RATE, TUNED, WIDE, ENSEMBLE)
+"""Controls that any method may be compared with; methods make others themselves."""
 
 RATE_FACTORS = (1.0, 2.0, 4.0, 8.0, 16.0)
 """What the tables' learning rate is multiplied by, beside the measured factor; validation picks."""
@@ -199,7 +117,7 @@ class _Sides:
     def __init__(
         self, plan: StudyPlan, base: RunSettings, schema: Schema, rate: Rate | None
     ) -> None:
-        if plan.settings.control not in (OWN, *CONTROLS):
+        if plan.settings.control not in (OWN, *CONTROLS, *_made_controls()):
             _read_control(plan.settings.control)  # to tell a mistake before anything is built
         self.plan, self.base, self.schema, self.rate = plan, base, schema, rate
         model = self._start(base)
@@ -221,17 +139,15 @@ class _Sides:
 
     def _method_side(self, expression: Expression) -> tuple[str, RunSettings]:
         shapes = [(table.rows, table.width) for table in self.plain if table.width > 1]
-        methods = expression.methods(shapes, self.plan.settings.share)
+        methods = expression.build(shapes, self.plan.settings.share)
         settings = dataclasses.replace(self.base, methods=methods)
-        return _name_sides(settings), settings
+        return _name(settings), settings
 
     def _control(self, name: str, settings: RunSettings, kept: int) -> str:
         """Return the name of a side's control, which is added where it is not there yet."""
         wanted = self.plan.settings.control
         if wanted == OWN:
             wanted = settings.methods[-1].control
-        if wanted in (PLAIN_SUM, DOUBLED_ROWS):
-            require_transfer(name, settings, wanted)
         if wanted == NARROW:
             return self._narrow(kept)
         if wanted == MATCHED_RATE:
@@ -240,42 +156,28 @@ class _Sides:
             return self._tuned()
         if wanted == ENSEMBLE:
             return self._ensemble(name, settings)
-        if wanted == PLAIN_SUM and has_barrier(settings):
-            return self._plain_sum(settings)
-        control, its_settings = self._one_control(wanted, name, settings)
-        if control == name:  # nothing is held against itself
-            return BASELINE
-        self._add(control, its_settings)
-        return control
-
-    def _one_control(
-        self, wanted: str, name: str, settings: RunSettings
-    ) -> tuple[str, RunSettings]:
-        """Return a control that has the settings of one run, and its name."""
-        if wanted == MAGNITUDE:
-            return self._by_magnitude(name, settings)
         if wanted == WIDE:
-            return self._wide(name, settings)
-        if wanted == DOUBLED_ROWS:
-            return doubled_rows(settings)
-        if wanted == PLAIN_SUM:  # of a sum it is what the transfer was added to
-            found = without_transfer(settings)
-        else:
-            found = _as_many_sets(self._method_side(_read_control(wanted))[1], settings)
-        return _name_sides(found), found
+            return self._once(name, *self._wide(name, settings))
+        made = [one.make_control(wanted, settings.methods) for one in settings.methods]
+        control = next((one for one in made if one is not None), None)
+        if control is not None:
+            trials = tuple(dataclasses.replace(settings, methods=t) for t in control.trials)
+            if len(trials) > 1:
+                return self._add_swept(control.name, trials)
+            return self._once(name, control.name, trials[0])
+        require(
+            wanted not in _made_controls(),
+            f"{name} has no method that makes the control {wanted}; name another, such as --control baseline",
+        )
+        its_settings = _as_many_sets(self._method_side(_read_control(wanted))[1], settings)
+        return self._once(name, _name(its_settings), its_settings)
 
-    def _by_magnitude(self, name: str, settings: RunSettings) -> tuple[str, RunSettings]:
-        """Return the same budget met by cutting the smallest entries of trained tables at once."""
-        pruned = pruning_of(settings)
-        if pruned is None:
-            raise SettingsError(
-                f"{name} is held against pruning by magnitude, which needs a budget: use "
-                f"{name}+pruned:keep=10000, or name another control, such as --control baseline"
-            )
-        others = tuple(m for m in settings.methods if not isinstance(m, PEP | Pruned))
-        at_once = dataclasses.replace(pruned, by="magnitude", epochs=None)
-        found = dataclasses.replace(settings, methods=(*others, at_once))
-        return _name_sides(found), found
+    def _once(self, name: str, control: str, settings: RunSettings) -> str:
+        """Add a control that has the settings of one run; nothing is its own control."""
+        if control == name:
+            return BASELINE
+        self._add(control, settings)
+        return control
 
     def _narrow(self, kept: int) -> str:
         """Add plain tables of the bytes that a method keeps; the baseline where there is no width."""
@@ -309,7 +211,9 @@ class _Sides:
             for factor in dict.fromkeys([*measured, *RATE_FACTORS])
         )
         name = ":".join([MATCHED_RATE, *(f"x={factor:g}" for factor in measured)])
-        name = "+".join([name, *(method_text(m) for m in others if isinstance(m, TrainingMethod))])
+        name = "+".join(
+            [name, *(technique_text(m) for m in others if isinstance(m, TrainingMethod))]
+        )
         return self._add_swept(name, trials)
 
     def _tuned(self) -> str:
@@ -326,10 +230,6 @@ class _Sides:
         )
         return self._add_swept(TUNED, trials) if self.plan.settings.sweeps else BASELINE
 
-    def _plain_sum(self, settings: RunSettings) -> str:
-        """Add the same transfer without its barrier, at several scales."""
-        return self._add_swept(*plain_sums(settings))
-
     def _add_swept(self, name: str, trials: tuple[RunSettings, ...]) -> str:
         """Add a control with a dial of its own, once."""
         chosen = trials if self.plan.settings.sweeps else trials[:1]
@@ -345,17 +245,19 @@ class _Sides:
                 "another control, such as --control baseline"
             )
         values = {**self.base.model_settings, "dim": num_sets * self.width}
-        others = tuple(m for m in settings.methods if not isinstance(m, SetsMethod))
+        others = tuple(m for m in settings.methods if m.composition_rank is not Rank.SETS)
         found = dataclasses.replace(self.base, model_settings=values, methods=others)
-        parts = [f"{WIDE}:dim={values['dim']}", *(method_text(method) for method in others)]
+        parts = [f"{WIDE}:dim={values['dim']}", *(technique_text(method) for method in others)]
         return "+".join(parts), found
 
     def _ensemble(self, name: str, settings: RunSettings) -> str:
         """Add as many models as there are embedding sets, each with its own seed."""
         num_sets = _num_sets(name, settings, ENSEMBLE)
-        others = tuple(m for m in settings.methods if not isinstance(m, SetsMethod))
+        others = tuple(m for m in settings.methods if m.composition_rank is not Rank.SETS)
         found = dataclasses.replace(self.base, methods=others)
-        full = "+".join([f"{ENSEMBLE}:x={num_sets}", *(method_text(method) for method in others)])
+        full = "+".join(
+            [f"{ENSEMBLE}:x={num_sets}", *(technique_text(method) for method in others)]
+        )
         self._add(full, found, members=num_sets)
         return full
 
@@ -389,13 +291,18 @@ class _Sides:
             return model
 
 
-def _stays_beside_plain_tables(method: Method) -> bool:
+def _stays_beside_plain_tables(method: Technique) -> bool:
     """Return whether a method does the same for tables without the others, before training or in it."""
     return isinstance(method, TrainingMethod) or not (method.training_only or method.after_training)
 
 
+def _made_controls() -> list[str]:
+    """Return the controls that methods on offer make."""
+    return [made for name in technique_names() for made in technique_class(name).controls]
+
+
 def _num_sets(name: str, settings: RunSettings, control: str) -> int:
-    found = [method.num_sets for method in settings.methods if isinstance(method, SetsMethod)]
+    found = [method.num_sets for method in settings.methods if method.composition_rank is Rank.SETS]
     require(
         bool(found),
         f"{name} has no embedding sets, which {control} is a control for; use multi-embedding",
@@ -405,24 +312,25 @@ def _num_sets(name: str, settings: RunSettings, control: str) -> int:
 
 def _as_many_sets(control: RunSettings, held_against_it: RunSettings) -> RunSettings:
     """Return a control with as many embedding sets as what is held against it, where both have some."""
-    sets = [m.num_sets for m in held_against_it.methods if isinstance(m, SetsMethod)]
+    sets = [m.num_sets for m in held_against_it.methods if m.composition_rank is Rank.SETS]
     methods = tuple(
-        dataclasses.replace(method, num_sets=sets[0])
-        if sets and isinstance(method, SetsMethod)
+        dataclasses.replace(method, num_sets=sets[0])  # type: ignore[type-var]  # methods are dataclasses
+        if sets and method.composition_rank is Rank.SETS
         else method
         for method in control.methods
     )
     return dataclasses.replace(control, methods=methods)
 
 
-def _name_sides(settings: RunSettings) -> str:
-    return "+".join(method_text(method) for method in settings.methods) or BASELINE
+def _name(settings: RunSettings) -> str:
+    return "+".join(technique_text(method) for method in settings.methods) or BASELINE
 
 
 def _read_control(text: str) -> Expression:
-    expected = f"control must be own, {', '.join(CONTROLS)}, baseline or a method"
+    known = ", ".join([*CONTROLS, *_made_controls()])
+    expected = f"control must be own, {known}, baseline or a method"
     try:
-        found = parse_methods(text)
+        found = parse_techniques(text)
     except SettingsError as error:
         raise SettingsError(f"{expected}: {error}") from None
     require(len(found) == 1, f"{expected}, one for all, got {text!r}")
@@ -445,13 +353,13 @@ def _trials(settings: RunSettings) -> Iterator[RunSettings]:
         yield dataclasses.replace(settings, methods=methods, training=training)
 
 
-def _others(method: Method, name: str, values: Sequence[object]) -> list[object]:
+def _others(method: Technique, name: str, values: Sequence[object]) -> list[object]:
     return [value for value in values if value != getattr(method, name)]
 
 
 def _with_values(
-    methods: Sequence[Method], chosen: Sequence[tuple[int, str, object]]
-) -> tuple[Method, ...]:
+    methods: Sequence[Technique], chosen: Sequence[tuple[int, str, object]]
+) -> tuple[Technique, ...]:
     values: list[dict[str, Any]] = [{} for _ in methods]
     for number, name, value in chosen:
         values[number][name] = value

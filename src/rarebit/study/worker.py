@@ -34,22 +34,20 @@ from torch import Tensor, nn
 from rarebit.data.dataset import Splits
 from rarebit.errors import DataError, RarebitError, TrainingInterrupted
 from rarebit.machine import commit
-from rarebit.sets.sets import SetsMethod
 from rarebit.study.runs import RunFolder, RunRecord, run_key
 from rarebit.tables.find import find_sites, table_bytes
 from rarebit.tables.spectrum import information_abundance
 from rarebit.tables.table import full_table, methods_of
+from rarebit.technique import Rank, SharedStage
 from rarebit.training.loop import History
 from rarebit.training.metrics import evaluate, evaluate_scores, predict
 from rarebit.training.model_file import save_model
 from rarebit.training.progress import EpochRecord, Silence
 from rarebit.training.run_settings import RunSettings, load_splits
 from rarebit.training.stages import (
-    PRUNING,
-    SharedPruning,
+    STAGE,
     finish_model,
     num_parameters,
-    pruning_of,
     train_model,
 )
 
@@ -66,7 +64,7 @@ def mean_abundance(model: nn.Module) -> float | None:
     found = []
     for site in find_sites(model):
         if site.info.width > 1:
-            sets = [m.num_sets for m in methods_of(site.table) if isinstance(m, SetsMethod)]
+            sets = [m.num_sets for m in methods_of(site.table) if m.composition_rank is Rank.SETS]
             weight = full_table(site.table)
             found += [information_abundance(one) for one in weight.chunk(max([1, *sets]), dim=1)]
     return statistics.fmean(found) if found else None
@@ -151,16 +149,14 @@ def make_run(
     if keep_model:
         save_model(model, folder.model)
     folder.write(settings, record, scores)
-    for done in (folder.checkpoints, folder.path / PRUNING):
+    for done in (folder.checkpoints, folder.path / STAGE):
         shutil.rmtree(done, ignore_errors=True)
     return record
 
 
-def _shared(settings: RunSettings, folder: Path | None) -> SharedPruning | None:
-    pruned = pruning_of(settings)
-    if pruned is None or folder is None:
-        return None
-    return SharedPruning(folder, (pruned.keep,), as_ticket=True)
+def _shared(settings: RunSettings, folder: Path | None) -> SharedStage | None:
+    sharing = [m for m in settings.methods if m.shared_stage(settings.methods) is not None]
+    return sharing[0].share(folder) if sharing and folder is not None else None
 
 
 def shortened(report: Any) -> Any:

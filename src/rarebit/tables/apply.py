@@ -10,7 +10,6 @@ from torch import nn
 from torch.optim import Optimizer
 
 from rarebit.errors import NoTableError, OptimizerError, UnsupportedTableError
-from rarebit.sets.sets import SetsMethod, keep_sets, only_sets
 from rarebit.settings import suggest
 from rarebit.tables.bag import Bag, bag_like
 from rarebit.tables.collection import TableCollection
@@ -29,12 +28,12 @@ from rarebit.tables.table import (
     Method,
     Shared,
     Table,
-    declared_pair,
     is_trainable,
     methods_of,
     unsuited,
     wrap,
 )
+from rarebit.technique import refusal
 
 __all__ = [
     "TableChanges",
@@ -42,9 +41,9 @@ __all__ = [
     "end_training_",
     "merge_",
     "put_tables",
-    "refuse_ill_defined_pair",
+    "refuse_composition",
+    "reported",
     "restore_tables",
-    "told",
 ]
 
 Where: TypeAlias = Callable[[TableInfo], bool]
@@ -135,10 +134,14 @@ def apply_(
       0  1,000 x 8, 8,000 -> 800
     """
     refuse_wrapped_model(model)
-    if isinstance(method, SetsMethod):
-        from rarebit.sets.apply import give_sets_
-
-        return told(give_sets_(model, method, where, optimizer), verbose)
+    if not isinstance(method, Method):
+        raise UnsupportedTableError(
+            f"apply_ takes a method for tables, got {method}, which acts around training; pass it to fit "
+            "through callbacks=, or name it among the methods of a run"
+        )
+    whole = method.change_model(model, where=where, optimizer=optimizer)
+    if whole is not None:
+        return reported(whole, verbose)
     sites = find_sites(model)
     least = method.min_width if min_width is None else min_width
     chosen, skipped = _choose(sites, method, where, least)
@@ -150,11 +153,11 @@ def apply_(
                 f"{method} cannot be applied to {site.info.name!r}: {site.info.refusal}. "
                 f"Leave it out with where=lambda t: t.name != {site.info.name!r}"
             )
-        refuse_ill_defined_pair(site, method)
+        refuse_composition(site, method)
     tables = method.wrap_all({site.info.name: site.table for site in chosen})
     after = put_tables(model, chosen, tables, optimizer)
     before = tuple(site.info for site in chosen)
-    return told(TableChanges(str(method), before, after, tuple(skipped)), verbose)
+    return reported(TableChanges(str(method), before, after, tuple(skipped)), verbose)
 
 
 def merge_(
@@ -180,18 +183,18 @@ def merge_(
     for site in find_sites(model):
         if not isinstance(site.table, Table):
             skipped.append((site.info.name, "already plain"))
-        elif only_sets(site.table):
-            skipped.append((site.info.name, "its sets stay side by side"))
+        elif site.table.unmergeable:
+            skipped.append((site.info.name, site.table.unmergeable))
         elif where is not None and not where(site.info):
             skipped.append((site.info.name, "not chosen"))
         elif site.info.refusal:
             raise UnsupportedTableError(f"cannot merge {site.info.name!r}: {site.info.refusal}")
         else:
             chosen.append(site)
-            tables.append(keep_sets(site.table, site.table.merge()))
+            tables.append(_merged(site.table, site.table.merge()))
     after = put_tables(model, chosen, tables, optimizer)
     before = tuple(site.info for site in chosen)
-    return told(TableChanges("merge", before, after, tuple(skipped)), verbose)
+    return reported(TableChanges("merge", before, after, tuple(skipped)), verbose)
 
 
 def end_training_(model: nn.Module) -> None:
@@ -212,7 +215,13 @@ def end_training_(model: nn.Module) -> None:
         if any(method.training_only for method in methods_of(site.table))
     ]
     tables = [site.table for site in sites if isinstance(site.table, Table)]
-    put_tables(model, sites, [keep_sets(table, table.served()) for table in tables])
+    put_tables(model, sites, [_merged(table, table.served()) for table in tables])
+
+
+def _merged(old: Table, new: AnyTable) -> AnyTable:
+    for method in old.methods:
+        new = method.after_merge(new)
+    return new
 
 
 def restore_tables(
@@ -264,13 +273,13 @@ def _reason_to_skip(site: Site, method: Method, where: Where | None, min_width: 
     return unsuited(site.table, method)
 
 
-def refuse_ill_defined_pair(site: Site, method: Method) -> None:
-    """Raise when a table has a method that this one must not follow."""
+def refuse_composition(site: Site, method: Method) -> None:
+    """Raise when a table has a method that this one cannot follow."""
     for earlier in methods_of(site.table):
-        pair = declared_pair(type(earlier), type(method), after_training=method.after_training)
-        if pair is not None and not pair.allowed:
+        reason = refusal(type(earlier), type(method), after_training=method.after_training)
+        if reason is not None:
             raise UnsupportedTableError(
-                f"{method} cannot be applied to {site.info.name!r} after {earlier}: {pair.words}"
+                f"{method} cannot be applied to {site.info.name!r} after {earlier}: {reason}"
             )
 
 
@@ -343,10 +352,10 @@ def _replace_module(site: ModuleSite, table: AnyTable) -> Exchange:
     return Exchange(list(old.parameters()), list(new.parameters()), [])
 
 
-def told(changes: TableChanges, verbose: bool) -> TableChanges:
-    """Print what changed, if that is wanted, and return it."""
+def reported(changes: TableChanges, verbose: bool) -> TableChanges:
+    """Print the changes if wanted, and return them."""
     if verbose:
-        print(changes)  # noqa: T201  # what changed is what the caller wants to see
+        print(changes)  # noqa: T201  # the caller wants to see what changed
     return changes
 
 

@@ -13,29 +13,27 @@ Shapes: N rows of the table, D its width.
 
 from abc import ABC, abstractmethod
 from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import chain
-from typing import TYPE_CHECKING, ClassVar, Self, TypeAlias
+from typing import TYPE_CHECKING, ClassVar, TypeAlias
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
-from rarebit.settings import from_mapping
+from rarebit.technique import Technique
 
 if TYPE_CHECKING:
+    from rarebit.tables.apply import TableChanges
     from rarebit.tables.stack import Stack
 
 __all__ = [
     "AnyTable",
     "Method",
-    "Pair",
     "Shared",
     "Table",
-    "declared_pair",
     "full_table",
     "home_of",
     "is_trainable",
-    "method_name",
     "methods_of",
     "num_weights",
     "plain_like",
@@ -109,8 +107,13 @@ class Table(nn.Module, ABC):
         """Return this table with one more method applied on top of its rows."""
         return method.wrap(self)
 
+    @property
+    def unmergeable(self) -> str | None:
+        """Why `merge_` leaves this table as it is, or None."""
+        return None
+
     def unsuited(self, method: "Method") -> str | None:
-        """Say why this table is better left alone by a further method, or None."""
+        """Return why a further method should skip this table, or None."""
         return method.unsuited(self.num_embeddings, self.embedding_dim)
 
     def served(self) -> "AnyTable":
@@ -147,75 +150,13 @@ class Shared(nn.Module):
         return self.value
 
 
-@dataclass(frozen=True)
-class Pair:
-    """Whether a method may be applied after another, and what that means or why not."""
+class Method(Technique):
+    """A technique for tables: frozen settings that know how to wrap a table. `apply_` takes it."""
 
-    allowed: bool
-    """False: the pair is ill-defined, and `apply_` refuses it."""
-    words: str
-    """What the pair means; of a refused one, the reason and what to do."""
-
-
-class Method(ABC):
-    """A technique for tables: frozen settings that know how to wrap a table.
-
-    Subclasses are frozen dataclasses, one a file in `methods/`; the file's name is the method's. What
-    a study and `rarebit methods` must know of a method is data of its class; a method of one's own
-    may leave it out.
-    """
-
-    title: ClassVar[str] = ""
-    """What it changes, in one line."""
-    paper: ClassVar[str] = ""
-    """Where it comes from."""
-    control: ClassVar[str] = "baseline"
-    """What a study holds it against: "baseline" is plain tables, "narrow" plain tables made narrower
-    until they have the same bytes; or the name of a method."""
-    cost: ClassVar[str] = ""
-    """What it costs in time of a step and in memory, in words."""
-    applies: ClassVar[str] = ""
-    """When to use it and when not."""
-    knobs: ClassVar[Mapping[str, tuple[object, ...]]] = {}
-    """Settings that a study may tune on validation, and the values to try, most promising first. What
-    only trades size against quality is no knob."""
-    pairs: ClassVar[Mapping[str, Pair]] = {}
-    """What it means to apply this method after another one, by the name of that one."""
-    pairs_before: ClassVar[Mapping[str, Pair]] = {}
-    """The same for methods applied after this one: a new file says both, and no older one is edited."""
     min_width: ClassVar[int] = 2
-    """Narrower tables are left alone: first-order weights have width 1."""
-    training_only: ClassVar[bool] = False
-    """Whether its tables are folded when training is over: they are served as plain ones."""
-
-    @property
-    def after_training(self) -> bool:
-        """Whether a run applies it to its trained tables and not before training; may be a setting."""
-        return False
-
-    @property
-    def rate_under_sgd(self) -> float:
-        """How many times as fast SGD moves the rows of a table that starts afresh, on average."""
-        return 1.0
-
-    @property
-    def same_start(self) -> "Method | None":
-        """Plain tables that start as this method's do; None where those are the model's own."""
-        return None
-
-    @classmethod
-    def for_share(cls, shapes: Sequence[tuple[int, int]], share: float) -> Self:
-        """Return the method sized to keep at most a share of the weights of these tables.
-
-        `shapes` are the rows and the width of each table it will be applied to. The size is as close
-        below the share as the settings allow. A method that has no size comes with its defaults.
-
-        >>> from rarebit import Hashing
-        >>> Hashing.for_share([(1000, 8), (50, 8)], share=0.1)
-        Hashing(buckets=55)
-        """
-        del shapes, share
-        return from_mapping(cls, {}, where=f"method {method_name(cls)}")
+    """Narrower tables are skipped: first-order weights have width 1."""
+    masks_entries: ClassVar[bool] = False
+    """Whether it keeps or cuts each entry by itself, so that embedding sets do not matter to it."""
 
     @abstractmethod
     def wrap(self, base: AnyTable) -> Table:
@@ -229,10 +170,6 @@ class Method(ABC):
         """Return tables of a model, by their names, with this method; override where names matter."""
         return [wrap(table, self) for table in tables.values()]
 
-    def shape_after(self, rows: int, width: int) -> tuple[int, int]:
-        """Return the shape that the next method gets of a table of this shape with this method."""
-        return rows, width
-
     def stack(self, tables: Sequence[Table], lengths: Sequence[int]) -> "Stack":
         """Return these tables behind one lookup; override where one batched operation will do."""
         from rarebit.tables.stack import LoopStack
@@ -240,43 +177,20 @@ class Method(ABC):
         return LoopStack(tables, lengths)
 
     def unsuited(self, rows: int, width: int) -> str | None:
-        """Say why a table of this shape is better left alone, or None."""
+        """Return why a table of this shape should be skipped, or None."""
         del rows, width
         return None
 
+    def after_merge(self, table: AnyTable) -> AnyTable:
+        """Return the merged table, with what must outlive merging."""
+        return table
 
-def method_name(method: Method | type[Method]) -> str:
-    """Return a method's name as people type it; one from outside the package goes by its class.
-
-    >>> from rarebit import LowRank
-    >>> method_name(LowRank(rank=4)), method_name(LowRank)
-    ('low-rank', 'low-rank')
-    """
-    cls = method if isinstance(method, type) else type(method)
-    package, _, file = cls.__module__.rpartition(".")
-    ours = ("rarebit.methods", "rarebit.pruning", "rarebit.research")
-    return file.replace("_", "-") if package in ours else cls.__name__
-
-
-FOLDED_FIRST = Pair(allowed=True, words="the first is folded when training is over")
-
-
-def declared_pair(
-    first: type[Method], then: type[Method], *, after_training: bool = False
-) -> Pair | None:
-    """Return what applying one method after another means, or None where neither of them says it.
-
-    What only training needs is folded before a method that comes after training is applied, so that
-    pair is one with plain tables, whatever the methods are.
-
-    >>> from rarebit import Hashing, LowRank
-    >>> declared_pair(Hashing, LowRank).allowed, declared_pair(LowRank, Hashing).allowed
-    (True, False)
-    """
-    if after_training and first.training_only:
-        return FOLDED_FIRST
-    said = then.pairs.get(method_name(first))
-    return said or first.pairs_before.get(method_name(then))
+    def change_model(
+        self, model: nn.Module, *, where: object, optimizer: Optimizer | None
+    ) -> "TableChanges | None":
+        """Change a model as a whole and return what changed; None: `apply_` goes table by table."""
+        del model, where, optimizer
+        return None
 
 
 def wrap(base: AnyTable, method: Method) -> Table:

@@ -1,15 +1,18 @@
 """Train a model: check everything first, then run the loop, and leave nothing behind."""
 
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 from torch import nn
 from torch.nn import functional as F
 from torch.optim import Optimizer
 
+from rarebit.callbacks import Callback, Callbacks, TrainingData, started
 from rarebit.data.dataset import Dataset
+from rarebit.data.order import batch_bounds
 from rarebit.errors import CheckpointError, DataError, NotFiniteError, TrainingError
 from rarebit.row_gradients.lookups import is_watched
 from rarebit.settings import require, updated
@@ -18,9 +21,9 @@ from rarebit.tables.sparse import row_gradients_kept
 from rarebit.training.checkpoints import CheckpointFolder, Checkpoints
 from rarebit.training.ema import EMA
 from rarebit.training.identity import describe_run
-from rarebit.training.loop import AfterStep, History, NoKeeper, Stateful, TrainingLoop
+from rarebit.training.loop import History, NoKeeper, TrainingLoop
 from rarebit.training.memory import estimate_memory
-from rarebit.training.metrics import Forward, check_labels, check_schema, device_of
+from rarebit.training.metrics import Forward, check_labels, check_schema, device_of, evaluate
 from rarebit.training.not_finite import find_source
 from rarebit.training.optimizers import Kind
 from rarebit.training.optimizers import optimizer as build_optimizer
@@ -36,7 +39,7 @@ from rarebit.training.step import (
 )
 from rarebit.training.stopping import stop_requests
 
-__all__ = ["History", "fit"]
+__all__ = ["History", "fit", "fit_started", "measured", "training_data"]
 
 OPTIMIZER_SETTINGS = (
     "lr",
@@ -61,22 +64,19 @@ def fit(
     loss: Loss = F.binary_cross_entropy_with_logits,
     forward: Forward | None = None,
     backward: Backward | None = None,
-    after_step: AfterStep | None = None,
+    callbacks: Sequence[Callback] = (),
     folder: str | os.PathLike[str] | None = None,
     resume: bool = False,
     progress: Progress | bool = True,
     **overrides: Any,
 ) -> History:
-    """Train a model in place, on the device it is on, and return what happened.
+    """Train a model in place, on the device it is on, and return its history.
 
-    Any setting of `Training` can be given by name. With validation data the best epoch's weights
-    are kept. `forward=lambda model, batch: ...` calls a model that does not take a batch;
-    `backward=rows.backward` trains with row gradients. `after_step` is called between two steps with how
-    many were made since the start, and ends training by returning true. With a `folder`, checkpoints are
-    written there, Ctrl-C and SIGTERM stop after the step with nothing lost, and `resume=True` goes on from
-    the newest one, to the same bits as without the break. Where `backward` or `after_step` is a method of
-    an object with `state_dict` and `load_state_dict`, that state is in the checkpoints, too; anything else
-    they keep beyond the model is their own affair.
+    Any setting of `Training` can be given by name. With validation data the weights of the best epoch are kept.
+    `forward=lambda model, batch: ...` calls a model that does not take a batch; `backward=rows.backward` trains with
+    row gradients. `callbacks` act around training (`Callback`), and their state is part of the checkpoints. With a
+    `folder`, checkpoints are written there, Ctrl-C and SIGTERM stop after the step with nothing lost, and
+    `resume=True` resumes from the newest one, to the same bits as without the interruption.
 
     >>> from rarebit.models.fm import FM
     >>> data = Dataset.from_columns({"user": [0, 1, 2, 1]}, label=[0, 1, 0, 1])
@@ -90,9 +90,51 @@ def fit(
         _refuse_unused(overrides)
     settings = updated(settings, overrides)
     require(not resume or folder is not None, "resume=True needs the folder of the checkpoints")
-    tell = progress if not isinstance(progress, bool) else LineProgress() if progress else Silence()
     _check_data(model, train, valid, settings, loss)
-    _check_backward(model, backward)
+    with started(callbacks, model, training_data(settings, train, valid)) as group:
+        return fit_started(
+            model,
+            train,
+            valid,
+            group if backward is None else _with_backward(group, backward),
+            settings=settings,
+            optimizer=optimizer,
+            loss=loss,
+            forward=forward,
+            folder=folder,
+            resume=resume,
+            progress=progress,
+        )
+
+
+def training_data(settings: Training, train: Dataset, valid: Dataset | None) -> TrainingData:
+    """Return what callbacks may know about a training."""
+    return TrainingData(
+        train=train,
+        valid=valid,
+        batch_size=settings.batch_size,
+        steps_per_epoch=len(batch_bounds(len(train), settings.batch_size)),
+        seed=settings.seed,
+    )
+
+
+def fit_started(
+    model: nn.Module,
+    train: Dataset,
+    valid: Dataset | None,
+    callbacks: Callbacks,
+    *,
+    settings: Training,
+    optimizer: Optimizer | None = None,
+    loss: Loss = F.binary_cross_entropy_with_logits,
+    forward: Forward | None = None,
+    folder: str | os.PathLike[str] | None = None,
+    resume: bool = False,
+    progress: Progress | bool = True,
+) -> History:
+    """Train with callbacks that have started, and let them end."""
+    tell = progress if not isinstance(progress, bool) else LineProgress() if progress else Silence()
+    _check_backward(model, callbacks.backward)
     estimate = estimate_memory(
         model,
         train,
@@ -109,7 +151,7 @@ def fit(
     if from_host:
         tell.say(f"the training data does not fit on {estimate.device}: copied batch by batch")
     with row_gradients_kept(model):
-        optimizer = optimizer or _optimizer(model, settings)
+        optimizer = optimizer or _optimizer(model, settings, callbacks)
         check(model, optimizer)
         device = device_of(model)
         train = train if from_host else train.to(device)
@@ -119,7 +161,7 @@ def fit(
             optimizer,
             loss,
             forward=forward,
-            backward=backward,
+            backward=callbacks.backward,
             precision=settings.precision,
             clip_norm=settings.clip_norm,
             compiled_size=settings.batch_size if settings.compile else None,
@@ -128,28 +170,60 @@ def fit(
         try:
             with _averaging(step, settings) as ema:
                 steps = _steps(step, train, settings, tell)
-                loop = TrainingLoop(
-                    steps,
-                    valid,
-                    settings,
-                    tell,
-                    ema=ema,
-                    after_step=after_step,
-                    others=_with_state(backward, after_step),
-                )
+                loop = TrainingLoop(steps, valid, settings, tell, ema=ema, callbacks=callbacks)
                 if folder is None:
-                    return loop.run(NoKeeper())
-                return _train_in(CheckpointFolder(folder), loop, resume=resume)
+                    history = loop.run(NoKeeper())
+                else:
+                    history = _train_in(CheckpointFolder(folder), loop, resume=resume)
         finally:
             step.release()
+    callbacks.end()
+    history.reports = callbacks.report()
+    return measured(model, history, valid) if callbacks.changes_model_at_end else history
 
 
-def _with_state(*given: Callable[..., object] | None) -> list[Stateful]:
-    """Return the objects that functions are methods of and that have a state, each once."""
-    owners = [getattr(function, "__self__", None) for function in given]
-    # a model is written down by itself
-    found = [x for x in owners if isinstance(x, Stateful) and not isinstance(x, nn.Module)]
-    return list({id(owner): owner for owner in found}.values())
+def measured(
+    model: nn.Module, history: History, valid: Dataset | None, *, epoch: int | None = None
+) -> History:
+    """Return the history with a new validation of the model, which changed after its best epoch."""
+    epoch = epoch or history.best_epoch
+    if valid is None or epoch is None:
+        return replace(history, best_epoch=None)
+    records = list(history.epochs)
+    records[epoch - 1] = replace(records[epoch - 1], valid=evaluate(model, valid).overall)
+    return replace(history, epochs=records, best_epoch=epoch)
+
+
+def _with_backward(callbacks: Callbacks, backward: Backward) -> Callbacks:
+    """Add the backward of a user's own; where it is a method of an object with a state, that is checkpointed."""
+    one = _Backward(backward)
+    return Callbacks(
+        {**callbacks.callbacks, one.name: one}, {**callbacks.settings, one.name: one.name}
+    )
+
+
+class _Backward(Callback):
+    """A function that turns the loss into gradients, and the state of its owner."""
+
+    def __init__(self, backward: Backward) -> None:
+        self.backward = backward
+        self.owner: Any = getattr(backward, "__self__", None)
+
+    @property
+    def name(self) -> str:
+        return type(self.owner).__name__ if self.owner is not None else "backward"
+
+    @property
+    def _has_state(self) -> bool:
+        # a model is checkpointed by itself
+        return hasattr(self.owner, "load_state_dict") and not isinstance(self.owner, nn.Module)
+
+    def state_dict(self) -> dict[str, Any]:
+        return dict(self.owner.state_dict()) if self._has_state else {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        if self._has_state:
+            self.owner.load_state_dict(state)
 
 
 def _train_in(folder: CheckpointFolder, loop: TrainingLoop, *, resume: bool) -> History:
@@ -232,9 +306,10 @@ def _refuse_unused(overrides: Mapping[str, Any]) -> None:
     )
 
 
-def _optimizer(model: nn.Module, settings: Training) -> Optimizer:
+def _optimizer(model: nn.Module, settings: Training, callbacks: Callbacks) -> Optimizer:
     return build_optimizer(
         model,
+        change_groups=callbacks.parameter_groups,
         kind=settings.optimizer,
         lr=settings.lr,
         tables=settings.tables,

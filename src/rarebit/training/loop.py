@@ -18,10 +18,10 @@ they are the only thing that differs after a break.
 import dataclasses
 import random
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field
-from typing import Any, Protocol, TypeAlias, runtime_checkable
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -29,9 +29,10 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
+from rarebit.callbacks import Callbacks
 from rarebit.data.dataset import Dataset
 from rarebit.data.order import batch_bounds
-from rarebit.errors import CheckpointError, TrainingError
+from rarebit.errors import TrainingError
 from rarebit.training.ema import EMA
 from rarebit.training.metrics import Metrics, evaluate
 from rarebit.training.progress import EpochRecord, Progress
@@ -39,12 +40,10 @@ from rarebit.training.settings import Training
 from rarebit.training.step import Steps, TrainingStep
 
 __all__ = [
-    "AfterStep",
     "Best",
     "History",
     "Keeper",
     "NoKeeper",
-    "Stateful",
     "TrainingLoop",
     "random_state",
     "set_random_state",
@@ -172,9 +171,6 @@ def _bytes(values: object) -> Tensor:
     return values.cpu().contiguous()
 
 
-AfterStep: TypeAlias = Callable[[int], bool | None]
-"""Called between two steps with how many were made since the start of training; true ends it."""
-
 TELL_EVERY = 10
 """Steps between two calls of the progress bar."""
 LOOK_EVERY = 100
@@ -198,17 +194,6 @@ class History:
         """Median over the epochs, training steps only."""
         speeds = sorted(record.samples_per_second for record in self.epochs)
         return speeds[len(speeds) // 2]
-
-
-@runtime_checkable
-class Stateful(Protocol):
-    """Something that the coming steps depend on."""
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return tensors and plain values."""
-
-    def load_state_dict(self, state: Mapping[str, Any], /) -> object:
-        """Go on from what `state_dict` returned."""
 
 
 class Keeper(Protocol):
@@ -242,13 +227,10 @@ class TrainingLoop:
         tell: Progress,
         *,
         ema: EMA | None = None,
-        after_step: AfterStep | None = None,
-        others: Sequence[Stateful] = (),
+        callbacks: Callbacks | None = None,
     ) -> None:
         self.steps, self.valid, self.settings, self.tell = steps, valid, settings, tell
-        self.ema, self.after_step = ema, after_step
-        self.others = tuple(others)
-        """What has a state of its own beside the model."""
+        self.ema, self.callbacks = ema, callbacks or Callbacks({}, {})
         self.bounds = batch_bounds(len(steps.train), settings.batch_size)
         self.best = Best(self.step.model, self.step.optimizer, settings)
         self.history = History()
@@ -283,6 +265,8 @@ class TrainingLoop:
         """Train to the end; leave the best weights in the model."""
         while not self.is_finished:
             self.tell.start_epoch(self.epoch, self.settings.epochs, len(self.steps.train))
+            if self.epoch > 1 and self.batch == 0:
+                self.callbacks.between_epochs(self.epoch, self.step.optimizer)
             self.tell.advance(self.bounds[self.batch - 1][1] if self.batch else 0)
             self._train_epoch(keeper)
             self._finish_epoch()
@@ -307,7 +291,7 @@ class TrainingLoop:
                 untold = 0
             if self.batch % LOOK_EVERY == 0:
                 self.step.raise_if_not_finite()
-            if self.after_step is not None and self.after_step(self.num_steps):
+            if self.callbacks.after_step(self.num_steps):
                 self.history.stopped_early = self.num_steps < self.last_step
             self.seconds = before + time.perf_counter() - begin
             keeper.after_step(self)
@@ -357,7 +341,7 @@ class TrainingLoop:
                 "stopped_early": self.history.stopped_early,
             },
             "random": random_state(),
-            "others": [other.state_dict() for other in self.others],
+            "callbacks": self.callbacks.state_dict(),
         }
 
     def load(self, state: Mapping[str, Any], best_weights: Mapping[str, Tensor] | None) -> None:
@@ -368,21 +352,15 @@ class TrainingLoop:
         if self.ema is not None:
             self.ema.load_training_state(state["ema"])
         self.best.load(state["best"], best_weights)
-        self._load_others(state.get("others", []))  # checkpoints of older versions have none
+        older = state.get("others", [])  # what older versions wrote in place of callbacks
+        self.callbacks.load_state_dict(
+            _on(self.steps.device, state.get("callbacks", older[0] if older else {}))
+        )
         records = [_record(values) for values in state["history"]["epochs"]]
         self.history = History(records, stopped_early=state["history"]["stopped_early"])
         self.epoch, self.batch = state["position"]["epoch"], state["position"]["batch"]
         self.seconds = state["position"]["seconds"]
         set_random_state(state["random"])
-
-    def _load_others(self, states: Sequence[Mapping[str, Any]]) -> None:
-        if len(states) != len(self.others):
-            raise CheckpointError(
-                f"the checkpoint has the state of {len(states)} things that took part in training, and now "
-                f"there are {len(self.others)}; use the same methods, or choose another folder"
-            )
-        for other, state in zip(self.others, states, strict=True):
-            other.load_state_dict(_on(self.steps.device, state))
 
 
 class Best:

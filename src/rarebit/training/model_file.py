@@ -24,18 +24,20 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from rarebit.codes.packed import Pack, take_packed_
+from rarebit.codes.packed import take_packed_
 from rarebit.data.prepared import ENCODER, StoredEncoder, checksum
 from rarebit.data.schema import Schema
-from rarebit.errors import DataError, ModelFileError
-from rarebit.methods import method_class, method_from_mapping, method_names, method_to_mapping
+from rarebit.errors import DataError, ModelFileError, SettingsError
 from rarebit.models import build_model, model_names
 from rarebit.models._base import RankingModel
 from rarebit.sets.file import describe_sets, only_sets_in, restore_sets_
-from rarebit.settings import from_mapping, to_mapping
 from rarebit.tables.apply import restore_tables
 from rarebit.tables.find import find_sites, find_tables
 from rarebit.tables.table import Method, methods_of
+from rarebit.technique import (
+    technique_from_mapping,
+    technique_to_mapping,
+)
 from rarebit.training.memory import OBJECT_BYTES, AllocationLimit
 
 __all__ = ["FORMAT", "find_encoder", "load_model", "save_model", "write_encoder"]
@@ -186,7 +188,7 @@ def _describe(model: nn.Module) -> dict[str, Any]:
         "schema": model.schema.to_mapping() if isinstance(model, RankingModel) else None,
         "sets": describe_sets(model),
         "methods": {
-            site.info.name: [_method_to_mapping(method) for method in methods_of(site.table)]
+            site.info.name: [technique_to_mapping(method) for method in methods_of(site.table)]
             for site in find_sites(model)
             if methods_of(site.table)
         },
@@ -218,19 +220,6 @@ def _plain_settings(model: RankingModel) -> Any:
         raise ModelFileError(
             f"the settings of {type(model).__name__} cannot be written as JSON: {error}"
         ) from None
-
-
-def _method_to_mapping(method: Any) -> dict[str, Any]:
-    if isinstance(method, Pack):
-        return {"method": "pack", **to_mapping(method)}
-    values = method_to_mapping(method)
-    name = values["method"]
-    if name not in method_names() or type(method) is not method_class(name):
-        raise ModelFileError(
-            f"{method} is a method of your own, which load_model could not find again; "
-            "merge_ the model before saving it, or save its state_dict yourself"
-        )
-    return values
 
 
 def _distinct_tensors(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, str]]:
@@ -405,10 +394,10 @@ def _saved_methods(folder: Path, description: Mapping[str, Any]) -> dict[str, li
 
 
 def _read_method(values: Mapping[str, Any]) -> Method:
-    if values.get("method") != "pack":
-        return method_from_mapping(values)
-    settings = {key: value for key, value in values.items() if key != "method"}
-    return from_mapping(Pack, settings, where="method pack")
+    method = technique_from_mapping(values)
+    if not isinstance(method, Method):
+        raise SettingsError(f"{method} is not a method for tables")
+    return method
 
 
 def _load_weights(folder: Path, model: nn.Module, tensors: Mapping[str, Tensor]) -> None:

@@ -8,7 +8,6 @@ from torch import nn
 from torch.optim import Optimizer
 
 from rarebit.errors import OptimizerError, SettingsError
-from rarebit.pruning._budget import threshold_parameters
 from rarebit.settings import require, suggest
 from rarebit.tables.find import table_parameters
 from rarebit.tables.sparse import set_row_gradients
@@ -31,6 +30,10 @@ ROWWISE: dict[str, Callable[..., Optimizer]] = {
 }
 
 
+THRESHOLDS = "thresholds"
+"""The group of the parts of tables that `optimizer_groups` of their class assigns to it."""
+
+
 def optimizer(
     model: nn.Module,
     *,
@@ -43,6 +46,7 @@ def optimizer(
     threshold_weight_decay: float = 1e-5,
     decoupled: bool = False,
     momentum: float = 0.0,
+    change_groups: Callable[[list[dict[str, Any]]], list[dict[str, Any]]] | None = None,
 ) -> Optimizer:
     """Return an optimizer over the groups "network" and "tables". Build it after `apply_`.
 
@@ -76,6 +80,8 @@ def optimizer(
     groups[1]["weight_decay"] = weight_decay if table_weight_decay is None else table_weight_decay
     groups[2]["weight_decay"] = threshold_weight_decay
     groups = [group for group in groups if group["params"]]
+    if change_groups is not None:
+        groups = change_groups(groups)
     if not groups:
         raise OptimizerError("the model has no trainable parameter, so there is nothing to train")
     set_row_gradients(model, by_rows=tables == "rowwise")
@@ -103,7 +109,13 @@ def _check(kind: str, tables: str, *, decoupled: bool) -> None:
 
 def _groups(model: nn.Module, lr: float, table_lr: float) -> list[dict[str, Any]]:
     tables = {id(parameter) for parameter in table_parameters(model).values()}
-    levels = {id(parameter) for parameter in threshold_parameters(model)}
+    levels = {
+        id(parameter)
+        for module in model.modules()
+        for part, group in getattr(module, "optimizer_groups", {}).items()
+        if group == THRESHOLDS
+        for parameter in getattr(module, part).parameters()
+    }
     trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
     network = [p for p in trainable if id(p) not in tables]
     held = [p for p in trainable if id(p) in tables - levels]
@@ -111,7 +123,7 @@ def _groups(model: nn.Module, lr: float, table_lr: float) -> list[dict[str, Any]
     return [
         {"name": "network", "params": network, "lr": lr},
         {"name": "tables", "params": held, "lr": table_lr},
-        {"name": "thresholds", "params": thresholds, "lr": table_lr},
+        {"name": THRESHOLDS, "params": thresholds, "lr": table_lr},
     ]
 
 

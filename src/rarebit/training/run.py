@@ -19,16 +19,16 @@ from torch import nn
 from rarebit.data.prepared import PreparedFolder
 from rarebit.data.synthetic import SyntheticLog
 from rarebit.errors import ModelFileError
-from rarebit.pruning._prune import CHECKPOINTS
 from rarebit.tables.find import table_bytes
+from rarebit.technique import SharedStage
 from rarebit.training.loop import History
 from rarebit.training.metrics import Evaluation, evaluate
 from rarebit.training.model_file import save_model
 from rarebit.training.progress import Progress
 from rarebit.training.run_settings import PreparedLog, RunSettings, load_splits
 from rarebit.training.stages import (
-    PRUNING,
-    SharedPruning,
+    CHECKPOINTS,
+    STAGE,
     finish_model,
     num_parameters,
     train_model,
@@ -72,7 +72,7 @@ def run(
     progress: Progress | bool = True,
     data_progress: Callable[[int, int], None] | None = None,
     say: Callable[[str], None] = print,
-    shared: SharedPruning | None = None,
+    shared: SharedStage | None = None,
 ) -> RunResult:
     """Generate or open the data, build and train the model, measure it on the test split, and write it.
 
@@ -198,7 +198,7 @@ def _describe(settings: RunSettings, result: RunResult) -> dict[str, Any]:
 
 def _refuse_used(folder: Path) -> None:
     """Raise when a folder holds the checkpoints of another run, before anything of it is changed."""
-    if (folder / CHECKPOINTS).exists() or (folder / PRUNING).exists():
+    if (folder / CHECKPOINTS).exists() or (folder / STAGE).exists():
         raise ModelFileError(
             f"{str(folder)!r} holds a run already; go on with it by resume "
             f"(rarebit train --resume {folder}), or choose another folder"

@@ -4,15 +4,13 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from rarebit.callbacks import TrainingMethod
 from rarebit.data.dataset import Dataset, Splits
 from rarebit.data.prepared import PreparedFolder
 from rarebit.data.synthetic import SyntheticLog, generate
 from rarebit.errors import DataError, SettingsError
-from rarebit.methods import method_from_mapping, method_to_mapping
 from rarebit.models import model_settings
 from rarebit.settings import check_types, from_mapping, require, suggest, to_mapping
-from rarebit.tables.table import Method
+from rarebit.technique import Technique, technique_from_mapping, technique_to_mapping
 from rarebit.training.settings import Training
 
 __all__ = ["PreparedLog", "RunSettings", "load_splits"]
@@ -56,14 +54,13 @@ class RunSettings:
     """The click log: generated, or prepared from one's own."""
     training: Training = Training()
     """How to train. Its seed also draws the initial weights."""
-    methods: tuple[Method, ...] = ()
+    methods: tuple[Technique, ...] = ()
     """Methods applied to the model's tables before training, in order."""
 
     def __post_init__(self) -> None:
         model_settings(self.model, self.model_settings)
         for method in self.methods:
-            if isinstance(method, TrainingMethod):
-                method.check_beside(self.methods)
+            method.check_beside(self.methods)
 
     @classmethod
     def from_mapping(cls, values: Mapping[str, Any]) -> "RunSettings":
@@ -83,7 +80,7 @@ class RunSettings:
             model_settings=model,
             data=from_mapping(LOGS[source], data, where="data"),
             training=from_mapping(Training, values.get("training", {}), where="training"),
-            methods=tuple(method_from_mapping(method) for method in values.get("methods", ())),
+            methods=tuple(technique_from_mapping(method) for method in values.get("methods", ())),
         )
 
     @property
@@ -97,7 +94,7 @@ class RunSettings:
             "model": {"name": self.model, **self.model_settings},
             "data": {"source": self.source, **to_mapping(self.data)},
             "training": to_mapping(self.training),
-            "methods": [method_to_mapping(method) for method in self.methods],
+            "methods": [technique_to_mapping(method) for method in self.methods],
         }
 
 

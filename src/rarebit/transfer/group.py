@@ -30,7 +30,8 @@ from rarebit.row_gradients.seam import RowGradients
 from rarebit.sets.sets import SetsMethod
 from rarebit.settings import suggest
 from rarebit.tables.find import Site, find_sites
-from rarebit.tables.table import full_table, method_name, methods_of
+from rarebit.tables.table import full_table, methods_of
+from rarebit.technique import technique_name
 from rarebit.transfer.batch import Draws, Picked, TransferBatch
 from rarebit.transfer.ledger import REMEMBERED, GroupLedger
 from rarebit.transfer.lexico import Barrier
@@ -261,8 +262,6 @@ def _copied(method: Callable[..., object]) -> types.FunctionType:
 BarrierRule: TypeAlias = Callable[[Tensor, Tensor, Tensor, float], Barrier]
 """Main and transfer gradients `(U, M, D)`, the main loss and alpha to one gradient a row."""
 
-MASKED = frozenset({"masked", "pruned"})
-"""Methods whose tables have entries that are zero for good."""
 ABSENT = 3 << 29
 """Where the places of random numbers begin that say which rare rows outside the batch move."""
 OTHER_SIDE = 1 << 30
@@ -302,7 +301,7 @@ class TransferGroup:
         self.parts = tuple(parts)
         self.starts = group.first_rows[: len(sites)]
         self.device, self.dtype = weight.device, wide(weight.dtype)
-        self.is_masked = any(method_name(method) in MASKED for method in methods_of(table))
+        self.is_masked = any(method.masks_entries for method in methods_of(table))
         sides = Sides.of(parts, sites, skip_empty=self.is_masked)
         self.sides = sides.to(self.device)
         self.first_rows = torch.tensor(self.starts).to(self.device)
@@ -436,7 +435,7 @@ def start_groups(
     sites = [[known[name] for name in _distinct(group)] for group in rows.tables]
     every = [site for group in sites for site in group]
     for site in every:
-        if any(method_name(method) == "pep" for method in methods_of(site.table)):
+        if any(technique_name(method) == "pep" for method in methods_of(site.table)):
             raise UnsupportedTableError(
                 f"{site.info.name!r} has thresholds that are still learned, which a transfer would move, "
                 "too; prune first, and transfer while the pruned tables are trained again"
