@@ -9,19 +9,18 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from methods.shrunk_models import FIELDS, SCHEMA, WIDTH, C, counts_by_field, deepfm, ids_of
-from rarebit.technique import parse_techniques
 from torch import Tensor, nn
 from torch.testing import assert_close
 
 import rarebit as rb
 from rarebit.errors import DataError, NoTableError, SettingsError
-from rarebit.technique import technique_from_mapping
 from rarebit.methods._counts import counted_in, counts_of_rows, set_counts_
 from rarebit.methods.shrinkage import Shrinkage, ShrunkStack, ShrunkTable, mix
 from rarebit.models.dcn_v2 import DCNv2
 from rarebit.models.deepfm import DeepFM
 from rarebit.tables.apply import end_training_
 from rarebit.tables.table import full_table
+from rarebit.technique import parse_techniques, technique_from_mapping
 
 
 def shrunk_table(

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from rarebit.technique import technique_names
 from rarebit.methods.shrinkage import PRIORS, RULES
+from rarebit.technique import technique_names
 
 PAGE = (Path(__file__).resolve().parents[2] / "docs" / "tail.md").read_text("utf-8")
 EXAMPLES = re.findall(r"```python\n(.*?)```", PAGE, flags=re.DOTALL)
