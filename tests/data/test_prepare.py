@@ -18,10 +18,14 @@ from capabilities import slow_after
 pl = pytest.importorskip("polars", reason="capability: package polars: it is not installed")
 
 from rarebit import Dataset  # noqa: E402  # after the check that Polars is there
-from rarebit.data.log_schema import Column, LogSchema, Split  # noqa: E402  # the same
+from rarebit.data.log_schema import (  # noqa: E402  # the same
+    Column,
+    LogSchema,
+    Split,
+    TextFormat,  # the same
+)
 from rarebit.data.prepare import infer_log, prepare  # noqa: E402  # the same
 from rarebit.data.raw.encoder import encoder_of  # noqa: E402  # the same
-from rarebit.data.raw.text import TextFormat  # noqa: E402  # the same
 from rarebit.errors import DataError, SettingsError  # noqa: E402  # the same
 
 SRC = Path(__file__).parents[2] / "src"

@@ -14,13 +14,10 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from rarebit.errors import DataError
 from rarebit.settings import check_types, from_mapping, read_toml, require, suggest, to_mapping
-
-if TYPE_CHECKING:
-    from rarebit.data.raw.csv_structure import Marks
 
 __all__ = ["FORMAT", "SPLIT_NAMES", "Column", "LogSchema", "Split", "TextFormat"]
 
@@ -67,14 +64,6 @@ class TextFormat:
             not (self.names and self.header),
             "format: names are for a file without a header; give header=False with them",
         )
-
-    @property
-    def marks(self) -> "Marks":
-        """The bytes that structure the file."""
-        from rarebit.data.raw.csv_structure import Marks
-
-        quote, escape = (ord(mark) if mark else -1 for mark in (self.quote, self.escape))
-        return Marks(ord(self.separator), quote, escape)
 
 
 FORMAT = 1

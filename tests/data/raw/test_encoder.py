@@ -14,7 +14,12 @@ from hypothesis import strategies as st
 pl = pytest.importorskip("polars", reason="capability: package polars: it is not installed")
 
 from rarebit import Dataset  # noqa: E402  # after the check that Polars is there
-from rarebit.data.log_schema import Column, LogSchema, Split  # noqa: E402  # the same
+from rarebit.data.log_schema import (  # noqa: E402  # the same
+    Column,
+    LogSchema,
+    Split,
+    TextFormat,  # the same
+)
 from rarebit.data.prepare import prepare  # noqa: E402  # the same
 from rarebit.data.raw.encoder import (  # noqa: E402  # the same
     Encoder,
@@ -24,7 +29,6 @@ from rarebit.data.raw.encoder import (  # noqa: E402  # the same
 from rarebit.data.raw.passes import split_rows  # noqa: E402  # the same
 from rarebit.data.raw.readers import read_frame  # noqa: E402  # the same
 from rarebit.data.raw.rows import BadRows  # noqa: E402  # the same
-from rarebit.data.raw.text import TextFormat  # noqa: E402  # the same
 from rarebit.errors import DataError  # noqa: E402  # the same
 
 needs_pyarrow = pytest.mark.skipif(
@@ -130,7 +134,7 @@ SCHEMA = LogSchema(
 
 
 def encode(encoder, frame, **options):
-    [chunk] = read_frame(frame, None, BadRows())
+    [chunk] = read_frame(frame, None)
     return encoder.encode(chunk, BadRows(), **options)
 
 
@@ -183,7 +187,7 @@ def test_rows_without_a_label_or_numbers_have_nothing_to_check():
 def test_bad_rows_are_left_out_and_handed_over():
     encoder = encoder_of(Dataset.from_frame(LOG, schema=SCHEMA))
     frame = pl.DataFrame(LOG).with_columns(price=pl.Series(["1", "?", "3"] * 10))
-    [chunk] = read_frame(frame, None, BadRows())
+    [chunk] = read_frame(frame, None)
     bad = BadRows("aside")
     found = encoder.encode(chunk, bad)
     assert found.ids.shape[0] == 20

@@ -28,7 +28,7 @@ def encode(folder, columns, *, train=None, **values):
         split=Split(kind="given", column="part"),
         unknown_share=0.0,
     )
-    chunks = read_frame(frame, schema.columns_read, BadRows())
+    chunks = read_frame(frame, schema.columns_read)
     encode_log(chunks, schema, folder, origin=Origin(name="a test"))
     prepared = PreparedFolder(folder)
     return prepared, prepared.array("ids"), prepared.array("numeric")
@@ -82,7 +82,7 @@ def test_standardised_values_far_outside_stay_finite(tmp_path, spread):
     expected = [-1, 1, LARGEST, -LARGEST, 0, 0.5]
     assert found[:, 0].tolist() == pytest.approx(expected, rel=1e-6)
     again = Encoder.open(tmp_path / "out" / "encoder").encode(
-        next(read_frame(pl.DataFrame({"n": numbers}), None, BadRows())), BadRows()
+        next(read_frame(pl.DataFrame({"n": numbers}), None)), BadRows()
     )
     assert np.array_equal(again.numeric, found)
 

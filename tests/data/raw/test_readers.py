@@ -17,9 +17,9 @@ from capabilities import slow_after
 
 pl = pytest.importorskip("polars", reason="capability: package polars: it is not installed")
 
+from rarebit.data.log_schema import TextFormat  # noqa: E402  # the same
 from rarebit.data.raw.readers import column_names, read_frame, read_raw  # noqa: E402  # the same
 from rarebit.data.raw.rows import BadRows  # noqa: E402  # after the check that Polars is there
-from rarebit.data.raw.text import TextFormat  # noqa: E402  # the same
 from rarebit.errors import DataError  # noqa: E402  # the same
 
 needs_pyarrow = pytest.mark.skipif(
@@ -355,7 +355,7 @@ def test_parquet_decimals_that_polars_cannot_hold_are_refused_by_name(tmp_path, 
 
 def test_a_frame_is_read_in_slices(tmp_path):
     frame = pl.DataFrame(FRAME)
-    chunks = list(read_frame(frame, ["text", "n"], BadRows(), missing=["-"]))
+    chunks = list(read_frame(frame, ["text", "n"], missing=["-"]))
     assert [chunk.frame.height for chunk in chunks] == [100_000, 100_000, 50_000]
     assert [row[1] for row in rows_of(chunks)] == FRAME["n"]
     assert chunks[0].frame["text"].head(5).to_list() == ["a", None, None, None, "é"]
@@ -367,9 +367,9 @@ def test_a_frame_is_read_in_slices(tmp_path):
         "row",
     )
     with pytest.raises(DataError, match="the frame has no column 'm'"):
-        list(read_frame(frame, ["m"], BadRows()))
+        list(read_frame(frame, ["m"]))
     with pytest.raises(DataError, match="the frame has no rows"):
-        list(read_frame(frame.head(0), None, BadRows()))
+        list(read_frame(frame.head(0), None))
 
 
 MEASURE = """
@@ -377,7 +377,7 @@ import sys
 from pathlib import Path
 from rarebit.data.raw.rows import BadRows
 from rarebit.data.raw.readers import read_raw
-from rarebit.data.raw.text import TextFormat
+from rarebit.data.log_schema import TextFormat
 chunks = read_raw(Path(sys.argv[1]), None, BadRows("aside"), format=TextFormat(separator=chr(9)))
 rows = sum(chunk.frame.height for chunk in chunks)
 status = Path("/proc/self/status").read_text()
@@ -433,7 +433,7 @@ def test_all_rows_are_numbered_as_one_by_one(tmp_path, text):
     rows = range(chunk.frame.height)
     assert chunk.numbers().tolist() == [chunk.locate(row).number for row in rows]
     frame = chunk.frame
-    [chunk] = read_frame(frame, None, bad)
+    [chunk] = read_frame(frame, None)
     assert chunk.numbers().tolist() == [1 + row for row in rows]
     frame.write_parquet(tmp_path / "log.parquet")
     [chunk] = read_raw(tmp_path / "log.parquet", None, bad)

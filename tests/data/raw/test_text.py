@@ -10,19 +10,10 @@ from hypothesis import strategies as st
 
 pl = pytest.importorskip("polars", reason="capability: package polars: it is not installed")
 
-from rarebit.data.raw.csv_structure import (  # noqa: E402  # the same
-    MAX_RECORD_BYTES,
-    Marks,
-    count_columns,
-    end_without_blank_lines,
-    first_record,
-    has_long_line,
-    split_records,
-    without_quotes,
-)
+from rarebit.data.log_schema import TextFormat  # noqa: E402  # the same
 from rarebit.data.raw.readers import column_names, read_raw  # noqa: E402  # the same
 from rarebit.data.raw.rows import BadRows  # noqa: E402  # after the check that Polars is there
-from rarebit.data.raw.text import TextFormat, sniff_format, sniff_like  # noqa: E402  # the same
+from rarebit.data.raw.text_files import MAX_RECORD_BYTES, sniff_format, sniff_like  # noqa: E402  # the same
 from rarebit.errors import DataError, SettingsError  # noqa: E402  # the same
 
 VALUES = st.text(st.characters(exclude_categories=["Cs"]), max_size=6) | st.sampled_from(
@@ -383,25 +374,11 @@ def test_formats_that_make_no_sense_are_refused(settings, message):
     assert message in str(caught.value)
 
 
-def test_a_block_of_all_control_characters_is_no_text():
+def test_a_file_of_all_control_characters_is_no_text(tmp_path):
+    path = tmp_path / "log.csv"
+    path.write_bytes(b"a,b\n" + bytes(range(128)).replace(b"\n", b"").replace(b'"', b"") + b"\n")
     with pytest.raises(DataError, match="no text file"):
-        split_records(bytes(range(128)), Marks(ord(",")), 2, final=True)
-
-
-def test_small_parts_of_the_structure():
-    comma = Marks(ord(","), ord('"'))
-    assert count_columns(b'a,b\n1,"x,\ny"\n1\n5" y,1\n\n\n', comma) == [2, 2, 1, 0]
-    assert first_record(b'"a,b","c\r"\r\nx', comma) == (["a,b", "c\r"], 12)
-    assert first_record(b'"a,b', comma) is None
-    assert first_record(b"\xff,b\n", comma) is None
-    assert end_without_blank_lines(b"\n\r\n\n", 4) == 0
-    assert end_without_blank_lines(b"a\r\n\r\n\n", 6) == 3
-    assert not has_long_line(b"x" * MAX_RECORD_BYTES + b"\n" + b"x" * MAX_RECORD_BYTES + b"\n")
-    assert has_long_line(b"x\n" + b"x" * (MAX_RECORD_BYTES + 1) + b"\n")
-    assert without_quotes(b'"a","","b"\r\nc,d,"e"\n', comma) == b"a,,b\r\nc,d,e\n"
-    for text in (b'"a,b"\n', b'"a""b"\n', b'"a\nb"\n', b'a"b"\n', b'"a"b\n', b'"a\n', b'a "b"\n'):
-        assert without_quotes(text, comma) is None
-    assert without_quotes(b'"a\\"\n', Marks(ord(","), ord('"'), ord("\\"))) is None
+        read(path, format=TextFormat())
 
 
 def test_a_later_file_is_read_with_the_quotes_of_the_first(tmp_path):

@@ -1,8 +1,9 @@
-"""From the files people have to the folder that trains. Everything that needs Polars is in here."""
+"""From raw files to a folder that trains. Everything that needs Polars and PyArrow is in here."""
 
 import importlib.util
 
 from rarebit.errors import MissingExtraError
 
-if importlib.util.find_spec("polars") is None:
-    raise MissingExtraError("polars", "data", "reading raw logs")
+for package in ("polars", "pyarrow"):
+    if importlib.util.find_spec(package) is None:
+        raise MissingExtraError(package, "data", "reading raw logs")

@@ -49,7 +49,7 @@ def encode_frame(
     bad = BadRows()
     with tempfile.TemporaryDirectory() as folder:
         place = Path(folder) / "data"
-        chunks = read_frame(rows, schema.columns_read, bad, missing=schema.missing)
+        chunks = read_frame(rows, schema.columns_read, missing=schema.missing)
         encode_log(chunks, schema, place, origin=Origin(name="a frame"), bad=bad)
         return Dataset.open(place).in_memory(Encoder.open(place / "encoder"))
 
@@ -60,7 +60,7 @@ def _encode_like(rows: pl.DataFrame, encoder: Encoder) -> Dataset:
     columns = encoder.columns_read(with_label=with_label)
     encoded = [
         encoder.encode(chunk, bad, with_label=with_label)
-        for chunk in read_frame(rows, columns, bad, missing=encoder.schema.missing)
+        for chunk in read_frame(rows, columns, missing=encoder.schema.missing)
     ]
     bad.raise_if_any()
     return Dataset(

@@ -23,12 +23,11 @@ import polars as pl
 from numpy.typing import NDArray
 
 from rarebit.data.counter_random import random_bits, stream_key
-from rarebit.data.log_schema import LogSchema
+from rarebit.data.log_schema import LogSchema, TextFormat
 from rarebit.data.raw.coding import GrowingDictionary
 from rarebit.data.raw.passes import add_counts
 from rarebit.data.raw.readers import read_raw
 from rarebit.data.raw.rows import BadRows, Place, RawChunk
-from rarebit.data.raw.text import TextFormat
 from rarebit.data.statistics import value_statistics
 from rarebit.errors import DataError, SettingsError
 from rarebit.settings import suggest

@@ -12,10 +12,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import ClassVar, Literal
 
-from rarebit.data.log_schema import Column, LogSchema
+from rarebit.data.log_schema import Column, LogSchema, TextFormat
 from rarebit.data.raw.readers import read_raw
 from rarebit.data.raw.rows import BadRows, RawChunk
-from rarebit.data.raw.text import TextFormat
 from rarebit.data.sources._base import Progress, Source
 
 __all__ = ["Avazu"]

@@ -17,10 +17,9 @@ from typing import ClassVar
 
 import polars as pl
 
-from rarebit.data.log_schema import Column, LogSchema
+from rarebit.data.log_schema import Column, LogSchema, TextFormat
 from rarebit.data.raw.readers import read_raw
 from rarebit.data.raw.rows import BadRows, RawChunk
-from rarebit.data.raw.text import TextFormat
 from rarebit.data.sources._base import FileFacts, Progress, Source, keep, read_table, set_aside
 
 __all__ = ["BookCrossing"]

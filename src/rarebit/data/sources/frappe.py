@@ -17,10 +17,9 @@ from typing import ClassVar
 import numpy as np
 import polars as pl
 
-from rarebit.data.log_schema import Column, LogSchema, Split
+from rarebit.data.log_schema import Column, LogSchema, Split, TextFormat
 from rarebit.data.raw.readers import read_raw
 from rarebit.data.raw.rows import BadRows, Place, RawChunk
-from rarebit.data.raw.text import TextFormat
 from rarebit.data.sources._base import FileFacts, Progress, Source, negatives, set_aside
 
 __all__ = ["Frappe"]
