@@ -214,14 +214,15 @@ class _Grammar:
             if position == len(block):
                 break
             end = block.index(b"\n", position) + 1
-            record = self.record.match(block, position)
+            limit = position + MAX_RECORD_BYTES + 1
+            record = self.record.match(block, position, limit)
             if block[position:end] in (b"\n", b"\r\n"):
                 reason = (BLANK, "")
             elif record is not None:
                 number = len(self.value.findall(record[0]))
                 detail = f", expected {columns}" if record.end() == end else " in several lines"
                 reason = (WRONG_COLUMNS, f" ({number}{detail})")
-            elif self.loose.match(block, position):
+            elif self.loose.match(block, position, limit):
                 reason = (STRAY_QUOTE, "")
             elif is_last or len(block) - position > MAX_RECORD_BYTES:
                 reason = (OPEN_QUOTE, "")
@@ -234,7 +235,8 @@ class _Grammar:
     def record_ends(self, text: bytes) -> Positions:
         """Return where the well-formed records of a text end: at newlines outside of quotes."""
         newlines, quotes = _find(text, b"\n"), self._quotes(text)
-        return newlines[np.searchsorted(quotes, newlines) % 2 == 0] + 1
+        ends: Positions = newlines[np.searchsorted(quotes, newlines) % 2 == 0] + 1
+        return ends
 
     def _quotes(self, text: bytes) -> Positions:
         """Return the quotes of a text that are not escaped."""
@@ -531,8 +533,7 @@ class TextReader:
         """Take lines from what has been read, up to `end`, and return their rows."""
         data, self._rest = self._rest[:end], self._rest[end:]
         block = _Block(data, self._line, self.stream.path.name, self._grammar)
-        columns, invalid = len(parser.names), []
-        frame = pl.DataFrame()
+        columns, frame = len(parser.names), pl.DataFrame()
         if self._is_plain(data, columns):
             frame, invalid = parser.parse(data)
             block.skip_lines(invalid)
