@@ -191,7 +191,7 @@ def test_an_inner_width_below_the_tables_warns_once_for_all_tables():
         rb.apply_(model, MLET(inner_dim=7), verbose=False)
     assert [warning.category for warning in caught] == [UserWarning]
     assert caught[0].filename == __file__
-    for words in ("inner_dim=7", "width 8", "directions of the update with factor zero"):
+    for words in ("inner_dim=7", "width 8", "directions of the update the factor zero"):
         assert words in str(caught[0].message)
 
 

@@ -229,7 +229,7 @@ def test_a_choice_of_tables_an_optimizer_and_a_projection_are_refused():
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with pytest.raises(OptimizerError, match="leave out optimizer= and build it after this call"):
         rb.apply_(model, MultiEmbedding(), optimizer=optimizer)
-    with pytest.raises(SettingsError, match="project is for models of your own: DCNv2 has a"):
+    with pytest.raises(SettingsError, match="project is for your own models: DCNv2 already has a"):
         rb.apply_(model, MultiEmbedding(project=nn.ReLU))
     assert model.backbone.num_sets is None
 

@@ -86,7 +86,7 @@ def test_the_error_says_the_least_that_can_be_kept(method, shapes, least):
 @pytest.mark.parametrize(
     ("shapes", "share", "message"),
     [
-        ([], 0.5, "by the shapes of tables, and none were given"),
+        ([], 0.5, "depends on the shapes of tables, got none"),
         ([(3, 4), (0, 4)], 0.5, "at least one row and one column, got"),
         ([(3, 4)], 0.0, "share must be above 0 and at most 1, got share=0.0"),
         ([(3, 4)], 1.5, "got share=1.5"),

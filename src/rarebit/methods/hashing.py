@@ -1,13 +1,12 @@
-"""Modulo hashing: ids that leave the same remainder share a row (Weinberger et al., 2009).
+"""Modulo hashing: ids with the same remainder share a row (Weinberger et al., 2009).
 
     e(i) = W[i mod m]
 
     m   `Hashing.buckets`
     W   `HashedTable.inner`, m rows
 
-The simplest way to a smaller table and the control for every cleverer one. A bucket starts as the
-row of the same number, so the ids below `buckets` keep what they had. Apply it before other methods:
-they then work on the buckets. Applied after one, it would keep rows and fold the method into them.
+The simplest way to a smaller table, and the control for all other ways. A bucket starts as the row with the same number, so
+ids below `buckets` keep their rows. Apply it before other methods: they then work on the buckets.
 
 Not for small tables: two frequent ids in one bucket hurt both.
 """
@@ -46,14 +45,13 @@ class Hashing(Method):
     Hashing(buckets=1000)
     """
 
-    title: ClassVar[str] = "ids that leave the same remainder share a row"
+    title: ClassVar[str] = "ids with the same remainder share a row"
     paper: ClassVar[str] = (
         "Weinberger et al., Feature Hashing for Large Scale Multitask Learning, ICML 2009"
     )
     control: ClassVar[str] = "narrow"
     cost: ClassVar[str] = (
-        "a step takes one remainder more for each id; a table and its optimizer state shrink to the "
-        "rows that are kept"
+        "a step computes one remainder per id; a table and its optimizer state shrink to the buckets"
     )
     applies: ClassVar[str] = (
         "tables with many rare ids, which lose little by sharing; not small tables, where two frequent "
@@ -62,7 +60,7 @@ class Hashing(Method):
     composition_rank: ClassVar[Rank] = Rank.HASHING
 
     buckets: int
-    """Rows that are kept."""
+    """Number of rows to keep."""
 
     def __post_init__(self) -> None:
         check_types(self)
@@ -70,7 +68,7 @@ class Hashing(Method):
 
     @classmethod
     def for_share(cls, shapes: Sequence[tuple[int, int]], share: float) -> Self:
-        """Return as many buckets, the same for all tables, as keep at most this share of the weights.
+        """Return the largest number of buckets, one for all tables, that keeps at most this share of the weights.
 
         >>> Hashing.for_share([(1000, 8), (50, 8)], share=0.5)
         Hashing(buckets=475)
@@ -100,7 +98,7 @@ class Hashing(Method):
         return min(self.buckets, rows), width
 
     def unsuited(self, rows: int, width: int) -> str | None:
-        """A table with fewer rows than buckets would not shrink."""
+        """A table with fewer rows than buckets would not become smaller."""
         del width
         return None if rows >= self.buckets else f"no more than {self.buckets} rows"
 
@@ -131,20 +129,20 @@ class HashedTable(Table):
         return (self.method, *methods_of(self.inner))
 
     def receive(self, method: Method) -> Table:
-        """Return a hashed table whose buckets have the method: ids are hashed before all else."""
+        """Return a hashed table whose buckets have the method: hashing always comes first."""
         assert isinstance(self.method, Hashing)
         inner = wrap(self.inner, method)
         return HashedTable(self.method, inner, self.num_embeddings, self.padding_idx)
 
     def served(self) -> "HashedTable":
-        """Return a table of the same buckets, as they are served."""
+        """Return a table with the same buckets for inference."""
         assert isinstance(self.method, Hashing)
         if isinstance(self.inner, nn.Embedding):
             return self
         return HashedTable(self.method, self.inner.served(), self.num_embeddings, self.padding_idx)
 
     def merge(self) -> nn.Embedding:
-        """Return a plain table of the buckets as they would be merged themselves."""
+        """Return a plain table with a row per id, from the merged buckets."""
         inner = self.inner if isinstance(self.inner, nn.Embedding) else self.inner.merge()
         buckets = inner.weight.detach()
         ids = torch.arange(self.num_embeddings, device=buckets.device)
@@ -154,7 +152,7 @@ class HashedTable(Table):
         return plain_like(self, weight, padding_idx=self.padding_idx)
 
     def unsuited(self, method: Method) -> str | None:
-        """What is applied later works on the buckets, so it must suit them."""
+        """Later methods work on the buckets, so they must suit those."""
         return unsuited(self.inner, method)
 
 

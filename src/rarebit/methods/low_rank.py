@@ -6,11 +6,11 @@
     W V_r    `LowRankTable.inner`, N x r
     V_rᵀ     `LowRankTable.right`, r x D: the first r right singular vectors of W
 
-Made for trained tables: no other pair of factors of this size is closer to the table in the sum of
-squares. A table with N rows stores (N + D) r weights instead of N D. A run applies it before training,
-and trains the factors; with `after_training=True` it trains the table and cuts it at the end.
+No other pair of factors of this size is closer to the table in the sum of squares. A table with N rows stores (N + D) r
+weights instead of N D. A run applies it before training, and trains the factors; with `after_training=True` it trains the
+table and truncates it at the end.
 
-Not for tables whose spectrum is flat: then the part that is cut off is as large as what stays.
+Not for tables with a flat spectrum: the truncated part is as large as the rest.
 """
 
 from collections.abc import Sequence
@@ -51,26 +51,26 @@ class LowRank(Method):
     )
     control: ClassVar[str] = "narrow"
     cost: ClassVar[str] = (
-        "a step takes one small product more for each looked-up row; a table of N rows and width D "
-        "stores (N + D) x rank weights instead of N x D"
+        "a step computes one small product per looked-up row; a table of N rows and width D stores "
+        "(N + D) x rank weights instead of N x D"
     )
     applies: ClassVar[str] = (
-        "tables that use few directions, trained ones above all; not tables with a flat spectrum, where "
-        "what is cut off is as large as what stays, nor short ones, where two factors save nothing"
+        "trained tables that use few directions; not tables with a flat spectrum, where the truncated part "
+        "is as large as the rest, nor short tables, where two factors save nothing"
     )
     composition_rank: ClassVar[Rank] = Rank.FACTORS
 
     rank: int
-    """Inner width: weights kept for each row."""
+    """Inner width: the number of weights per row."""
     after_training: bool = False
-    """Whether a run trains the whole table and cuts it at the end; `apply_` cuts at once either way."""
+    """Whether a run trains the whole table and truncates it at the end; `apply_` always truncates at once."""
 
     def __post_init__(self) -> None:
         check_types(self)
         require(self.rank >= 1, f"rank must be at least 1, got rank={self.rank}")
 
     def __repr__(self) -> str:
-        # it stands in the reports of tables, where when it was applied is rarely worth a word
+        # reports of tables show it, and the default is not worth the space
         when = ", after_training=True" if self.after_training else ""
         return f"LowRank(rank={self.rank}{when})"
 
@@ -78,13 +78,13 @@ class LowRank(Method):
     def for_share(cls, shapes: Sequence[tuple[int, int]], share: float) -> Self:
         """Return the rank, one for all tables, that keeps at most this share of the weights.
 
-        A table smaller than the rank is left alone and keeps all its weights.
+        A table smaller than the rank stays plain and keeps all its weights.
 
         >>> LowRank.for_share([(1000, 8), (5, 8)], share=0.5)
         LowRank(rank=3)
         """
         total = plain_weights(shapes, share)
-        # All ranks are tried: a larger one may keep less, where it leaves a small table alone.
+        # try all ranks: a larger one may keep fewer weights where it leaves a small table plain
         ranks = [cls(rank=rank) for rank in range(1, max(map(min, shapes)) + 1)]
         kept = [sum(_stored(method, *shape) for shape in shapes) / total for method in ranks]
         fitting = [place for place, part in enumerate(kept) if part <= share]
@@ -104,7 +104,7 @@ class LowRank(Method):
         return LowRankStack(self, tables, lengths)
 
     def unsuited(self, rows: int, width: int) -> str | None:
-        """A table has no more singular vectors than its smaller side."""
+        """A table has at most as many singular vectors as its smaller side."""
         return None if self.rank <= min(rows, width) else f"smaller than rank {self.rank}"
 
 
@@ -164,8 +164,8 @@ def _stored(method: LowRank, rows: int, width: int) -> int:
 def _right_singular_vectors(weight: Tensor) -> Tensor:
     """Return the right singular vectors as columns `(D, min(N, D))`, largest value first.
 
-    By way of the small triangular factor: nothing larger than the table is formed, and unlike the
-    D x D Gram matrix it does not square the error.
+    The small triangular factor has the same ones: no matrix is larger than the table, and unlike the D x D Gram matrix
+    it does not square the error.
     """
     triangle = torch.linalg.qr(weight.double(), mode="r").R
     vectors: Tensor = torch.linalg.svd(triangle, full_matrices=False).Vh.T

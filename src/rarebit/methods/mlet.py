@@ -1,9 +1,9 @@
-"""MLET: a table is trained as a wide factor times a small one (Deng et al., ACML 2023).
+"""MLET: train a table as a wide factor times a small one (Deng et al., ACML 2023).
 
     W = W1 W2        e(i) = W1 (W2 q_i)        k > D
 
     k      `MLET.inner_dim`
-    W2ᵀ    `FactorizedTable.inner`, N x k: Xavier, of this table alone
+    W2ᵀ    `FactorizedTable.inner`, N x k: Xavier, per table
     W1ᵀ    `FactorizedTable.projection`, k x D: N(0, std²)
     q_i    1 at id i, else 0: a lookup
 
@@ -17,12 +17,12 @@ With G the gradient of W and η the learning rate, a step of SGD on both factors
     sigma2_j, v_j    singular values and right vectors of W2, j up to N
     g_ij             u_iᵀ G v_j: what plain training would do in this direction
 
-so directions in which the factors are long are learned faster, and W1 carries what is learned of one id
-to all others. (7) holds for small steps of SGD; Adam and Adagrad follow the factors' gradients. Only
-the looked-up rows of the wide factor are touched, and the product is formed by `merge` alone.
+so training is faster in directions where the factors are long, and W1 carries what one id learns to all others. (7) holds
+for small steps of SGD; Adam and Adagrad follow the factors' gradients. A step touches only the looked-up rows of the wide
+factor, and only `merge` forms the product.
 
-Under SGD the step of a table is multiplied by about k std², so hold MLET against plain tables with such a
-learning rate before you call it better. Not for tables that must be small while they are trained.
+Under SGD the step of a table is multiplied by about k std², so compare MLET with plain tables at such a learning rate before
+you call it better. Not for tables that must be small during training.
 """
 
 import inspect
@@ -55,12 +55,12 @@ from rarebit.technique import Rank
 __all__ = ["MLET", "FactorizedStack", "FactorizedTable", "fold", "fresh_factors"]
 
 PACKAGE = str(Path(__file__).parent.parent / "_").removesuffix("_")
-"""Where the files of the package lie, with the last slash."""
+"""The folder of the package, with the last slash."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class MLET(Method):
-    """Train a table as a product of inner width `inner_dim`, and merge it to a table of its own size.
+    """Train a table as a product of inner width `inner_dim`, and merge it to a table of the same size.
 
     The paper's settings: inner_dim=64 with std=0.25 for DLRM and std=0.5 for all other models.
 
@@ -75,11 +75,11 @@ class MLET(Method):
     )
     control: ClassVar[str] = "matched-rate"
     cost: ClassVar[str] = (
-        "a step looks up rows of inner_dim numbers and takes one small product more for each; until it "
-        "is merged, a table and its optimizer state are inner_dim / D times as large"
+        "a step looks up rows of inner_dim numbers and computes one small product per row; until it is "
+        "merged, a table and its optimizer state are inner_dim / D times as large"
     )
     applies: ClassVar[str] = (
-        "tables with rare ids, which also move when other ids are seen; not where the tables fill the "
+        "tables with rare ids, which also move when a batch has other ids; not where the tables fill the "
         "memory in training"
     )
     knobs: ClassVar[Mapping[str, tuple[object, ...]]] = {
@@ -90,10 +90,9 @@ class MLET(Method):
     composition_rank: ClassVar[Rank] = Rank.FACTORS
 
     inner_dim: int = 64
-    """Width of the rows that are trained; above the table's width."""
+    """Width of the trained rows; above the table's width."""
     std: float = 0.25
-    """Standard deviation of the projection: too small, and nothing is learned; too large, and training
-    diverges."""
+    """Standard deviation of the projection: if too small, training learns nothing; if too large, it diverges."""
     init: Literal["fresh", "keep"] = "fresh"
     """"fresh": new factors, as in the paper. "keep": factors whose product is the given table."""
 
@@ -105,12 +104,12 @@ class MLET(Method):
 
     @property
     def rate_under_sgd(self) -> float:
-        """E[W1 W1ᵀ] = k std² I: the first part of (2) is a step of so many times the length."""
+        """E[W1 W1ᵀ] = k std² I: the first part of (2) is a step that many times as long."""
         return self.inner_dim * self.std**2
 
     @property
     def same_start(self) -> Method | None:
-        """A plain table at the product of the factors that are drawn."""
+        """A plain table that starts at the product of the fresh factors."""
         from rarebit.research.product_start import ProductStart
 
         return (
@@ -131,7 +130,7 @@ class MLET(Method):
         return FactorizedStack(self, tables, lengths)
 
     def unsuited(self, rows: int, width: int) -> str | None:
-        """A table cannot be kept by factors that are narrower than it."""
+        """Factors that are narrower than a table cannot reproduce it."""
         del rows
         lost = self.init == "keep" and self.inner_dim < width
         return f"wider than inner_dim {self.inner_dim}, which could not keep it" if lost else None
@@ -186,13 +185,13 @@ class FactorizedStack(Stack):
         return torch.einsum("...sk,skd->...sd", wide, self.projection[self.field_of_slot])
 
     def _rows_of_distinct(self, ids: Tensor, inner: PlainStack) -> Tensor:
-        """Return the same, with each row that is looked up several times read and multiplied once.
+        """Return the same, but read and multiply each distinct row once.
 
-        Wide rows are what a step on the CPU spends its time on, and a batch of 4096 rows of a click log
-        looks each one up eight times.
+        On the CPU wide rows dominate the time of a step, and a batch of 4096 rows of a click log looks each one up
+        eight times.
         """
         found = find_distinct((ids + inner.offsets).reshape(-1))
-        # sorted ids come field by field
+        # distinct ids are sorted, so they come field by field
         ends = torch.searchsorted(found.ids, found.ids.new_tensor([*accumulate(inner.sizes)]))
         counts = torch.diff(ends, prepend=ends.new_zeros(1)).tolist()
         wide = gather(inner.embedding, found.ids, inner.gradient_memory)  # (U, k)
@@ -211,11 +210,7 @@ class FactorizedStack(Stack):
 
 
 def fresh_factors(base: AnyTable, inner_dim: int, std: float) -> tuple[Tensor, Tensor]:
-    """Return new factors for a table, `(N, k)` and `(k, D)`; only its shape and padding matter.
-
-    >>> [tuple(factor.shape) for factor in fresh_factors(nn.Embedding(100, 8), 64, std=0.25)]
-    [(100, 64), (64, 8)]
-    """
+    """Return new factors for a table, `(N, k)` and `(k, D)`; only its shape and padding matter."""
     rows, width = base.num_embeddings, base.embedding_dim
     like = next(base.parameters())
     bound = math.sqrt(6.0 / (rows + inner_dim))
@@ -229,11 +224,7 @@ def fresh_factors(base: AnyTable, inner_dim: int, std: float) -> tuple[Tensor, T
 
 
 def fold(wide: Tensor, projection: Tensor) -> Tensor:
-    """Return the product of two factors, formed in float64 and rounded once, `(N, D)`.
-
-    >>> fold(torch.tensor([[1.0, 2.0]]), torch.tensor([[3.0], [4.0]]))
-    tensor([[11.]])
-    """
+    """Return the product of two factors, computed in float64 and rounded once, `(N, D)`."""
     small = projection.detach().double()
     chunks = wide.detach().split(CHUNK)
     return torch.cat([(rows.double() @ small).to(wide.dtype) for rows in chunks])
@@ -244,16 +235,16 @@ def _keeping_factors(base: AnyTable, inner_dim: int, std: float) -> tuple[Tensor
 
         W1ᵀ = s Q        W2ᵀ = W Qᵀ / s + F (I - Q Qᵀ)        s = std sqrt(k),  Qᵀ Q = I
 
-    Q is a random Gaussian matrix made orthogonal, so W1 is as long as a fresh one whatever the table is
-    like: with the table's own singular values on both sides, small tables would not be trained and long
-    ones would diverge. F is a fresh wide factor: what it has outside of Q does not change the product,
-    and gives every direction of the inner width a gradient from the first step on.
+    Q is a random Gaussian matrix made orthogonal, so W1 is as long as a fresh one for any table: with the table's singular
+    values on both sides, tables of small weights would not learn and others would diverge. F is a fresh wide factor: its
+    part outside of Q does not change the product, and gives every direction of the inner width a gradient from the
+    first step on.
     """
     wide, projection = fresh_factors(base, inner_dim, std)
     basis = torch.linalg.qr(projection.double()).Q  # (k, D)
     length = std * math.sqrt(inner_dim)
     weight = full_table(base)
-    # Rounding of a part much longer than the table would blur the table.
+    # a part much longer than the table would add its rounding error to the table
     longest = _root_mean_square(weight) / length
     shrink = min(1.0, float(longest / _root_mean_square(wide).clamp(min=1e-300)))
     for rows, given in zip(wide.split(CHUNK), weight.split(CHUNK), strict=True):
@@ -271,17 +262,17 @@ def _root_mean_square(matrix: Tensor) -> Tensor:
 def _warn_of_lost_directions(inner_dim: int, width: int) -> None:
     warnings.warn(
         f"MLET with inner_dim={inner_dim} on a table of width {width}: an inner width below the table's "
-        "leaves directions of the update with factor zero, which are never learned; use an inner_dim "
-        f"above {width}",
+        "gives some directions of the update the factor zero, so training never learns them; use an "
+        f"inner_dim above {width}",
         UserWarning,
         stacklevel=_levels_to_the_caller(),
     )
 
 
 def _levels_to_the_caller() -> int:
-    """Return how many calls above the warning a line outside of the package is.
+    """Return the number of calls between the warning and the first line outside of the package.
 
-    A warning that belongs to the line that applied the method is shown once for it, not once a table.
+    Python shows a warning once per line, so the user sees it once, not once per table.
     """
     frame, levels = inspect.currentframe(), 0
     while frame is not None and frame.f_code.co_filename.startswith(PACKAGE):

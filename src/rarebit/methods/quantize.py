@@ -1,22 +1,21 @@
-"""Quantisation: a trained table as small integers and one scale (Krishnamoorthi, 2018).
+"""Quantization: a trained table as small integers and one scale (Krishnamoorthi, 2018).
 
     e(i) = s q_i        q_i = clamp(round(w_i / s), -L, L)        L = 2^(b-1) - 1
 
     b    `Quantize.bits`
-    s    `QuantizedTable.scale`, one number a table
-    q    `QuantizedTable.codes`, N x D: a byte each, or two to a byte for 4 bits
-    w    the rows of the table as it was trained; they are not kept
+    s    `QuantizedTable.scale`, one number per table
+    q    `QuantizedTable.codes`, N x D: one byte each, or two per byte for 4 bits
+    w    the trained rows; the table does not keep them
 
-The scale is the one with the least error Σ (w - s q)² of all s = T / L whose clipping threshold T is in
+The scale has the least error Σ (w - s q)² of all s = T / L whose clipping threshold T is in
 
     T_j = max|w| · 2^(-j/32)        j = 0 .. 255
 
-that is, from no clipping down to a 256th of the largest weight in steps of 2 %. A smaller threshold cuts
-off the largest weights and rounds all others more finely.
+that is, from no clipping down to a 256th of the largest weight in steps of 2 %. A smaller threshold clips the largest
+weights and rounds all others more finely.
 
-A lookup reads the integers of its ids and multiplies; the whole table is never made of floats again, save
-by `merge`. Integers have no gradient: the table is frozen, and what comes before it in the list of methods
-is folded first. Not for tables that are still to be trained.
+A lookup reads the integers of its ids and multiplies; only `merge` turns the whole table back into floats. Integers have no
+gradient: the table is frozen, and methods before it are merged first. Not for tables that still need training.
 """
 
 from collections.abc import Sequence
@@ -51,11 +50,11 @@ __all__ = [
 Bits = Literal[8, 4]
 
 OCTAVES, STEPS = 8, 32
-"""The grid of thresholds: how often the largest is halved, and steps to each halving."""
+"""The grid of thresholds: how often the largest is halved, and the steps per halving."""
 NUMBERS = 1 << 18
 """Weights that the search sorts at once."""
 HALF_BYTE, ZERO_CODE = 4, 8
-"""Two codes of 4 bits are kept as numbers from 1 to 15 in one byte; 8 stands for zero."""
+"""One byte holds two codes of 4 bits as numbers from 1 to 15; 8 stands for zero."""
 
 FOLDED = "the table is folded first, and its rows are quantised"
 LAST = "small integers are not changed any more; merge first, or quantise last: "
@@ -63,7 +62,7 @@ LAST = "small integers are not changed any more; merge first, or quantise last: 
 
 @dataclass(frozen=True, kw_only=True)
 class Quantize(Method):
-    """Keep a trained table as integers of so many bits and one scale.
+    """Store a trained table as integers of 8 or 4 bits and one scale.
 
     >>> Quantize(bits=4)
     Quantize(bits=4)
@@ -76,12 +75,12 @@ class Quantize(Method):
     )
     control: ClassVar[str] = "baseline"
     cost: ClassVar[str] = (
-        "a lookup takes one product more for each row; a table of N rows and width D takes N x D bytes, "
-        "or half of that with 4 bits, instead of 4 x N x D; finding the scale sorts the table once"
+        "a lookup computes one extra product per row; a table of N rows and width D takes N x D bytes, or "
+        "half of that with 4 bits, instead of 4 x N x D; finding the scale sorts the table once"
     )
     applies: ClassVar[str] = (
-        "trained tables that are only looked up from now on; not tables that training goes on with, for "
-        "it leaves integers as they are"
+        "trained tables that only serve lookups from now on; not tables that need more training, which "
+        "does not change integers"
     )
     composition_rank: ClassVar[Rank] = Rank.QUANTISATION
 
@@ -93,7 +92,7 @@ class Quantize(Method):
 
     @property
     def after_training(self) -> bool:
-        """Integers are not trained."""
+        """Integers have no gradient."""
         return True
 
     @property
@@ -102,7 +101,7 @@ class Quantize(Method):
         return _largest_code(self.bits)
 
     def wrap(self, base: AnyTable) -> "QuantizedTable":
-        """Return the rows of `base` as integers; whatever it wraps is folded in."""
+        """Return the rows of `base` as integers; what it wraps is merged first."""
         weight = _folded(base)
         if not bool(torch.stack(torch.aminmax(weight)).isfinite().all()):
             raise UnsupportedTableError(
@@ -116,9 +115,8 @@ class Quantize(Method):
         return QuantizedTable(self, codes, scale, origin)
 
     def stack(self, tables: Sequence[Table], lengths: Sequence[int]) -> Stack:
-        """Return quantised tables behind one lookup of integers."""
-        quantised = [table for table in tables if isinstance(table, QuantizedTable)]
-        return QuantizedStack(self, quantised, lengths)
+        """Return quantized tables behind one lookup of integers."""
+        return QuantizedStack(self, [t for t in tables if isinstance(t, QuantizedTable)], lengths)
 
     def unsuited(self, rows: int, width: int) -> str | None:
         """A table without rows has no largest weight to take a scale from."""
@@ -132,18 +130,18 @@ class Quantize(Method):
 
 @dataclass(frozen=True)
 class Origin:
-    """What a quantised table keeps of the table it was made from, besides its rows."""
+    """What a quantized table knows about the table it comes from, besides its rows."""
 
     width: int
     padding: int | None
     sparse: bool
-    """Whether it had sparse gradients: merged, it has them again."""
+    """Whether it had sparse gradients: after merging it has them again."""
     methods: tuple[Method, ...]
-    """The methods that were folded."""
+    """The methods that were merged."""
 
 
 class QuantizedTable(Table):
-    """A table of small integers with one scale; it is not trained."""
+    """A frozen table of small integers with one scale."""
 
     codes: Tensor
     scale: Tensor
@@ -168,22 +166,22 @@ class QuantizedTable(Table):
 
     @property
     def sparse(self) -> bool:
-        """Whether a plain table made of this one gets sparse gradients."""
+        """Whether the merged table gets sparse gradients."""
         return self.origin.sparse
 
     @property
     def methods(self) -> tuple[Method, ...]:
-        """The methods that were applied, those among them that were folded."""
+        """All methods that were applied, the merged ones first."""
         return (*self.origin.methods, self.method)
 
     @property
     def num_weights(self) -> int:
-        """The integers, two of which may share a byte, and the scale."""
+        """The integers, of which two may share a byte, and the scale."""
         return self.num_embeddings * self.embedding_dim + 1
 
 
 class QuantizedStack(Stack):
-    """Quantised tables behind one lookup of integers, with a scale a field."""
+    """Quantized tables behind one lookup of integers, with a scale per field."""
 
     codes: Tensor
     scales: Tensor
@@ -209,44 +207,33 @@ class QuantizedStack(Stack):
         return codes.mul_(self.scales[self.field_of_slot].unsqueeze(-1))  # (..., S, D)
 
     def split(self) -> list[AnyTable]:
-        """Return the quantised tables one by one; integers are shared with the stack, not copied."""
+        """Return the quantized tables one by one; integers are shared with the stack, not copied."""
         parts = zip(self.codes.split(self.sizes), self.scales, self.origins, strict=True)
         return [QuantizedTable(self.method, *part) for part in parts]
 
 
 def best_scale(weight: Tensor, bits: Bits) -> Tensor:
-    """Return the scale of the grid with the least squared error; of equal ones, the largest.
-
-    >>> best_scale(torch.tensor([[-127.0, 0.0, 64.0]]), 8)
-    tensor(1.)
-    """
+    """Return the scale of the grid with the least squared error, the largest of equal ones."""
     scales = grid_of_scales(weight, bits)
     return scales[squared_errors(weight, scales, bits).argmin()].clone()
 
 
 def grid_of_scales(weight: Tensor, bits: Bits) -> Tensor:
-    """Return the scales that are tried, `(256,)`, in the precision of the table, largest first.
-
-    >>> grid_of_scales(torch.tensor([[-7.0, 3.5]]), 4)[:2]
-    tensor([1.0000, 0.9786])
-    """
+    """Return the scales to try, `(256,)`, in the precision of the table, largest first."""
     low, high = torch.aminmax(weight.detach())
     halvings = torch.arange(OCTAVES * STEPS, dtype=torch.float64, device=weight.device) / STEPS
     thresholds = torch.maximum(-low, high).double() * torch.exp2(-halvings)
     scales = (thresholds / _largest_code(bits)).to(weight.dtype)
-    return scales.clamp(min=torch.finfo(weight.dtype).tiny)  # of a table of zeros, too
+    return scales.clamp(min=torch.finfo(weight.dtype).tiny)  # above zero for a table of zeros
 
 
 def squared_errors(weight: Tensor, scales: Tensor, bits: Bits) -> Tensor:
     """Return Σ (w - s q)² for each scale `(G,)`, in float64.
 
-    The integer of |w| is the number of edges s (k - 1/2), k = 1 .. L, below it. Once the weights are
-    sorted, the sums over all of them are sums over edges, whatever the number of weights:
+    The integer of |w| is the number of edges s (k - 1/2), k = 1 .. L, below it. With sorted weights the sums over all
+    of them become sums over edges, for any number of weights:
 
         Σ |w| q = Σ_k Σ_{|w| > edge k} |w|        Σ q² = Σ_k (2k - 1) · (how many |w| > edge k)
-
-    >>> squared_errors(torch.tensor([[1.0, 0.4]]), torch.tensor([1.0, 0.5]), 8)
-    tensor([0.1600, 0.0100], dtype=torch.float64)
     """
     scales = scales.double()
     steps = torch.arange(1, _largest_code(bits) + 1, device=weight.device)
@@ -263,32 +250,20 @@ def squared_errors(weight: Tensor, scales: Tensor, bits: Bits) -> Tensor:
 
 
 def round_to_codes(weight: Tensor, scale: Tensor, bits: Bits) -> Tensor:
-    """Return clamp(round(w / s), -L, L) as int8.
-
-    >>> round_to_codes(torch.tensor([[0.9, -3.2, 20.0]]), torch.tensor(1.0), 4)
-    tensor([[ 1, -3,  7]], dtype=torch.int8)
-    """
+    """Return clamp(round(w / s), -L, L) as int8."""
     most = _largest_code(bits)
     return (weight.double() / scale.double()).round_().clamp_(-most, most).to(torch.int8)
 
 
 def pack(codes: Tensor) -> Tensor:
-    """Return codes of 4 bits two to a byte, `(N, D)` to `(N, ceil(D / 2))`: one of each half of a row.
-
-    >>> pack(torch.tensor([[1, -2, 3]], dtype=torch.int8))
-    tensor([[185, 134]], dtype=torch.uint8)
-    """
+    """Return two codes of 4 bits per byte, `(N, D)` to `(N, ceil(D / 2))`: one of each half of a row."""
     kept = F.pad(codes, (0, codes.shape[1] % 2)) + ZERO_CODE
     low, high = kept.to(torch.uint8).chunk(2, dim=1)
     return low | (high << HALF_BYTE)
 
 
 def unpack(packed: Tensor, width: int) -> Tensor:
-    """Return the codes of 4 bits, `(..., ceil(D / 2))` to `(..., D)`.
-
-    >>> unpack(torch.tensor([[185, 134]], dtype=torch.uint8), width=3)
-    tensor([[ 1, -2,  3]], dtype=torch.int8)
-    """
+    """Return the codes of 4 bits, `(..., ceil(D / 2))` to `(..., D)`."""
     both = torch.cat([packed & 0xF, packed >> HALF_BYTE], dim=-1)
     return both[..., :width].to(torch.int8) - ZERO_CODE
 
@@ -299,7 +274,7 @@ def _largest_code(bits: Bits) -> int:
 
 
 def _folded(base: AnyTable) -> Tensor:
-    """Return the rows of a table as merging would leave them, the padding row zero."""
+    """Return the rows of the merged table, with a padding row of zeros."""
     weight = full_table(base if isinstance(base, nn.Embedding) else base.merge())
     if base.padding_idx is None or not bool(weight[base.padding_idx].any()):
         return weight

@@ -67,7 +67,7 @@ class Shrinkage(CountedMethod):
     Shrinkage(c=10.0, prior='mean')
     """
 
-    title: ClassVar[str] = "rows of rare ids shrunk toward a prior, by how often training saw them"
+    title: ClassVar[str] = "rows of rare ids shrunk toward a prior, by their counts"
     paper: ClassVar[str] = (
         "none: the James-Stein estimator of Efron and Morris, JASA 1973, for the rows of a table"
     )
