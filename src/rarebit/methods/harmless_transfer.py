@@ -27,8 +27,9 @@ from rarebit.settings import check_types, require, suggest
 from rarebit.tables.find import Site, TableInfo, find_sites
 from rarebit.tables.table import full_table, methods_of
 from rarebit.technique import BASELINE, Control, Technique, technique_name, technique_text
-from rarebit.transfer.harmless_transfer import LEAST_ROWS, HarmlessTransfer, TransferRule
+from rarebit.transfer.harmless_transfer import LEAST_ROWS, HarmlessTransfer
 from rarebit.transfer.ledger import Ledger
+from rarebit.transfer.lexico import TransferRule
 from rarebit.transfer.losses import (
     MMD,
     Adversarial,
