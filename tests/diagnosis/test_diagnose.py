@@ -183,9 +183,9 @@ def test_weights_that_are_not_in_memory_are_left_alone():
 
 
 def test_mistakes_are_told_in_a_sentence(model, data):
-    with pytest.raises(NoTableError, match="Linear has no table to look at"):
+    with pytest.raises(NoTableError, match="Linear has no tables to diagnose"):
         diagnose(nn.Linear(2, 2))
-    with pytest.raises(SettingsError, match="data and counts say the same; give one of them"):
+    with pytest.raises(SettingsError, match="give either data or counts, not both"):
         diagnose(model, data, counts=data.counts())
     with pytest.raises(
         DataError, match="none of the fields item is a table of the model, which has tags, user"
