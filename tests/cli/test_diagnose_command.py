@@ -142,7 +142,7 @@ def test_what_is_neither_run_nor_file_is_told(call, copied, tmp_path):
         call(tmp_path / "empty")
     with pytest.raises(ModelFileError, match="is no safetensors file, or a damaged one"):
         call(copied / "model.json")
-    with pytest.raises(SettingsError, match="--data goes with the folder of a run"):
+    with pytest.raises(SettingsError, match="--data needs the folder of a run"):
         call(copied / "weights.safetensors", "--data", tmp_path)
     with pytest.raises(DataError, match="holds no prepared log"):
         call(copied, "--data", tmp_path / "empty")

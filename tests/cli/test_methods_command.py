@@ -70,7 +70,7 @@ def test_no_line_is_wider_than_the_terminal(width):
 
 
 def test_the_control_is_explained():
-    assert "narrow: plain tables made narrower until they have the same bytes" in shown(120)
+    assert "narrow: narrower plain tables with the same number of bytes" in shown(120)
 
 
 def test_a_terminal_without_unicode_is_enough():
@@ -102,6 +102,6 @@ def test_the_command_prints_the_list(call):
 
 def test_a_knob_is_shown_with_its_values(monkeypatch):
     monkeypatch.setattr(technique_class("low_rank"), "knobs", {"rank": (4, 2)})
-    assert "tuned         rank (4, 2)" in shown(80)
+    assert "tuned        rank (4, 2)" in shown(80)
     low_rank = next(one for one in methods_as_data()["methods"] if one["name"] == "low-rank")
     assert low_rank["knobs"] == {"rank": [4, 2]}
