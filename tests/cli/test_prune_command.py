@@ -170,7 +170,9 @@ BESIDE = {
 def test_nothing_is_asked_for_beside_resume(call, option):
     code, _, err = call("prune", "--resume", "here", option, BESIDE[option])
     assert code == 2
-    assert f"{option} cannot be combined with --resume: the pruning in the folder has its own" in err
+    assert (
+        f"{option} cannot be combined with --resume: the pruning in the folder has its own" in err
+    )
 
 
 @pytest.mark.slow
@@ -221,7 +223,9 @@ def test_several_numbers_are_read():
     assert _numbers("--budgets", "30_000, 5", int) == (30_000, 5)
     assert _numbers("--sparsity", "0.9,0.99", float) == (0.9, 0.99)
     assert _numbers("--budgets", None, int) is None
-    with pytest.raises(SettingsError, match=r"--budgets takes numbers separated by commas.*got '3,'"):
+    with pytest.raises(
+        SettingsError, match=r"--budgets takes numbers separated by commas.*got '3,'"
+    ):
         _numbers("--budgets", "3,", int)
 
 

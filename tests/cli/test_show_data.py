@@ -170,7 +170,10 @@ def test_rows_and_label_rates_stand_by_split():
 
 
 def test_bad_rows_are_counted_in_words():
-    for bad, words in ((1, "1 malformed row was skipped."), (1200, "1,200 malformed rows were skipped.")):
+    for bad, words in (
+        (1, "1 malformed row was skipped."),
+        (1200, "1,200 malformed rows were skipped."),
+    ):
         assert words in shown(show_dataset, data(bad_rows=bad), title="clicks")
     assert "skipped" not in shown(show_dataset, data(), title="clicks")
 

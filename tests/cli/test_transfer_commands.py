@@ -71,7 +71,10 @@ def test_a_model_that_was_saved_by_hand_is_diagnosed_without(call, trained):
 
 
 MISTAKES = {
-    "several": (["--methods", "baseline,hashing:buckets=9"], "--methods takes one combination here, got 2"),
+    "several": (
+        ["--methods", "baseline,hashing:buckets=9"],
+        "--methods takes one combination here, got 2",
+    ),
     "no size": (["--methods", "hashing"], "hashing needs its size here, got 'hashing'"),
     "unknown": (["--methods", "harmles-transfer"], "did you mean 'harmless-transfer'?"),
     "pair": (["--methods", "pep+harmless-transfer"], "still being learned; prune"),

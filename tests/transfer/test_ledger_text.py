@@ -83,7 +83,10 @@ def test_bins_are_those_of_a_real_ledger():
     [
         ({"discriminator_accuracy": 0.54}, "the discriminator is at chance"),
         ({"discriminator_accuracy": 0.46}, "the discriminator is at chance"),
-        ({"transfer_norm": 0.004}, "the transfer gradient is negligible compared with the main one"),
+        (
+            {"transfer_norm": 0.004},
+            "the transfer gradient is negligible compared with the main one",
+        ),
         ({"not_finite": 1500}, "1,500 rows had a non-finite transfer gradient"),
     ],
 )
@@ -96,9 +99,7 @@ def test_what_is_suspicious_is_said_of_its_table(changes, note):
 
 def test_tables_that_took_no_part_are_told():
     said = notes_of(ledger(user=table()) | {"left_out": ["backbone.tables.item"]})
-    assert said[1:] == [
-        "item: skipped, because it has no frequent rows to learn from."
-    ]
+    assert said[1:] == ["item: skipped, because it has no frequent rows to learn from."]
 
 
 @pytest.mark.parametrize(
