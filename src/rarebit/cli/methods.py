@@ -33,7 +33,7 @@ CONTROLS = {
 HOW_TO_COMBINE = (
     "Join methods by +, in the order they are applied, and give settings after a colon: "
     "hashing:buckets=1000+low-rank. A method without its size gets the size that keeps the requested share of "
-    "the weights."
+    "the weights. --json also lists why a combination is refused."
 )
 
 
@@ -93,13 +93,8 @@ def show_methods(*, to: Console = console) -> None:
         to.print(Text.assemble((about["name"], "bold"), f": {about['title']}"))
         to.print(Padding(table, (0, 0, 1, 2)))
     to.print(Text("Combinations", style="bold"), Text(HOW_TO_COMBINE), sep="\n")
-    rows: list[list[str | Text]] = [
-        [
-            f"{first}+{then}",
-            Text("refused", "red") if reason else Text("allowed", "green"),
-            reason or "",
-        ]
-        for (first, then), reason in sorted(compositions().items(), key=lambda item: bool(item[1]))
-    ]
-    header = ["combination", "", "why"]
+    allowed = [pair for pair, reason in compositions().items() if reason is None]
+    names = technique_names()
+    rows = [[name, ", ".join(then for first, then in allowed if first == name)] for name in names]
+    header = ["method", "may be followed by"]
     show_table(header, rows, left=header, fixed=header[:1], to=to)
