@@ -8,7 +8,7 @@ from pathlib import Path
 from torch import nn
 
 from rarebit.callbacks import TrainingMethod
-from rarebit.pruning._budget import threshold_parameters
+from rarebit.pruning._thresholds import threshold_parameters
 from rarebit.pruning._prune import masked_model, prune
 from rarebit.pruning._ticket import DESCRIPTION, Ticket, keep_largest, load_ticket, save_ticket
 from rarebit.pruning.masked import Masked
