@@ -17,8 +17,7 @@ from torch import Tensor, nn
 import rarebit as rb
 from rarebit.codes.packed import PackedTable
 from rarebit.errors import TrainingInterrupted
-from rarebit.pruning._driver import OTHER_DRAW
-from rarebit.pruning._prune import TicketFolder
+from rarebit.pruning._prune import OTHER_DRAW, TicketFolder
 from rarebit.pruning.pruned import SharedPruning
 from rarebit.tables.table import full_table
 from rarebit.training.progress import Silence

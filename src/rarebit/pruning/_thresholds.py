@@ -197,11 +197,18 @@ class TablePruner(Callback, ABC):
         self.tickets = options.get("tickets", {})
         """The tickets taken so far, by their budgets."""
         self.facts = options.get("facts", dict)
-        self.watch = options.get("watch", lambda step, left: None)
+        self.watch = options.get("watch")
         tables = thresholded_tables(model).values()
         self.total = sum(table.num_embeddings * table.embedding_dim for table in tables)
         self.budgets = sorted(set(budgets), reverse=True)
-        _check(self.budgets, self.total, self.every)
+        require(bool(budgets), "pruning needs at least one budget: how many entries to keep")
+        least, most = self.budgets[-1], self.budgets[0]
+        require(least >= 1, f"a budget must be at least 1 entry, got {least}")
+        require(
+            most < self.total,
+            f"a budget must be below the {self.total:,} entries that the tables have, got {most:,}",
+        )
+        require(self.every >= 1, f"every must be at least 1 step, got every={self.every}")
 
     @abstractmethod
     def after_step(self, num_steps: int) -> bool:
@@ -263,7 +270,8 @@ class Pruner(TablePruner):
             self._keep(budget, step=step, threshold=float(self._cut(budget)))
         if left not in met:
             self._cut(left)
-        self.watch(step, left)
+        if self.watch is not None:
+            self.watch(step, left)
         return step >= self.steps
 
     def _cut(self, left: int) -> Tensor:
@@ -297,11 +305,18 @@ class LearnedPruner(TablePruner):
         for budget in self.budgets:
             if left <= budget and budget not in self.tickets:
                 self._keep(budget, step=step)
-        self.watch(step, left)
+        if self.watch is not None:
+            self.watch(step, left)
         return left <= self.budgets[-1]
 
     def _levels(self) -> dict[str, Tensor]:
-    XX
+        found = {}
+        for name, table in thresholded_tables(self.model).items():
+            levels: Any = table.levels  # rows of them, or one value for all
+            values = full_table(levels) if isinstance(levels, nn.Embedding) else levels.value
+            found[name] = values.detach().to("cpu", copy=True)  # a copy: training continues
+        return found
+
 
 def pruner_of(
     model: nn.Module,
@@ -323,21 +338,3 @@ def usual_interval(steps: int) -> int:
     (200, 2, 1)
     """
     return max(min(EVERY, steps // LOOKS), 1)
-
-
-def _level_values(levels: nn.Module) -> Tensor:
-    """Return the steps between two looks at the tables in a pruning of so many steps."""
-    if isinstance(levels, nn.Embedding):
-        return full_table(levels)
-    value: Tensor = levels.value  # type: ignore[assignment]  # a module's attribute may be anything
-    return value.detach()
-
-
-def _check(budgets: Sequence[int], total: int, every: int) -> None:
-    require(bool(budgets), "pruning needs at least one budget: how many entries are to be left")
-    require(budgets[-1] >= 1, f"a budget must be at least 1 entry, got {budgets[-1]}")
-    require(
-        budgets[0] < total,
-        f"a budget must be below the {total:,} entries that the tables have, got {budgets[0]:,}",
-    )
-    require(every >= 1, f"every must be at least 1 step, got every={every}")

@@ -1,12 +1,10 @@
-"""Which entries of a model's tables survive, and where they start: in memory and as a folder.
+"""Tickets: which entries of a model's tables survive and where they start, in memory and as a folder.
 
-ticket.json                   the tables by name, and facts
-tensors-<name>.safetensors    a mask for each table, and its first values and thresholds where there
-are any
+    ticket.json                   the tables by name, and facts
+    tensors-<name>.safetensors    a mask per table, with its first values and thresholds where there are any
 
-The largest entries of several tables: which ones they are, and how large the k-th of them is.
-
-All of it works on looked-up chunks on the tables' device, so that no copy of a table is made.
+`keep_largest` takes a ticket of the largest entries of several tables. It works on looked-up chunks on the tables' device:
+no copy of a table is made.
 """
 
 import os
@@ -230,12 +228,7 @@ def keep_largest(tables: Mapping[str, AnyTable], k: int, **facts: Any) -> Ticket
 
 @torch.no_grad()
 def row_chunks(table: AnyTable) -> Iterator[Tensor]:
-    """Yield the rows that a table hands out, some at a time; the padding row is zero.
-
-    >>> from torch import nn
-    >>> [chunk.shape for chunk in row_chunks(nn.Embedding(9, 4))]
-    [torch.Size([9, 4])]
-    """
+    """Yield the rows of a table in chunks; the padding row is zero."""
     ids = torch.arange(table.num_embeddings, device=home_of(table))
     for chunk in ids.split(CHUNK):
         rows = table(chunk)
