@@ -33,13 +33,7 @@ __all__ = [
 DESCRIPTION = "ticket.json"
 PARTS = ("kept", "start", "levels")
 """What a ticket may hold of a table; the mask is never missing."""
-FOLDER = TensorFolder(
-    "ticket",
-    DESCRIPTION,
-    ModelFileError,
-    "save the ticket again",
-    "facts must be what JSON can hold, and the folder one that you may write to",
-)
+FOLDER = TensorFolder("ticket", DESCRIPTION, ModelFileError, "save the ticket again")
 
 
 class Ticket:
@@ -132,8 +126,9 @@ def load_ticket(folder: str | os.PathLike[str]) -> Ticket:
     """
     description, tensors = FOLDER.read(folder)
     names, facts = description["ticket"], description.get("facts")
-    if not all(isinstance(name, str) for name in names) or not isinstance(facts, dict):
-        raise FOLDER.no_such_thing(folder)
+    are_names = isinstance(names, list) and all(isinstance(name, str) for name in names)
+    if not are_names or not isinstance(facts, dict):
+        raise FOLDER.not_described(folder)
     try:
         kept, start, levels = (
             {
