@@ -4,6 +4,7 @@ import json
 
 import pytest
 import torch
+from stored import sign
 from torch.testing import assert_close
 
 import rarebit as rb
@@ -254,9 +255,9 @@ def test_a_model_of_other_sets_is_refused(tmp_path):
 def change_description(folder, change):
     path = folder / "model.json"
     values = json.loads(path.read_text())
-    del values["description_sha256"]
     change(values)
     path.write_text(json.dumps(values))
+    sign(folder)
 
 
 @pytest.mark.parametrize(

@@ -251,7 +251,7 @@ def test_a_run_stopped_in_either_stage_goes_on_to_the_same_bits(tmp_path, by, st
     whole = run(settings, tmp_path / "whole")
     with pytest.raises(TrainingInterrupted):
         run(settings, tmp_path / "stopped", progress=StopAt(begun))
-    assert not (tmp_path / "stopped" / "weights.safetensors").exists()
+    assert not (tmp_path / "stopped" / "model.json").exists()
     assert (tmp_path / "stopped" / "checkpoints").exists() is (begun > 2)
     assert_same_run(run(settings, tmp_path / "stopped", resume=True), whole)
 
