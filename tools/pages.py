@@ -11,6 +11,7 @@ a range, an interval or a spread is shown. For a new figure write any number of 
 
 A comment above a table has one source per column, or `-` for a column of labels. Labels fill the sources: {0} is
 the first word of the labels of a row. Where a comment follows a label, its words are used instead.
+`<!-- figures as above -->` takes the sources of the table before.
 
     <!-- figures
     -
@@ -34,8 +35,10 @@ Options, each after ` | `:
     NAME                   another figure of the runs than auc; `decile 3`; `ledger NAME`
     alone                  an interval for this comparison alone; `one control` corrects as if all methods of the
                            study had this control; `averaged` is the interval of scores averaged over seeds
-    verdict, size, wins    a text in place of a number; so are `mean, wins` and `claim 0.001`, which judges a claim
+    model, seeds, size,
+    verdict, wins          a text in place of a number; so are `mean, wins` and `claim 0.001`, which judges a claim
     between LOW HIGH       the keys next to a stored value that hold its range
+    below KEY              the difference to the key next to a stored value
     max, * 100, / 1e6, round -3
 
 A number with four decimals must have a source.
@@ -66,7 +69,10 @@ SHAPE = re.compile(
     rf"|\s+\((?P<low>{NUMBER})\s+to\s+(?P<high>{NUMBER})\))?"
 )
 FIGURE = re.compile(rf"(?<![\w.])({SHAPE.pattern})(?P<comment>\)?<!--\s(?P<source>[^>]+?)\s-->)")
-TABLE = re.compile(r"(?<=^<!-- figures\n)(.*?)(\n-->\n)((?:\|[^\n]*\n)+)", re.MULTILINE | re.DOTALL)
+TABLE = re.compile(
+    r"^<!-- figures(?: as above -->|\n(?P<sources>.*?)\n-->)\n(?P<table>(?:\|[^\n]*\n)+)",
+    re.MULTILINE | re.DOTALL,
+)
 CODE = re.compile(r"^```.*?^```|`[^`\n]*`", re.MULTILINE | re.DOTALL)
 LABEL = "-"
 
@@ -95,18 +101,20 @@ def main() -> None:
 
 def refreshed(page: str) -> str:
     """Return a page with its figures written anew."""
-    new, end = "", 0
-    for table in TABLE.finditer(page):
-        header, rule, *rows = table[3].splitlines()
-        lines = [header, rule, *(_row(row, table[1].splitlines()) for row in rows)]
-        new += _text(page[end : table.start()]) + table[1] + table[2] + "\n".join(lines) + "\n"
-        end = table.end()
+    new, end, sources = "", 0, []
+    for found in TABLE.finditer(page):
+        sources = found["sources"].splitlines() if found["sources"] else sources
+        header, rule, *rows = found["table"].splitlines()
+        lines = [header, rule, *(_row(row, sources) for row in rows)]
+        new += _text(page[end : found.start()]) + page[found.start() : found.start("table")]
+        new += "\n".join(lines) + "\n"
+        end = found.end()
     return new + _text(page[end:])
 
 
 def problems_of(page: str) -> list[str]:
     """Return the numbers with four decimals without a source, and the sources without a number."""
-    rest = FIGURE.sub("", TABLE.sub("", CODE.sub("", page))).replace("<!-- figures\n", "")
+    rest = FIGURE.sub("", TABLE.sub("", CODE.sub("", page)))
     numbers = [f"{number} has no source" for number in re.findall(r"[-+]?\d\.\d{4}\b", rest)]
     return numbers + [f"{text} has no figure" for text in re.findall("<!--.*?-->", rest, re.DOTALL)]
 
@@ -204,8 +212,11 @@ def _of_file(address: str, options: Sequence[str], part: str) -> float:
     if part == "spread":
         last = f"{last}_spread" if f"{last}_spread" in place else last.replace("_auc", "_spread")
     for option in options:
-        if option.startswith("between ") and part != "mean":
-            last = option.split()[1 if part == "low" else 2]
+        name, *others = option.split()
+        if name == "between" and part != "mean":
+            last = others[0 if part == "low" else 1]
+        if name == "below":
+            return float(place[others[0]] - place[last])
     return float(_step(place, last))
 
 
@@ -271,6 +282,10 @@ def _as_text(source: str) -> str | None:
         name, _, number = option.partition(" ")
         if name == "size":
             return size(cells[0].runs(variant)[0]["table_bytes"])
+        if name == "model":
+            return f"`{cells[0].values['model']}`"
+        if name == "seeds":
+            return str(len(cells[0].runs(variant)))
         if name == "verdict":
             return _compared(cells[0], variant, control, options).verdict
         if name == "claim":
