@@ -8,11 +8,10 @@ import torch
 from capabilities import needs_cuda
 from hypothesis import strategies as st
 from methods.shrunk_models import FIELDS, deepfm
-from methods.training_data import rows_of, training_data
+from methods.training_data import rows_of, steps_before_changes, training_data
 from torch import Tensor, nn
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 from torch.nn.utils.parametrize import register_parametrization
-from torch.optim.optimizer import _global_optimizer_pre_hooks
 from torch.testing import assert_close
 
 import rarebit as rb
@@ -37,11 +36,11 @@ def rows_by_table(model: nn.Module) -> dict[str, Tensor]:
     return {site.info.name: full_table(site.table).detach().clone() for site in find_sites(model)}
 
 
-def after(model: nn.Module, train: rb.Dataset, c: float, num_steps: int = STEPS + 1) -> nn.Module:
+def after(model: nn.Module, train: rb.Dataset, c: float) -> nn.Module:
     """Return a copy of a model after a step at which rows are forgotten."""
     model = copy.deepcopy(model)
     forgetting = Forgetting(c=c).start(model, training_data(train))
-    forgetting.after_step(num_steps)
+    forgetting.between_epochs(2, torch.optim.SGD(model.parameters()))
     forgetting.close()
     return model
 
@@ -110,17 +109,8 @@ def test_by_hand():
     assert_close(model[0].weight.detach(), expected)
 
 
-def test_rows_are_forgotten_after_the_first_step_of_each_epoch_but_the_first():
-    model = deepfm()
-    forgetting = Forgetting().start(model, training_data(rows_of(64)))
-    changed = []
-    for num_steps in range(1, 3 * STEPS + 1):
-        before = weights(model)
-        forgetting.after_step(num_steps)
-        if any(not torch.equal(value, before[name]) for name, value in weights(model).items()):
-            changed.append(num_steps)
-    forgetting.close()
-    assert changed == [STEPS + 1, 2 * STEPS + 1]
+def test_rows_are_forgotten_before_each_epoch_but_the_first():
+    assert steps_before_changes(deepfm(), Forgetting().callback()) == [STEPS, 2 * STEPS]
 
 
 def test_with_c_zero_rows_stay_to_the_bit_and_the_optimizer_starts_again():
@@ -130,7 +120,7 @@ def test_with_c_zero_rows_stay_to_the_bit_and_the_optimizer_starts_again():
     model(train[:8]).sum().backward()
     optimizer.step()
     before = weights(model)
-    forgetting.after_step(STEPS + 1)
+    forgetting.between_epochs(2, optimizer)
     forgetting.close()
     assert all(torch.equal(value, before[name]) for name, value in weights(model).items())
     [stack] = model.backbone.tables.stacks
@@ -178,7 +168,7 @@ def test_the_optimizer_forgets_rows_and_nothing_else(tables, kind):
         optimizer.step()
         optimizer.zero_grad()
     before = copy.deepcopy(optimizer.state_dict()["state"])
-    forgetting.after_step(STEPS + 1)
+    forgetting.between_epochs(2, optimizer)
     forgetting.close()
     held = {id(parameter) for parameter in table_parameters(model).values()}
     order = [p for group in optimizer.param_groups for p in group["params"]]
@@ -202,7 +192,7 @@ def test_a_shrunk_row_forgets_its_own_part_and_the_prior_continues():
     own, shared = stack.inner.embedding.weight, next(stack.prior.parameters())
     before, of_prior = own.detach().clone(), shared.detach().clone()
     state = {key: value.clone() for key, value in optimizer.state[shared].items()}
-    forgetting.after_step(STEPS + 1)
+    forgetting.between_epochs(2, optimizer)
     forgetting.close()
     seen = torch.cat(list(train.counts().values())).unsqueeze(1)
     padding = 20
@@ -306,16 +296,12 @@ def test_an_optimizer_without_the_tables_is_refused():
     assert all(torch.equal(value, before[name]) for name, value in weights(model).items())
 
 
-def test_what_cannot_be_done_is_refused_and_leaves_nothing():
-    hooks = len(_global_optimizer_pre_hooks)
+def test_what_cannot_be_done_is_refused():
     other = rb.Dataset.from_columns({"place": torch.arange(64)}, label=torch.arange(64) % 2)
-    with pytest.raises(DataError, match="forgetting changes rows after the first step of an epoch"):
-        Forgetting().start(deepfm(), training_data(rows_of(8)))
     with pytest.raises(UnsupportedTableError, match="no table of this model stores rows"):
         Forgetting().start(nn.Linear(2, 2), training_data(rows_of(64)))
     with pytest.raises(DataError, match="no counts for 'user', only for"):
         Forgetting().start(Scorer(sparse=False), training_data(other))
-    assert len(_global_optimizer_pre_hooks) == hooks
 
 
 @hypothesis.given(
@@ -500,7 +486,7 @@ def test_of_several_optimizers_the_one_of_the_tables_starts_again():
     model(train[:8]).sum().backward()
     for optimizer in optimizers:
         optimizer.step()
-    forgetting.after_step(STEPS + 1)
+        forgetting.between_epochs(2, optimizer)
     forgetting.close()
     of_network, of_tables = (optimizer.state for optimizer in optimizers)
     assert all(bool(of_network[p]["step"].any()) for p in network)

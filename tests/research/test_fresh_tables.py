@@ -5,12 +5,12 @@ import copy
 import pytest
 import torch
 from methods.shrunk_models import deepfm
-from methods.training_data import rows_of, training_data
+from methods.training_data import rows_of, steps_before_changes, training_data
 from torch import Tensor, nn
 from torch.testing import assert_close
 
 import rarebit as rb
-from rarebit.errors import DataError, UnsupportedTableError
+from rarebit.errors import UnsupportedTableError
 from rarebit.models.deepfm import DeepFM
 from rarebit.research.fresh_tables import FreshTables
 from rarebit.tables.find import table_parameters
@@ -32,26 +32,17 @@ def padded() -> nn.Module:
     return model
 
 
-def drawn(model: nn.Module, keep: float, num_steps: int = STEPS + 1) -> dict[str, Tensor]:
-    """Return the weights of a copy after a step at which rows are drawn."""
+def drawn(model: nn.Module, keep: float, epoch: int = 2) -> dict[str, Tensor]:
+    """Return the weights of a copy whose rows are drawn before an epoch."""
     model = copy.deepcopy(model)
     fresh = FreshTables(keep=keep).start(model, training_data(rows_of(64)))
-    fresh.after_step(num_steps)
+    fresh.between_epochs(epoch, torch.optim.SGD(model.parameters()))
     fresh.close()
     return weights(model)
 
 
-def test_rows_are_drawn_after_the_first_step_of_each_epoch_but_the_first():
-    model = deepfm()
-    fresh = FreshTables().start(model, training_data(rows_of(64)))
-    changed = []
-    for num_steps in range(1, 3 * STEPS + 1):
-        before = weights(model)
-        fresh.after_step(num_steps)
-        if any(not torch.equal(value, before[name]) for name, value in weights(model).items()):
-            changed.append(num_steps)
-    fresh.close()
-    assert changed == [STEPS + 1, 2 * STEPS + 1]
+def test_rows_are_drawn_before_each_epoch_but_the_first():
+    assert steps_before_changes(deepfm(), FreshTables().callback()) == [STEPS, 2 * STEPS]
 
 
 def test_fresh_rows_are_like_the_first_ones_and_the_network_stays():
@@ -63,7 +54,7 @@ def test_fresh_rows_are_like_the_first_ones_and_the_network_stays():
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(3.0)
-    fresh.after_step(STEPS + 1)
+    fresh.between_epochs(2, torch.optim.SGD(model.parameters()))
     fresh.close()
     tables = set(table_parameters(model))
     for name, value in weights(model).items():
@@ -90,7 +81,7 @@ def test_draws_depend_on_seed_and_epoch_alone():
     first = drawn(model, 0.0)
     torch.rand(7)
     assert all(torch.equal(value, first[name]) for name, value in drawn(model, 0.0).items())
-    second = drawn(model, 0.0, 2 * STEPS + 1)
+    second = drawn(model, 0.0, epoch=3)
     tables = set(table_parameters(model))
     assert not any(torch.equal(second[name], first[name]) for name in tables)
 
@@ -98,7 +89,7 @@ def test_draws_depend_on_seed_and_epoch_alone():
 def test_padding_stays_zero_and_tables_can_be_changed_afterwards():
     model = padded()
     fresh = FreshTables().start(model, training_data(rows_of(64)))
-    fresh.after_step(STEPS + 1)
+    fresh.between_epochs(2, torch.optim.SGD(model.parameters()))
     fresh.close()
     padding = model.backbone.tables.tables()[1].weight[0]
     assert not bool(padding.any())
@@ -116,7 +107,7 @@ def test_the_optimizer_forgets_rows_and_nothing_else(tables, kind):
         optimizer.step()
         optimizer.zero_grad()
     before = {name: before_of(optimizer, p) for name, p in model.named_parameters()}
-    fresh.after_step(STEPS + 1)
+    fresh.between_epochs(2, optimizer)
     fresh.close()
     held = {id(parameter) for parameter in table_parameters(model).values()}
     for name, parameter in model.named_parameters():
@@ -139,7 +130,7 @@ def trained(model: nn.Module, keep: float) -> torch.optim.Optimizer:
     fresh = FreshTables(keep=keep).start(model, training_data(train))
     model(train[:8]).sum().backward()
     optimizer.step()
-    fresh.after_step(STEPS + 1)
+    fresh.between_epochs(2, optimizer)
     fresh.close()
     return optimizer
 
@@ -173,7 +164,5 @@ def test_where_all_is_kept_the_optimizer_goes_on():
 
 
 def test_what_cannot_be_done_is_refused():
-    with pytest.raises(DataError, match="after the first step of an epoch, and an epoch has only"):
-        FreshTables().start(deepfm(), training_data(rows_of(8)))
     with pytest.raises(UnsupportedTableError, match="no table of this model stores rows"):
         FreshTables().start(nn.Linear(2, 2), training_data(rows_of(64)))

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import rarebit as rb
+from rarebit.callbacks import Callback
 from rarebit.errors import DataError, UnsupportedTableError
 from rarebit.research.group_stopping import GroupStopping, frequency_groups
 
@@ -79,7 +80,7 @@ def trained(model: nn.Module, valid: rb.Dataset, break_after: int | None = None)
             stopping = GroupStopping().start(model, data)
             stopping.load_state_dict(state)
     last = rows_by_field(model)
-    stopping.finish()
+    stopping.end()
     expected = {}
     for name, rows in last.items():
         expected[name] = rows.clone()
@@ -126,14 +127,16 @@ def test_training_is_not_disturbed():
     for watched in (True, False):
         torch.manual_seed(0)
         model = deepfm()
-        stopping = GroupStopping().start(model, training_data(train, valid)) if watched else None
+        steps = Callback()
+        if watched:
+            steps.after_step = GroupStopping().start(model, training_data(train, valid)).after_step
         rb.fit(
             model,
             train,
             batch_size=8,
             epochs=2,
             lr=0.01,
-            after_step=None if stopping is None else stopping.after_step,
+            callbacks=[steps],
             progress=False,
         )
         models.append(model)
@@ -142,7 +145,7 @@ def test_training_is_not_disturbed():
 
 
 def test_what_cannot_be_done_is_refused():
-    with pytest.raises(DataError, match="looks at validation rows of each group, and there are"):
+    with pytest.raises(DataError, match="needs validation rows, and there are none"):
         GroupStopping().start(deepfm(), training_data(rows_of(64)))
     hashed = deepfm(rb.Hashing(buckets=4))
     with pytest.raises(UnsupportedTableError, match=r"takes plain tables .* got 'backbone\.tables"):

@@ -10,9 +10,10 @@ from torch import Tensor, nn
 from torch.testing import assert_close
 
 import rarebit as rb
+from rarebit.callbacks import Callback
 from rarebit.data.dataset import Dataset
 from rarebit.errors import UnsupportedTableError
-from rarebit.research._lookup_shares import OpenShares, find_lookups
+from rarebit.research._neighbours import OpenShares, find_lookups
 from rarebit.research.id_dropout import IdDropout
 
 LOOKUPS = 20_000
@@ -126,7 +127,8 @@ def test_the_gradient_of_a_dropped_lookup_goes_to_the_unknown_row():
 
 def test_the_unknown_row_is_trained_with_the_model():
     model, train = deepfm(), rows_of(64)
-    dropping = IdDropout(c=50.0).start(model, training_data(train))
+    dropping, steps = IdDropout(c=50.0).start(model, training_data(train)), Callback()
+    steps.after_step = dropping.after_step
     rb.fit(
         model,
         train,
@@ -134,7 +136,7 @@ def test_the_unknown_row_is_trained_with_the_model():
         batch_size=8,
         epochs=2,
         lr=0.01,
-        after_step=dropping.after_step,
+        callbacks=[steps],
         progress=False,
     )
     assert bool(model.backbone.tables.stacks[0].unknown.rows.any(dim=1).all())
@@ -145,5 +147,7 @@ def test_the_unknown_row_is_trained_with_the_model():
 
 def test_a_bag_is_refused():
     model = nn.ModuleDict({"user": nn.EmbeddingBag(4, 3)})
-    with pytest.raises(UnsupportedTableError, match="'user' pools its rows itself, so there is no"):
+    with pytest.raises(
+        UnsupportedTableError, match="'user' pools its rows, so single rows are out of reach"
+    ):
         IdDropout().start(model, training_data(seen([1, 1, 1, 1])))

@@ -1,16 +1,14 @@
-"""Frequency decay: rows of rare ids are held near zero, by how often they were seen (a neighbour of `shrinkage`).
+"""Frequency decay: weight decay that is stronger on the rows of rare ids (a neighbour of `shrinkage`).
 
     loss = loss of the model + strength / 2 · mean over the batch of  sum over its values i of  s_i ||e(i)||²
 
     s_i    c / (n_i + c): near one for a rare id, near zero for a frequent one
     n_i    how often training saw the id
-    e(i)   the row that is looked up
+    e(i)   the looked-up row
 
-It is the exact gradient of that loss, added to the gradient of each looked-up row; so an optimizer treats it as
-it treats the loss. Unlike shrinkage it works through the optimizer, step by step: how far a rare row is held
-back depends on the learning rate and on how long it is trained, and an id that is never seen stays as it was drawn.
-
-Not by itself: it is there to be compared with.
+The exact gradient of this term is added to the gradient of each looked-up row. Unlike shrinkage it works through the
+optimizer, step by step: the effect on a rare row depends on the learning rate and the length of training, and an id that is
+never seen keeps its initial row. Only for comparisons.
 """
 
 import math
@@ -23,8 +21,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from rarebit.callbacks import Callback, TrainingData
-from rarebit.research._lookup_shares import OpenShares, find_lookups
-from rarebit.research._neighbours import Neighbour
+from rarebit.research._neighbours import Neighbour, OpenShares, find_lookups
 from rarebit.settings import check_types, require
 
 __all__ = ["FrequencyDecay"]
@@ -32,22 +29,20 @@ __all__ = ["FrequencyDecay"]
 
 @dataclass(frozen=True, kw_only=True)
 class FrequencyDecay(Neighbour):
-    """Add the squares of looked-up rows to the loss, those of rare ids with the most weight.
+    """Add the squares of looked-up rows to the loss, with the most weight on rare ids.
 
     >>> FrequencyDecay(strength=0.01)
     FrequencyDecay(strength=0.01, c=10.0)
     """
 
     title: ClassVar[str] = "weight decay on looked-up rows, stronger on rare ids"
-    paper: ClassVar[str] = "none: L2 regularisation by how often an id was seen"
+    paper: ClassVar[str] = "none: L2 regularization by how often training saw an id"
     control: ClassVar[str] = "baseline"
     cost: ClassVar[str] = (
-        "a step looks up one number beside each row and adds a multiple of the row to its gradient; tables "
-        "are served as they are"
+        "a step looks up one extra number per row and adds a multiple of the row to its gradient; nothing at "
+        "inference"
     )
-    applies: ClassVar[str] = (
-        "beside shrinkage, to tell rows that count less from rows that are held small; not by itself"
-    )
+    applies: ClassVar[str] = "to compare small rare rows with shrunk ones in a study"
     knobs: ClassVar[Mapping[str, tuple[object, ...]]] = {
         "strength": (0.01, 0.1, 0.001, 1.0),
         "c": (10.0, 100.0, 1.0),
@@ -57,9 +52,9 @@ class FrequencyDecay(Neighbour):
     )
 
     strength: float = 0.01
-    """What the squares are multiplied by, of an id that was never seen."""
+    """The factor of the squares for an id that training never saw."""
     c: float = 10.0
-    """How often an id must be seen for half of that."""
+    """How often training must see an id to halve that factor."""
 
     def __post_init__(self) -> None:
         check_types(self)
@@ -70,18 +65,15 @@ class FrequencyDecay(Neighbour):
             )
 
     def callback(self) -> "_Decaying":
-        """Return what decays looked-up rows, by how often the training rows have them."""
+        """Return the callback that decays looked-up rows."""
         return _Decaying(self)
 
 
 class _Decaying(Callback):
-    """Adds to the gradients of rows on their way back from the network."""
-
     def __init__(self, method: FrequencyDecay) -> None:
         self.method = method
 
     def start(self, model: nn.Module, data: TrainingData) -> None:
-        """Put hooks on all lookups."""
         counts = data.train.counts()
         self.handles = [
             place.module.register_forward_hook(
@@ -91,27 +83,26 @@ class _Decaying(Callback):
         ]
 
     def close(self) -> None:
-        """Leave gradients as they are without it."""
         for handle in self.handles:
             handle.remove()
         self.handles = []
 
 
 def _hook(open_shares: OpenShares, strength: float) -> Any:
-    def hold(module: nn.Module, args: tuple[Tensor, ...], rows: Tensor) -> Tensor:
+    def decay(module: nn.Module, args: tuple[Tensor, ...], rows: Tensor) -> Tensor:
         if not (module.training and torch.is_grad_enabled()):
             return rows
         ids = args[0]
-        # the loss is a mean over the batch, and so is what is added to it
+        # the loss is a mean over the batch, and so is the added term
         factors = open_shares(ids).mul_(strength / len(ids)).to(rows.dtype)
-        held: Tensor = _Held.apply(rows, factors.unsqueeze(-1))  # type: ignore[no-untyped-call]  # torch leaves it untyped
-        return held
+        decayed: Tensor = _Decayed.apply(rows, factors.unsqueeze(-1))  # type: ignore[no-untyped-call]  # torch leaves it untyped
+        return decayed
 
-    return hold
+    return decay
 
 
-class _Held(torch.autograd.Function):
-    """The rows as they are, with a multiple of them added to their gradient."""
+class _Decayed(torch.autograd.Function):
+    """The same rows; the backward pass adds a multiple of them to their gradient."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, factors: Tensor) -> Tensor:
