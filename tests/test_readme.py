@@ -19,6 +19,8 @@ OTHERS = {*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")} - {README}
 PAGES = [README, *sorted(OTHERS)]  # the README even where it is missing: that must fail
 LANGUAGES = {"bash", "bibtex", "console", "diff", "json", "python", "text", "toml"}
 
+CODE = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)
+
 each_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 
 
@@ -156,6 +158,12 @@ def test_toml_blocks_parse(page):
 def test_named_make_targets_exist(page):
     targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text("utf-8"), re.MULTILINE))
     assert named_targets(page.read_text("utf-8")) - targets == set()
+
+
+@each_page
+def test_links_lead_somewhere(page):
+    links = re.findall(r"\]\((?!https?://)([^)#]+)", CODE.sub("", page.read_text("utf-8")))
+    assert [link for link in links if not (page.parent / link).exists()] == []
 
 
 @each_page

@@ -14,7 +14,7 @@ from _common import BLUE, mean, print_table, quieten, summary
 from torch import nn
 
 import rarebit as rb
-from rarebit.diagnosis.measure import spearman
+from rarebit.diagnosis.rows import spearman
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

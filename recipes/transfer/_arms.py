@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 import rarebit as rb
-from rarebit.transfer.harmless_transfer import TransferRule
+from rarebit.transfer.lexico import TransferRule
 from rarebit.transfer.losses import TransferLoss
 
 __all__ = ["ARMS", "Arm"]

@@ -26,8 +26,8 @@ from rarebit.methods.mlet import MLET
 from rarebit.methods.multi_embedding import MultiEmbedding
 from rarebit.methods.quantize import Quantize
 from rarebit.methods.shrinkage import Shrinkage
-from rarebit.pruning._budget import set_threshold_, take_ticket
-from rarebit.pruning._prune import LearnedPruner, Pruner, Pruning, prune, retrain
+from rarebit.pruning._prune import Pruning, prune, retrain
+from rarebit.pruning._thresholds import LearnedPruner, Pruner, set_threshold_, take_ticket
 from rarebit.pruning._ticket import Ticket, load_ticket, save_ticket
 from rarebit.pruning.masked import Masked
 from rarebit.pruning.pep import PEP

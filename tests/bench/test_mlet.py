@@ -6,8 +6,8 @@ import torch
 import rarebit as rb
 from rarebit.bench import mlet
 from rarebit.bench._frame import measure
-from rarebit.diagnosis.reweighting import factorized_tables
 from rarebit.methods.mlet import MLET
+from rarebit.research import factorized_tables
 
 
 @pytest.fixture

@@ -8,9 +8,10 @@ import typer
 from rich.console import Console
 
 import rarebit as rb
-from rarebit.cli import compare as shown_study
+from rarebit.cli import show
 from rarebit.cli.app import app
-from rarebit.cli.compare import BarStudy, show_study
+from rarebit.cli.compare import show_study
+from rarebit.cli.show import StudyBars
 from rarebit.study.results import CellResult, StudyResult, read_result
 from rarebit.study.runs import RunRecord
 
@@ -36,7 +37,7 @@ def test_a_comparison_is_printed_kept_and_shown_again(call):
         assert line in err  # which run is the last to finish is not said
     assert "missing" not in out
     folder = "studies/fm-synthetic"
-    assert f"Kept in {folder}. To see it again:" in out
+    assert f"Saved in {folder}. To show it again:" in out
     result = read_result(folder)
     [side] = result.cells[0].methods
     assert f"{side.runs[0].parameters:,}" in out
@@ -65,7 +66,7 @@ def test_a_comparison_is_printed_kept_and_shown_again(call):
 
     code, _, err = call(*command, "--no-resume")
     assert (code, err.count("\n")) == (2, 1)
-    assert f"'{folder}' holds runs already; go on with them, or choose another" in err
+    assert f"'{folder}' holds runs already; resume them, or choose another" in err
     assert call(*command, "--no-resume", "--out", "new", *AT_ONCE)[0] == 0
 
 
@@ -75,7 +76,7 @@ def test_runs_that_are_missing_are_told(call):
     assert "missing: baseline, seed 0: not run yet" in out
     assert out.count("\nmissing: ") == 5
     assert "and 1 more" in out
-    assert "Some runs are missing: the same command makes them." in out
+    assert "Some runs are missing: repeat the command to run them." in out
 
 
 PLAN = """
@@ -121,7 +122,7 @@ def test_several_models_and_a_setting_for_all(call):
 
 BASELINE = ["compare", "--methods", "baseline"]
 MISTAKES = {
-    "nothing": (["compare"], "say what to compare: --methods"),
+    "nothing": (["compare"], "nothing to compare; give --methods"),
     "model": ([*BASELINE, "--model", "deepfn"], "unknown model 'deepfn'; did you mean 'deepfm'?"),
     "method": (["compare", "--methods", "lowrank"], "did you mean 'low-rank'?"),
     "pair": (["compare", "--methods", "low-rank+hashing"], "low-rank+hashing is refused: "),
@@ -202,8 +203,8 @@ def record(seed):
 @pytest.mark.parametrize("terminal", [True, False])
 def test_bars_show_the_runs_under_way(monkeypatch, capsys, terminal):
     errors = Console(stderr=True, highlight=False, force_terminal=terminal, width=120)
-    monkeypatch.setattr(shown_study, "errors", errors)
-    with BarStudy() as bars:
+    monkeypatch.setattr(show, "errors", errors)
+    with StudyBars() as bars:
         bars.plan(3, 1)
         bars.start("baseline, seed 0")
         bars.start("baseline, seed 1")

@@ -67,7 +67,7 @@ def test_a_log_is_prepared_by_naming_its_label(call, log):
     out = prepare(call, log, "--label", "click", "--out", "data/clicks")
     for column, kind in (("user", "categorical"), ("tags", "multi"), ("price", "numeric")):
         assert any(line.split()[:2] == [column, kind] for line in out.splitlines()), column
-    assert "300 rows read = 300 encoded + 0 set aside." in out
+    assert "300 rows read = 300 encoded + 0 skipped." in out
     assert "train --data data/clicks\n" in out
     data = rb.Dataset.open("data/clicks", verify=True)
     assert [len(data), *map(len, data.splits)] == [300, 240, 30, 30]
@@ -193,7 +193,7 @@ def test_files_may_be_split_already(call, log):
     out = prepare(
         call, "t.csv", "--valid", "v.csv", "--test", "e.csv", "--label", "click", "--out", "here"
     )
-    assert "as the files say" in out
+    assert "given by the files" in out
     parts = rb.Dataset.open("here").splits
     assert list(map(len, parts)) == [200, 50, 50]
     assert parts.test.label.int().tolist() == [int(row[-1]) for row in rows[250:]]
@@ -232,7 +232,7 @@ def test_bad_rows_are_set_aside_and_add_up(call, log):
     call("data", "schema", log, "--label", "click", "--out", "s.toml")
     Path(log).write_text(with_bad_rows())
     out = prepare(call, log, "--schema", "s.toml", "--bad-rows", "aside", "--out", "here")
-    assert "300 rows read = 297 encoded + 3 set aside." in out
+    assert "300 rows read = 297 encoded + 3 skipped." in out
     assert "here/bad_rows.jsonl" in out
     lines = [json.loads(line) for line in Path("here/bad_rows.jsonl").read_text().splitlines()]
     assert sorted(line["line"] for line in lines) == [5, 6, 9]
@@ -260,7 +260,7 @@ def test_well_known_sets_are_prepared_from_their_files(call):
     text = "".join("\t".join([str(i % 2), *row[1:]]) + "\n" for i in range(40)) + "broken\n"
     Path("raw/train.txt").write_text(text)
     out = prepare(call, "--source", "criteo", "--from", "raw", "--out", "criteo")
-    assert "41 rows read = 40 encoded + 1 set aside." in out
+    assert "41 rows read = 40 encoded + 1 skipped." in out
     assert "Prepared from criteo." in out
     assert "Numbers become categories" in " ".join(out.split())
     assert len(rb.Dataset.open("criteo").schema.fields) == 39
@@ -281,7 +281,7 @@ def test_show_prints_what_was_prepared_and_verifies_it(call, log):
     printed = prepare(call, log, "--label", "click", "--out", "here")
     code, out, _ = call("data", "show", "here", "--verify")
     assert code == 0
-    assert "All files are as they were written." in out
+    assert "All checksums match." in out
     for line in out.splitlines()[:-1]:
         assert line in printed
     path = Path("here/ids.npy")
@@ -308,7 +308,7 @@ LABELLED = [*LOG, "--label", "click"]
 SCHEMA = ["data", "prepare", "clicks.csv", "--out", "x", "--schema", "given.toml"]
 SOURCE = ["data", "prepare", "--source", "criteo", "--from", ".", "--out", "x"]
 MISTAKES = {
-    "no log": (["data", "prepare", "--label", "click", "--out", "x"], "which log?"),
+    "no log": (["data", "prepare", "--label", "click", "--out", "x"], "no log; give a file"),
     "missing": (["data", "prepare", "no.csv", "--label", "y", "--out", "x"], "'no.csv' does not exist"),
     "no name": (["data", "prepare", "a.docx", "--label", "y", "--out", "x"], "cannot tell what 'a.docx' is"),
     "folder": (["data", "prepare", "folder", "--label", "y", "--out", "x"], "'folder' has no file of a log"),
@@ -316,29 +316,29 @@ MISTAKES = {
     "header": (["data", "prepare", "head.csv", "--label", "click", "--out", "x"], "'head.csv' has no rows"),
     "no label": (LOG, "which column is the label?"),
     "label": ([*LOG, "--label", "clik"], "no column 'clik' for the label; did you mean 'click'?"),
-    "no out": (["data", "prepare", "clicks.csv", "--label", "click"], "Give the folder to make: --out"),
+    "no out": (["data", "prepare", "clicks.csv", "--label", "click"], "give the folder to create: --out"),
     "split": ([*LABELLED, "--split", "tme"], "unknown split 'tme'; did you mean 'time'?"),
-    "time by": ([*LABELLED, "--split", "time"], "--split time goes by a column; name it: --by"),
-    "given by": ([*LABELLED, "--split", "given"], "--split given goes by a column; name it: --by"),
-    "only by": ([*LABELLED, "--by", "ts"], "--by ts needs a split that goes by a column"),
+    "time by": ([*LABELLED, "--split", "time"], "--split time needs a column: --by"),
+    "given by": ([*LABELLED, "--split", "given"], "--split given needs a column: --by"),
+    "only by": ([*LABELLED, "--by", "ts"], "--by ts needs a split by a column"),
     "by": ([*LABELLED, "--split", "user", "--by", "usr"], "did you mean 'user'?"),
-    "shares": ([*LABELLED, "--shares", "0.8,x"], "--shares takes three numbers, as 0.8,0.1,0.1; got '0.8,x'"),
+    "shares": ([*LABELLED, "--shares", "0.8,x"], "--shares takes three numbers, such as 0.8,0.1,0.1; got '0.8,x'"),
     "sum": ([*LABELLED, "--shares", "0.8,0.1,0.2"], "three parts that add up to 1"),
     "bad rows": ([*LABELLED, "--bad-rows", "keep"], "--bad-rows must be stop or aside, got 'keep'"),
-    "from": ([*LABELLED, "--from", "."], "--from has no place beside a log of your own"),
-    "protocol": ([*LABELLED, "--protocol", "pep"], "--protocol has no place beside a log"),
-    "valid": ([*LABELLED, "--valid", "clicks.csv", "--split", "order"], "--split has no place beside --valid"),
+    "from": ([*LABELLED, "--from", "."], "--from cannot be combined with your own log"),
+    "protocol": ([*LABELLED, "--protocol", "pep"], "--protocol cannot be combined with your own log"),
+    "valid": ([*LABELLED, "--valid", "clicks.csv", "--split", "order"], "--split cannot be combined with --valid"),
     "no valid": ([*LABELLED, "--valid", "no.csv"], "'no.csv' does not exist"),
-    "both": ([*SCHEMA, "--label", "click"], "--label has no place beside --schema"),
+    "both": ([*SCHEMA, "--label", "click"], "--label cannot be combined with --schema"),
     "no schema": ([*LOG, "--schema", "no.toml"], "'no.toml' does not exist"),
     "no TOML": ([*LOG, "--schema", "clicks.csv"], "'clicks.csv' is not valid TOML"),
     "source": (["data", "prepare", "--source", "frape", "--from", ".", "--out", "x"], "did you mean 'frappe'?"),
-    "no from": (["data", "prepare", "--source", "criteo", "--out", "x"], "Give their folder: --from"),
+    "no from": (["data", "prepare", "--source", "criteo", "--out", "x"], "--source needs the folder of its files: --from"),
     "files": (["data", "prepare", "--source", "frappe", "--from", ".", "--out", "x"], "needs frappe.csv"),
-    "log and source": ([*SOURCE, "clicks.csv"], "a log has no place beside --source"),
-    "split and source": ([*SOURCE, "--split", "order"], "--split has no place beside --source"),
-    "seed and source": ([*SOURCE, "--seed", "1"], "--seed has no place beside --source"),
-    "test and source": ([*SOURCE, "--test", "a.csv"], "--test has no place beside --source"),
+    "log and source": ([*SOURCE, "clicks.csv"], "a log cannot be combined with --source"),
+    "split and source": ([*SOURCE, "--split", "order"], "--split cannot be combined with --source"),
+    "seed and source": ([*SOURCE, "--seed", "1"], "--seed cannot be combined with --source"),
+    "test and source": ([*SOURCE, "--test", "a.csv"], "--test cannot be combined with --source"),
     "show": (["data", "show", "folder"], "'folder' holds no prepared log"),
     "schema of nothing": (["data", "schema", "no.csv", "--label", "y"], "'no.csv' does not exist"),
     "schema to nowhere": (
@@ -351,7 +351,7 @@ MISTAKES = {
 
 
 @pytest.mark.parametrize(("words", "message"), MISTAKES.values(), ids=MISTAKES)
-def test_a_mistake_is_one_paragraph_and_exit_code_2(call, log, words, message):
+def test_a_mistake_is_one_line_and_exit_code_2(call, log, words, message):
     Path("folder").mkdir()
     Path("empty.csv").touch()
     Path("head.csv").write_text("user,click\n")
@@ -511,7 +511,7 @@ def test_raw_rows_are_scored(call, log):
         assert [row["line"] for row in csv.DictReader(file)] == ["2", "3"]
     Path("one.csv").write_text("item,user,tags,price\ni1,u1,a|z,3\n")
     code, out, _ = call("predict", "--model", "run", "--input", "one.csv", "--out", "scores.csv")
-    assert (code, "1 row read = 1 scored + 0 set aside.\n1 score in scores.csv" in out) == (0, True)
+    assert (code, "1 row read = 1 scored + 0 skipped.\n1 score in scores.csv" in out) == (0, True)
     code, out, _ = call("predict", "--model", "run", "--input", log)
     assert (code, "AUC" in out, "unknown values" in out) == (0, True, True)
     assert "To keep the scores: --out scores.csv" in out
@@ -529,8 +529,8 @@ def test_rows_that_cannot_be_scored_are_told(call, log):
     assert not list(Path.cwd().glob("scores*"))
     code, out, _ = call(*words, "--bad-rows", "aside")
     assert code == 0
-    assert "300 rows read = 297 scored + 3 set aside." in out
-    assert "Set aside in scores.csv.bad_rows.jsonl." in out
+    assert "300 rows read = 297 scored + 3 skipped." in out
+    assert "Skipped rows, written to scores.csv.bad_rows.jsonl." in out
     lines = Path("scores.csv.bad_rows.jsonl").read_text().splitlines()
     assert sorted(json.loads(line)["line"] for line in lines) == [5, 6, 9]
 
@@ -569,7 +569,7 @@ def interrupt(folder, pattern, *words):
 def test_an_interrupted_preparation_leaves_nothing(tmp_path, long_log):
     words = ["data", "prepare", long_log, "--label", "click", "--out", "here"]
     code, err = interrupt(tmp_path, ".here.*", *words)
-    assert (code, err) == (130, "rarebit: stopped; nothing unfinished is left behind\n")
+    assert (code, err) == (130, "rarebit: stopped; no unfinished output is left behind\n")
     assert [path.name for path in tmp_path.iterdir()] == [long_log]
 
 
@@ -579,5 +579,5 @@ def test_interrupted_scoring_leaves_nothing(call, log, long_log, tmp_path):
     train(call, "--data", "here", "--out", "run")
     words = ["predict", "--model", "run", "--input", long_log, "--out", "scores.csv"]
     code, err = interrupt(tmp_path, "scores.csv.partial", *words)
-    assert (code, err) == (130, "rarebit: stopped; nothing unfinished is left behind\n")
+    assert (code, err) == (130, "rarebit: stopped; no unfinished output is left behind\n")
     assert not list(tmp_path.glob("scores*"))

@@ -9,6 +9,7 @@ import torch
 import typer
 from rich.console import Console
 from safetensors.torch import save_file
+from stored import tensors_file
 from torch import nn
 
 import rarebit as rb
@@ -87,11 +88,11 @@ def test_plots_can_be_left_out(call, trained, tmp_path):
 
 
 def test_a_file_of_weights_is_enough(call, trained, tmp_path):
-    out, _ = call(trained / "weights.safetensors")
+    out, _ = call(tensors_file(trained))
     assert "stacks.0" in out
     assert "Training counts are not known" in out
     assert f"diagnose {trained}" in out
-    alone = shutil.copy(trained / "weights.safetensors", tmp_path)
+    alone = shutil.copy(tensors_file(trained), tmp_path)
     out, _ = call(alone)
     assert "To see each field" not in out
 
@@ -138,18 +139,18 @@ def test_what_is_neither_run_nor_file_is_told(call, copied, tmp_path):
     with pytest.raises(ModelFileError, match="nowhere' does not exist"):
         call(tmp_path / "nowhere")
     (tmp_path / "empty").mkdir()
-    with pytest.raises(ModelFileError, match=r"holds no saved model: model\.json is missing"):
+    with pytest.raises(ModelFileError, match=r"holds no model: model\.json is missing"):
         call(tmp_path / "empty")
     with pytest.raises(ModelFileError, match="is no safetensors file, or a damaged one"):
         call(copied / "model.json")
-    with pytest.raises(SettingsError, match="--data goes with the folder of a run"):
-        call(copied / "weights.safetensors", "--data", tmp_path)
+    with pytest.raises(SettingsError, match="--data needs the folder of a run"):
+        call(tensors_file(copied), "--data", tmp_path)
     with pytest.raises(DataError, match="holds no prepared log"):
         call(copied, "--data", tmp_path / "empty")
 
 
 def test_damaged_runs_and_files_are_told(call, copied):
-    weights = copied / "weights.safetensors"
+    weights = tensors_file(copied)
     weights.write_bytes(weights.read_bytes()[:-100])
     with pytest.raises(ModelFileError, match="is damaged or belongs to another save"):
         call(copied)

@@ -53,7 +53,7 @@ def test_budgets_are_met_printed_and_kept(call):
     names = {path.name for path in folder.iterdir()}
     assert names == {"prune.json", "pruning", "unpruned", "3000", "500", "insight"}
     assert [path.name for path in (folder / "insight").iterdir()] == ["insight.json"]
-    assert "Which rows kept how much: insight.json in" in out
+    assert "How much each row kept: insight.json in" in out
     settings, pruning = read_prune(folder)
     assert (settings.model, settings.training.seed, settings.training.epochs) == ("fm", 3, 1)
     assert pruning.budgets == (3000, 500)
@@ -128,11 +128,11 @@ WRONG = {
     "two kinds": (["--budgets", "9", "--sparsity", "0.9"], "got budgets and sparsity"),
     "too large": (["--budgets", TOTAL], f"a budget must be below the {TOTAL:,} entries"),
     "none left": (["--budgets", "0"], "a budget must be at least 1 entry, got 0"),
-    "no number": (["--budgets", "9,many"], "--budgets takes numbers with commas between them"),
-    "a fraction": (["--budgets", "9.5"], "--budgets takes numbers with commas between them"),
-    "nothing": (["--budgets", ""], "--budgets takes numbers with commas between them"),
+    "no number": (["--budgets", "9,many"], "--budgets takes numbers separated by commas"),
+    "a fraction": (["--budgets", "9.5"], "--budgets takes numbers separated by commas"),
+    "nothing": (["--budgets", ""], "--budgets takes numbers separated by commas"),
     "no share": (["--sparsity", "1.5"], "sparsity must lie in (0, 1), got sparsity=1.5"),
-    "no size": (["--bytes", "2XB"], "--bytes takes numbers with commas between them, got '2XB'"),
+    "no size": (["--bytes", "2XB"], "--bytes takes numbers separated by commas, got '2XB'"),
     "too small": (["--bytes", "1kB"], "before the first entry is kept; allow more bytes"),
     "no start": (["--budgets", "9", "--start", "build"], "start"),
     "no epochs": (["--budgets", "9", "--prune-epochs", "0"], "epochs must be at least 1"),
@@ -170,7 +170,9 @@ BESIDE = {
 def test_nothing_is_asked_for_beside_resume(call, option):
     code, _, err = call("prune", "--resume", "here", option, BESIDE[option])
     assert code == 2
-    assert f"{option} has no place beside --resume: the pruning in the folder has its own" in err
+    assert (
+        f"{option} cannot be combined with --resume: the pruning in the folder has its own" in err
+    )
 
 
 @pytest.mark.slow
@@ -221,7 +223,9 @@ def test_several_numbers_are_read():
     assert _numbers("--budgets", "30_000, 5", int) == (30_000, 5)
     assert _numbers("--sparsity", "0.9,0.99", float) == (0.9, 0.99)
     assert _numbers("--budgets", None, int) is None
-    with pytest.raises(SettingsError, match=r"--budgets takes numbers with commas.*got '3,'"):
+    with pytest.raises(
+        SettingsError, match=r"--budgets takes numbers separated by commas.*got '3,'"
+    ):
         _numbers("--budgets", "3,", int)
 
 
@@ -253,7 +257,7 @@ def interrupted(folder, words, sign):
 
 
 @pytest.mark.slow
-def test_a_pruning_that_is_stopped_says_how_to_go_on_and_does(tmp_path):
+def test_a_pruning_that_is_stopped_says_how_to_resume_and_does(tmp_path):
     words = [
         "--model", "fm", "--set", "model.dim=4", "--set", "data.rows=1500", "--epochs", "8",
         "--set", "training.patience=8", "--batch-size", "16", "--budgets", "3000,500",
@@ -262,7 +266,7 @@ def test_a_pruning_that_is_stopped_says_how_to_go_on_and_does(tmp_path):
     seen, code = interrupted(tmp_path, words, "epoch 2/8")
     assert code == 130
     assert "Traceback" not in seen
-    again = shlex.split(" ".join(seen.split("To go on: ")[1].split()))[1:]
+    again = shlex.split(" ".join(seen.split("To resume: ")[1].split()))[1:]
     assert again == ["prune", "--resume", "in here"]
     assert not (tmp_path / "in here" / "500").joinpath("model.json").exists()
     done = subprocess.run(
@@ -277,5 +281,5 @@ def test_a_pruning_that_is_stopped_says_how_to_go_on_and_does(tmp_path):
 def test_a_folder_with_brackets_is_shown_as_it_is(call):
     code, out, err = call("prune", "--budgets", "500", *SMALL, "--no-plots", "--out", "[red]here")
     assert code == 0, err
-    assert "Saved in [red]here. To score with the smallest:" in out
+    assert "Saved in [red]here. To score data with the smallest model:" in out
     assert "insight.json in [red]here/insight" in out

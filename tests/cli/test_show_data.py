@@ -33,17 +33,17 @@ SCHEMA = LogSchema(
     split=Split(kind="time", column="when"),
 )
 TREATMENTS = {
-    "user": "an id per value",
-    "item": "an id if seen 3 times, ids shared with last_item",
-    "last_item": "an id if seen 3 times, ids shared with item",
+    "user": "one id per value",
+    "item": "one id per value seen 3 times, ids shared with last_item",
+    "last_item": "one id per value seen 3 times, ids shared with item",
     "ip": "hashed to 5,000 ids",
-    "tags": "an id per value, split at '|', up to 6 a row, sum",
-    "list": "an id per value, from lists, up to 2 a row, mean",
+    "tags": "one id per value, split at '|', up to 6 per row, sum",
+    "list": "one id per value, from lists, up to 2 per row, mean",
     "price": "(x - mean) / std",
-    "views": "an id per floor(ln(x)^2)",
+    "views": "one id per floor(ln(x)^2)",
     "age": "7 bins of equally many rows",
-    "when": "decides the split, not for the model",
-    "created": "not for the model",
+    "when": "decides the split, no feature",
+    "created": "no feature",
     "note": "not read",
 }
 
@@ -112,12 +112,12 @@ def test_reasons_stand_beside_the_columns():
         (Split(seed=7), "Split: 80 : 10 : 10 percent, random, seed 7."),
         (
             Split(kind="order", shares=(0.5, 0.25, 0.25)),
-            "50 : 25 : 25 percent, in the order of the",
+            "50 : 25 : 25 percent, in file order",
         ),
         (Split(kind="time", column="when"), "80 : 10 : 10 percent, by the time in 'when'."),
         (Split(kind="user", column="user"), "each 'user' in one part, seed 0."),
-        (Split(kind="given", column="part"), "Split: as the column 'part' says."),
-        (Split(kind="given"), "Split: as the files say."),
+        (Split(kind="given", column="part"), "Split: given by the column 'part'."),
+        (Split(kind="given"), "Split: given by the files."),
     ],
 )
 def test_the_split_is_said_in_words(split, words):
@@ -164,15 +164,18 @@ def test_rows_and_label_rates_stand_by_split():
     assert line_of("valid", printed).split() == ["valid", "10", "50.0", "%"]
     assert line_of("test", printed).split() == ["test", "10", "0", "%"]
     assert line_of("all", printed).split() == ["all", "100", "25.0", "%"]
-    assert "1,234 bad rows were set aside." in printed
+    assert "1,234 malformed rows were skipped." in printed
     assert "A note.\n" in printed
-    assert "bad rows" not in shown(show_dataset, data(FLAT), title="clicks")
+    assert "malformed" not in shown(show_dataset, data(FLAT), title="clicks")
 
 
 def test_bad_rows_are_counted_in_words():
-    for bad, words in ((1, "1 bad row was set aside."), (1200, "1,200 bad rows were set aside.")):
+    for bad, words in (
+        (1, "1 malformed row was skipped."),
+        (1200, "1,200 malformed rows were skipped."),
+    ):
         assert words in shown(show_dataset, data(bad_rows=bad), title="clicks")
-    assert "set aside" not in shown(show_dataset, data(), title="clicks")
+    assert "skipped" not in shown(show_dataset, data(), title="clicks")
 
 
 def test_a_split_without_rows_has_no_rate():

@@ -49,7 +49,7 @@ def test_the_ledger_is_shown_by_diagnose(call, trained):
     code, out, _ = call("diagnose", str(trained))
     assert code == 0
     words = "Harmless transfer: rare rows|opposed|realised|met|strength|told|lambda of|alpha"
-    for word in [*words.split("|"), "steps of transfer, with a mean main loss of "]:
+    for word in [*words.split("|"), "transfer steps, mean main loss "]:
         assert word in out
     table = read_reports(trained)["harmless-transfer"]["tables"]["backbone.tables.user"]
     assert f"{table['rows']:,}" in out
@@ -71,8 +71,11 @@ def test_a_model_that_was_saved_by_hand_is_diagnosed_without(call, trained):
 
 
 MISTAKES = {
-    "several": (["--methods", "baseline,hashing:buckets=9"], "is one combination for a run, got 2"),
-    "no size": (["--methods", "hashing"], "a run needs the size of hashing, got 'hashing'"),
+    "several": (
+        ["--methods", "baseline,hashing:buckets=9"],
+        "--methods takes one combination here, got 2",
+    ),
+    "no size": (["--methods", "hashing"], "hashing needs its size here, got 'hashing'"),
     "unknown": (["--methods", "harmles-transfer"], "did you mean 'harmless-transfer'?"),
     "pair": (["--methods", "pep+harmless-transfer"], "still being learned; prune"),
     "field": (["--methods", "harmless-transfer:fields=itm", *SMALL], "did you mean 'item'?"),
@@ -87,7 +90,7 @@ def test_a_mistake_is_told(call, words, message):
 
 def test_resume_takes_no_other_methods(call, trained):
     code, _, err = call("train", "--resume", str(trained), "--methods", "baseline")
-    assert (code, "--methods has no place beside --resume" in err) == (2, True)
+    assert (code, "--methods cannot be combined with --resume" in err) == (2, True)
 
 
 def test_baseline_is_no_method(call):

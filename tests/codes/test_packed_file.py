@@ -196,7 +196,7 @@ def test_what_cannot_be_read_or_written_is_said(missing, tmp_path):
     save_file({"values": torch.zeros(3)}, tmp_path / "plain")
     with pytest.raises(ModelFileError, match="does not call itself a rarebit packed table"):
         load_packed(tmp_path / "plain")
-    with pytest.raises(ModelFileError, match="cannot write the table to"):
+    with pytest.raises(ModelFileError, match=r"cannot write .*No such file"):
         save_packed(Pack().wrap(dense(sparse_weight(9, 3, 0.5))), tmp_path / "nowhere" / "table")
 
 

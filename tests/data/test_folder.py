@@ -14,10 +14,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rarebit import Dataset, Field, Schema
-from rarebit.data import prepared as folders
 from rarebit.data.prepared import ArrayWriter, PreparedFolder, new_folder, write_manifest
 from rarebit.data.statistics import DataStatistics
 from rarebit.errors import DataError
+from rarebit.storage.files import own_checksum
 
 SCHEMA = Schema(
     (
@@ -66,7 +66,7 @@ def fail(target, error, **options):
 def resign(target, **changes):
     """Change the manifest as someone would who also mends its checksum."""
     manifest = json.loads((target / "manifest.json").read_text()) | changes
-    manifest["manifest_sha256"] = folders._own_checksum(manifest)
+    manifest["manifest_sha256"] = own_checksum(manifest, "manifest_sha256")
     (target / "manifest.json").write_text(json.dumps(manifest))
 
 
@@ -219,18 +219,20 @@ def ended_process():
 def test_leftovers_of_killed_processes_are_removed(tmp_path, name):
     # a process in a container often has the number of the one before it
     for number in (ended_process(), os.getpid()):
-        (tmp_path / f".{name}.{number}.partial").mkdir()
-    others = [f".{name}.{os.getppid()}.partial", f".{name}.x.partial", ".other.1.partial"]
+        for kind in ("writing", "partial"):  # the last by an older version
+            (tmp_path / f".{name}.{number}.{kind}").mkdir()
+    others = [f".{name}.{os.getppid()}.writing", f".{name}.x.writing", ".other.1.writing"]
     for other in others:
         (tmp_path / other).mkdir()
     make(tmp_path / name)
     assert names_in(tmp_path) == sorted([name, *others])
 
 
-def test_a_folder_that_was_out_of_place_comes_back(tmp_path):
+@pytest.mark.parametrize("names", [("removing", "writing"), ("partial.old", "partial")])
+def test_a_folder_that_was_out_of_place_comes_back(tmp_path, names):
     target = make(tmp_path / "data")
-    partial = f".data.{ended_process()}.partial"
-    target.rename(tmp_path / f"{partial}.old")
+    away, partial = (f".data.{ended_process()}.{name}" for name in names)
+    target.rename(tmp_path / away)
     (tmp_path / partial).mkdir()
     with pytest.raises(DataError, match="exists already"):
         make(target)
@@ -248,7 +250,7 @@ def test_two_at_once_in_one_process(tmp_path):
 
 def test_no_place_to_write(tmp_path):
     (tmp_path / "file").write_text("")
-    with pytest.raises(DataError, match=r"cannot write to the folder .*file'"):
+    with pytest.raises(DataError, match=r"cannot write .*it is a file or lies below one"):
         make(tmp_path / "file" / "data")
 
 

@@ -291,8 +291,8 @@ def test_ctrl_c_leaves_nothing(tmp_path, when):
 
 
 KILLED = """
-import os, pathlib, signal, sys
-from rarebit.data import prepared
+import os, signal, sys
+from rarebit.storage.disk import Disk
 from rarebit.data.raw import encode
 from rarebit.data.prepare import prepare
 
@@ -307,15 +307,13 @@ def progress(stage, done, total):
 
 if when == "manifest":
     encode.write_manifest = die
-if when == "renaming":
-    prepared._move = die
-if when == "between renames":
-    really = pathlib.Path.rename
-    def rename(self, target):
-        if self.name.endswith(".partial"):
+if when in {"renaming", "between renames"}:
+    really = Disk.rename
+    def rename(self, source, target):
+        if source.name.endswith(".writing"):
             die()
-        return really(self, target)
-    pathlib.Path.rename = rename
+        really(self, source, target)
+    Disk.rename = rename
 prepare(log, out, label="click", overwrite=bool(overwrite), progress=progress)
 """
 MOMENTS = ["writing", "reading", "counting", "manifest", "renaming", "between renames"]

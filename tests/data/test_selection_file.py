@@ -2,12 +2,11 @@
 
 import dataclasses
 import json
-import os
-from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from stored import sign, tensors_file
 
 from rarebit.data.dataset import Dataset
 from rarebit.data.selection import (
@@ -19,7 +18,8 @@ from rarebit.data.selection import (
     select,
 )
 from rarebit.errors import DataError
-from rarebit.storage import folder as tensor_folder
+from rarebit.storage.disk import Disk
+from rarebit.storage.files import file_checksum
 
 
 def some_selection(settings=CoOccurrence(drop=0.5, split=FrequencySplit(top=0.4)), mark="abc"):
@@ -92,10 +92,8 @@ def dies_at(patch, step):
 
         return run
 
-    places = [(tensor_folder, "save_file"), (os, "fsync")]
-    places += [(Path, name) for name in ("mkdir", "write_text", "replace", "unlink")]
-    for owner, name in places:
-        patch.setattr(owner, name, counted(getattr(owner, name)))
+    for name in [name for name in vars(Disk) if not name.startswith("_")]:
+        patch.setattr(Disk, name, counted(getattr(Disk, name)))
 
 
 def test_a_process_killed_at_any_moment_leaves_the_old_selection_or_the_new(tmp_path):
@@ -127,17 +125,12 @@ def test_a_folder_that_cannot_be_written_is_told(tmp_path):
         save_selection(some_selection(), tmp_path / "file")
 
 
-def tensors_file(folder):
-    [path] = folder.glob("*.safetensors")
-    return path
-
-
 def test_damage_is_told(tmp_path):
     save_selection(some_selection(), tmp_path)
     description = (tmp_path / DESCRIPTION).read_text("utf-8")
     for text, message in [
-        (description.replace("0.5", "0.6"), "not what its checksum says"),
-        (description.replace('"format": 1', '"format": 9'), "in format 9, this version reads"),
+        (description.replace("0.5", "0.6"), "does not match its checksum"),
+        (description.replace('"format": 2', '"format": 9'), "in format 9 by Rarebit .*upgrade it"),
         (description[:-20], "is damaged: "),
         ("[]", "does not describe a selection of Rarebit"),
     ]:
@@ -146,7 +139,7 @@ def test_damage_is_told(tmp_path):
             load_selection(tmp_path)
     (tmp_path / DESCRIPTION).write_text(description, encoding="utf-8")
     tensors_file(tmp_path).write_bytes(tensors_file(tmp_path).read_bytes()[:-1] + b"x")
-    with pytest.raises(DataError, match="safetensors' is damaged: it is not what its checksum"):
+    with pytest.raises(DataError, match="safetensors' is damaged or belongs to another save"):
         load_selection(tmp_path)
     tensors_file(tmp_path).unlink()
     with pytest.raises(DataError, match=r"is incomplete: tensors-.* is missing"):
@@ -169,9 +162,7 @@ def rewritten(folder, change):
         },
         path,
     )
-    description["sha256"] = tensor_folder.file_checksum(path)
-    description[tensor_folder.OWN_CHECKSUM] = tensor_folder.own_checksum(description)
-    (folder / DESCRIPTION).write_text(json.dumps(description), encoding="utf-8")
+    sign(folder, DESCRIPTION, **description | {"files": {path.name: file_checksum(path)}})
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ import pytest
 import torch
 from capabilities import needs_cuda
 from safetensors.torch import save_file
+from stored import tensors_file
 from torch import nn
 
 import rarebit as rb
@@ -183,9 +184,9 @@ def test_weights_that_are_not_in_memory_are_left_alone():
 
 
 def test_mistakes_are_told_in_a_sentence(model, data):
-    with pytest.raises(NoTableError, match="Linear has no table to look at"):
+    with pytest.raises(NoTableError, match="Linear has no tables to diagnose"):
         diagnose(nn.Linear(2, 2))
-    with pytest.raises(SettingsError, match="data and counts say the same; give one of them"):
+    with pytest.raises(SettingsError, match="give either data or counts, not both"):
         diagnose(model, data, counts=data.counts())
     with pytest.raises(
         DataError, match="none of the fields item is a table of the model, which has tags, user"
@@ -227,8 +228,7 @@ def test_a_file_needs_nothing_else(tmp_path):
 
 
 def test_a_file_of_a_model_gives_the_figures_of_its_stack(model, tmp_path):
-    rb.save_model(model, tmp_path)
-    found = diagnose_file(tmp_path / "weights.safetensors")
+    found = diagnose_file(tensors_file(rb.save_model(model, tmp_path)))
     [table] = [table for table in found.tables if table.width == 4]
     weight = torch.cat([table.weight for table in model.backbone.tables.tables()])
     assert table.information_abundance == pytest.approx(information_abundance(weight))

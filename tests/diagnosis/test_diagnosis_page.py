@@ -10,7 +10,7 @@ from torch import nn
 import rarebit as rb
 from rarebit.diagnosis import report as findings
 from rarebit.diagnosis.diagnose import diagnose
-from rarebit.diagnosis.reweighting import reweighting
+from rarebit.diagnosis.measure import reweighting
 
 PAGE = (Path(__file__).resolve().parents[2] / "docs" / "diagnosis.md").read_text("utf-8")
 

@@ -11,9 +11,9 @@ from torch import nn
 import rarebit as rb
 from rarebit.errors import DataError, ModelFileError, NoTableError, SettingsError
 from rarebit.pruning import _insight as pruning
-from rarebit.pruning._budget import set_threshold_, take_ticket
 from rarebit.pruning._frequency_groups import FrequencyGroups
 from rarebit.pruning._insight import pruning_insight, write_insight
+from rarebit.pruning._thresholds import set_threshold_, take_ticket
 from rarebit.pruning._ticket import Ticket
 from rarebit.tables.collection import TableCollection
 

@@ -8,8 +8,8 @@ from torch import nn
 
 import rarebit as rb
 from rarebit.diagnosis.diagnose import diagnose
-from rarebit.diagnosis.report import Diagnosis
-from rarebit.diagnosis.text import reweighting_cells, short_names, table_cells
+from rarebit.diagnosis.measure import short_names
+from rarebit.diagnosis.report import Diagnosis, product_table, table_of_tables
 from rarebit.errors import ModelFileError
 from rarebit.models.ffm import FFM
 
@@ -35,19 +35,18 @@ def test_text_has_a_line_a_table_and_says_what_words_mean(found):
 
 
 def test_columns_without_figures_are_left_out(found):
-    headers, lines = table_cells(diagnose(FFM(SCHEMA, dim=2)).wide_tables, wide=True)
-    assert headers == ["table", "rows", "width", "size", "IA", "random", "rank", "dead"]
-    assert {len(line) for line in lines} == {8}
-    narrow, _ = table_cells(found.wide_tables, wide=False)
-    assert narrow[-1] == "once"
+    table = table_of_tables(diagnose(FFM(SCHEMA, dim=2)).wide_tables, wide=True)
+    assert table.header == ["table", "rows", "width", "size", "IA", "random", "rank", "dead"]
+    assert {len(line) for line in table.rows} == {8}
+    assert table_of_tables(found.wide_tables, wide=False).header[-1] == "once"
 
 
 def test_methods_are_shown_where_there_are_any():
     model = nn.ModuleDict({"user": nn.Embedding(90, 4), "item": nn.Embedding(90, 4)})
     rb.apply_(model, rb.Hashing(buckets=9), where=lambda t: t.field == "user", verbose=False)
-    headers, lines = table_cells(diagnose(model).tables, wide=True)
-    assert headers[-1] == "methods"
-    assert [line[-1] for line in lines] == ["Hashing(buckets=9)", "-"]
+    table = table_of_tables(diagnose(model).tables, wide=True)
+    assert table.header[-1] == "methods"
+    assert [line[-1] for line in table.rows] == ["Hashing(buckets=9)", "-"]
 
 
 def test_a_table_trained_as_a_product_has_a_line_of_its_own():
@@ -58,17 +57,17 @@ def test_a_table_trained_as_a_product_has_a_line_of_its_own():
         model["user"].inner.weight.copy_(torch.tensor([[2.0, 0, 0, 0], [0, 1.0, 0, 0]]))
         model["user"].projection.copy_(torch.diag(torch.tensor([3.0, 1.0, 0.0, 0.0]))[:, :3])
     found = diagnose(model)
-    headers, lines = reweighting_cells(found.tables)
-    assert headers == ["table", "inner", "fastest", "mean", "learned", "shared"]
+    table = product_table(found.tables)
+    assert table.header == ["table", "inner", "fastest", "mean", "learned", "shared"]
     # 9 + 4 at the most; 10 / 3 + 5 / 2 on average; all of 3 x 2 directions have a sigma2
-    assert lines == [["user", "4", "13", "5.83", "6 of 6", "6"]]
+    assert table.rows == [["user", "4", "13", "5.83", "6 of 6", "6"]]
     text = str(found)
     assert "Tables that MLET trains as products" in text
-    assert "fastest: how many times as fast as a plain table SGD learns" in text
+    assert "fastest: speedup of the fastest direction over a plain table under SGD" in text
 
 
 def test_without_products_nothing_is_said_of_them(found):
-    assert reweighting_cells(found.tables)[1] == []
+    assert product_table(found.tables).rows == []
     assert "MLET" not in str(found)
 
 

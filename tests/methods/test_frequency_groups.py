@@ -9,8 +9,8 @@ from torch import nn
 import rarebit as rb
 from rarebit.errors import DataError, NoTableError
 from rarebit.models.deepfm import DeepFM
-from rarebit.pruning._budget import set_threshold_, take_ticket, thresholded_tables
 from rarebit.pruning._frequency_groups import FrequencyGroups
+from rarebit.pruning._thresholds import set_threshold_, take_ticket, thresholded_tables
 
 small_counts = st.lists(st.integers(0, 6), min_size=1, max_size=40)
 

@@ -4,13 +4,14 @@ import json
 
 import pytest
 import torch
+from stored import sign
 from torch.testing import assert_close
 
 import rarebit as rb
 from rarebit.errors import ModelFileError, NoTableError, UnsupportedTableError
 from rarebit.methods.multi_embedding import MultiEmbedding
 from rarebit.models.dcn_v2 import DCNv2
-from rarebit.pruning._budget import count_nonzero, set_threshold_
+from rarebit.pruning._thresholds import count_nonzero, set_threshold_
 from rarebit.research.aligned_sets import AlignedSets
 from rarebit.research.shared_sets import SharedSets
 from rarebit.sets.sets import SetsStack, SetsTable, SplitSetsTable
@@ -254,9 +255,9 @@ def test_a_model_of_other_sets_is_refused(tmp_path):
 def change_description(folder, change):
     path = folder / "model.json"
     values = json.loads(path.read_text())
-    del values["description_sha256"]
     change(values)
     path.write_text(json.dumps(values))
+    sign(folder)
 
 
 @pytest.mark.parametrize(

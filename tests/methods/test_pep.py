@@ -13,7 +13,7 @@ from torch.testing import assert_close
 import rarebit as rb
 from rarebit.errors import SettingsError
 from rarebit.models.fm import FM
-from rarebit.pruning._budget import (
+from rarebit.pruning._thresholds import (
     count_nonzero,
     set_threshold_,
     threshold_parameters,

@@ -10,7 +10,7 @@ from torch.testing import assert_close
 import rarebit as rb
 from rarebit.errors import NoTableError, SettingsError
 from rarebit.models.fm import FM
-from rarebit.pruning._budget import (
+from rarebit.pruning._thresholds import (
     count_nonzero,
     kth_largest_magnitude,
     set_threshold_,

@@ -11,7 +11,7 @@ from torch.testing import assert_close
 
 import rarebit as rb
 from rarebit.models.fm import FM
-from rarebit.pruning._budget import count_nonzero, threshold_parameters
+from rarebit.pruning._thresholds import count_nonzero, threshold_parameters
 from rarebit.pruning.pep import PEP
 
 

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from stored import tensors_file
 from torch import Tensor, nn
 
 import rarebit as rb
@@ -145,7 +146,7 @@ def test_bytes_are_those_of_the_saved_file(bits, num_bytes, tmp_path):
     (info,) = rb.find_tables(model)
     assert (info.num_parameters, info.num_bytes) == (9 * 5 + 1, num_bytes)
     assert table_bytes(model) == num_bytes
-    assert stored_bytes(rb.save_model(model, tmp_path) / "weights.safetensors") == num_bytes
+    assert stored_bytes(tensors_file(rb.save_model(model, tmp_path))) == num_bytes
 
 
 @both
@@ -157,7 +158,7 @@ def test_bytes_of_a_model_are_those_of_the_saved_file(bits, tmp_path):
     wide = (20 + 9 + 11) * 4
     assert table_bytes(model) == tables + wide
     network = sum(p.nbytes for p in model.parameters()) - 9 * 6 * 4 - wide
-    saved = rb.save_model(model, tmp_path) / "weights.safetensors"
+    saved = tensors_file(rb.save_model(model, tmp_path))
     assert stored_bytes(saved) == tables + wide + network
 
 
@@ -172,7 +173,7 @@ def test_a_saved_model_comes_back_with_its_integers(bits, first, tmp_path):
     for name, tensor in model.state_dict().items():
         assert loaded.state_dict()[name].dtype == tensor.dtype
         assert torch.equal(loaded.state_dict()[name], tensor)
-    header = (tmp_path / "weights.safetensors").read_bytes()
+    header = tensors_file(tmp_path).read_bytes()
     size = int.from_bytes(header[:8], "little")
     kinds = {
         value["dtype"]

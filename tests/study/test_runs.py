@@ -14,7 +14,8 @@ from rarebit.data.synthetic import SyntheticLog
 from rarebit.errors import StudyError
 from rarebit.methods.hashing import Hashing
 from rarebit.methods.low_rank import LowRank
-from rarebit.study.runs import RunFolder, identify, run_key, write_json
+from rarebit.storage.files import write_json
+from rarebit.study.runs import RunFolder, identify, run_key
 from rarebit.training.run_settings import PreparedLog, RunSettings
 from rarebit.training.settings import Training
 
@@ -193,7 +194,7 @@ def test_a_figure_is_a_finite_number(record, name):
 def test_a_file_that_cannot_be_written_is_told(tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(StudyError, match="cannot write"):
-        write_json(tmp_path / "file" / "result.json", {})
+        write_json(tmp_path / "file" / "result.json", {}, error=StudyError)
 
 
 def test_a_setting_that_is_given_its_default_is_the_same_run():

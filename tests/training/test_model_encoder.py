@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from stored import sign, tensors_file
 
 pl = pytest.importorskip("polars", reason="capability: package polars: it is not installed")
 
@@ -54,18 +55,14 @@ def files_in(folder):
     return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
-def describe_again(folder, **changes):
-    """Change a model's description as someone would who also mends its checksum."""
-    from rarebit.training.model_file import OWN_CHECKSUM, _own_checksum
-
-    path = folder / "model.json"
-    description = json.loads(path.read_text()) | changes
-    description[OWN_CHECKSUM] = _own_checksum(description)
-    path.write_text(json.dumps(description))
+def encoder_in(folder):
+    """The folder of a model's vocabulary."""
+    [path] = folder.glob("encoder*")
+    return path
 
 
 def test_a_saved_model_carries_the_encoder_of_its_data(tmp_path, data, saved):
-    assert files_in(saved / "encoder") == files_in(tmp_path / "data" / "encoder")
+    assert files_in(encoder_in(saved)) == files_in(tmp_path / "data" / "encoder")
     shutil.rmtree(tmp_path / "data")  # the model needs it no longer
     model = rb.load_model(saved)
     encoder = model.schema.encoder.load()
@@ -75,16 +72,12 @@ def test_a_saved_model_carries_the_encoder_of_its_data(tmp_path, data, saved):
 
 
 def test_it_goes_on_carrying_it_when_saved_again(tmp_path, saved):
-    wanted = files_in(saved / "encoder")
+    wanted = files_in(encoder_in(saved))
     rb.save_model(rb.load_model(saved), tmp_path / "second")
-    assert files_in(tmp_path / "second" / "encoder") == wanted
+    assert files_in(encoder_in(tmp_path / "second")) == wanted
     rb.save_model(rb.load_model(saved), saved)  # over itself
-    assert files_in(saved / "encoder") == wanted
-    assert {path.name for path in saved.iterdir()} == {
-        "encoder",
-        "model.json",
-        "weights.safetensors",
-    }
+    assert files_in(encoder_in(saved)) == wanted
+    assert set(saved.iterdir()) == {encoder_in(saved), saved / "model.json", tensors_file(saved)}
     rb.load_model(saved)
 
 
@@ -125,7 +118,7 @@ def test_a_model_is_loaded_measured_and_saved_without_polars(tmp_path, data, sav
     expected = rb.evaluate(rb.load_model(saved), data.splits.test).overall.logloss
     assert float(logloss) == pytest.approx(expected, rel=1e-6)
     assert why == "it is not installed"
-    assert files_in(tmp_path / "copy" / "encoder") == files_in(saved / "encoder")
+    assert files_in(encoder_in(tmp_path / "copy")) == files_in(encoder_in(saved))
 
 
 @pytest.mark.parametrize(
@@ -169,13 +162,13 @@ def test_weights_are_loaded_into_a_model_of_the_same_vocabulary(data, saved):
     model = rb.load_model(saved, into=FM(data.schema, dim=4))
     expected = rb.predict(rb.load_model(saved), data)
     assert rb.predict(model, data).tolist() == expected.tolist()
-    assert model.schema.encoder.folder == saved / "encoder"
+    assert model.schema.encoder.folder == encoder_in(saved)
 
 
 @pytest.mark.parametrize("name", ["encoder.json", "values-000.parquet"])
 @pytest.mark.parametrize("change", ["missing", "changed", "a link", "a folder"])
 def test_an_encoder_that_is_not_as_it_was_saved_is_refused(tmp_path, saved, name, change):
-    path = saved / "encoder" / name
+    path = encoder_in(saved) / name
     whole = path.read_bytes()
     path.unlink()
     if change == "changed":
@@ -185,39 +178,72 @@ def test_an_encoder_that_is_not_as_it_was_saved_is_refused(tmp_path, saved, name
         path.symlink_to(tmp_path / "elsewhere")
     elif change == "a folder":
         path.mkdir()
-    with pytest.raises(ModelFileError, match=f"the vocabulary in .* is damaged: .*{name}"):
+    with pytest.raises(ModelFileError, match=f"{name}.* (is damaged|is missing|is not a plain)"):
         rb.load_model(saved)
 
 
 def test_a_missing_or_linked_folder_is_refused(tmp_path, saved):
-    (saved / "encoder").rename(tmp_path / "elsewhere")
-    with pytest.raises(ModelFileError, match=r"the vocabulary in .* is damaged"):
+    encoder = encoder_in(saved)
+    encoder.rename(tmp_path / "elsewhere")
+    with pytest.raises(ModelFileError, match=r"is incomplete: encoder-\w+ is missing"):
         rb.load_model(saved)
-    (saved / "encoder").symlink_to(tmp_path / "elsewhere")
-    with pytest.raises(ModelFileError, match=r"the vocabulary in .* is damaged"):
+    encoder.symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(ModelFileError, match=r"encoder-\w+' is not a plain file"):
         rb.load_model(saved)
 
 
 def test_a_link_that_was_not_saved_is_refused_and_a_plain_file_is_not(tmp_path, saved):
-    (saved / "encoder" / ".note").write_text("left by some program")
+    (encoder_in(saved) / ".note").write_text("left by some program")
     rb.load_model(saved)
     (tmp_path / "secret").write_text("secret")
-    (saved / "encoder" / "more").symlink_to(tmp_path / "secret")
-    with pytest.raises(ModelFileError, match=r"damaged: .*more"):
+    (encoder_in(saved) / "more").symlink_to(tmp_path / "secret")
+    with pytest.raises(ModelFileError, match=r"more' is not a plain file"):
         rb.load_model(saved)
 
 
 @pytest.mark.parametrize("value", [["encoder.json"], "encoder.json", 3])
-def test_a_description_that_names_files_in_another_form_is_refused(saved, value):
-    describe_again(saved, encoder=value)
-    with pytest.raises(ModelFileError, match="does not say which files its vocabulary has"):
-        rb.load_model(saved)
+def test_a_description_of_format_1_that_names_files_in_another_form_is_refused(tmp_path, value):
+    copied = shutil.copytree(STORED, tmp_path / "copy")
+    sign(copied, encoder=value)
+    with pytest.raises(ModelFileError, match="does not describe a model of Rarebit"):
+        rb.load_model(copied)
 
 
 @pytest.mark.parametrize("name", ["../model.json", "/etc/passwd", "", "..", "a\0b"])
-def test_a_description_leads_to_no_other_file(saved, name):
-    describe_again(saved, encoder={name: "0" * 64})
-    with pytest.raises(ModelFileError, match="vocabulary"):
+def test_a_description_leads_to_no_other_file(tmp_path, saved, name):
+    files = {tensors_file(saved).name: "0" * 64, name: "0" * 64}
+    sign(saved, files=files)
+    with pytest.raises(ModelFileError, match="does not describe a model of Rarebit"):
+        rb.load_model(saved)
+    copied = shutil.copytree(STORED, tmp_path / "copy")
+    sign(copied, encoder={name: "0" * 64})
+    with pytest.raises(ModelFileError, match="does not describe a model of Rarebit"):
+        rb.load_model(copied)
+
+
+def as_format_1(folder):
+    """Turn a saved model into what an older version wrote."""
+    description = json.loads((folder / "model.json").read_text())
+    files, encoder = description.pop("files"), description.pop("parts")["encoder"]
+    (folder / encoder).rename(folder / "encoder")
+    (folder / description["tensors"]).rename(folder / "weights.safetensors")
+    description |= {"format": 1, "sha256": files[description.pop("tensors")]}
+    description["encoder"] = {name.rpartition("/")[2]: files[name] for name in files if "/" in name}
+    (folder / "model.json").write_text(json.dumps(description))
+    sign(folder)
+
+
+def test_a_model_of_format_1_keeps_its_vocabulary_when_saved_over_itself(saved):
+    wanted = files_in(encoder_in(saved))
+    as_format_1(saved)
+    model = rb.load_model(saved)
+    for _ in range(2):  # the loaded model refers to the folder of format 1
+        rb.save_model(model, saved)
+        assert files_in(encoder_in(saved)) == wanted
+        assert set(rb.load_model(saved).schema.encoder.load().values) == {"user", "item"}
+    assert len(list(saved.iterdir())) == 3
+    (saved / "encoder" / "values-000.parquet").write_bytes(b"")
+    with pytest.raises(ModelFileError, match="is damaged or belongs to another save"):
         rb.load_model(saved)
 
 
@@ -228,13 +254,13 @@ def test_a_model_saved_over_another_has_its_own_vocabulary_or_none(tmp_path, sav
     assert set(values) == {f"u{i}" for i in range(5, 15)}
     plain = rb.Schema((rb.Field(name="user", rows=9),))
     rb.save_model(FM(plain, dim=4), saved)
-    assert not (saved / "encoder").exists()
+    assert not list(saved.glob("encoder*"))
     assert rb.load_model(saved).schema.encoder is None
 
 
 def test_a_save_that_fails_leaves_no_half_of_a_vocabulary(tmp_path, saved):
     model = rb.load_model(saved)
-    shutil.rmtree(saved / "encoder")
+    shutil.rmtree(encoder_in(saved))
     with pytest.raises(ModelFileError, match="cannot write the model"):
         rb.save_model(model, tmp_path / "copy")
     assert list((tmp_path / "copy").iterdir()) == []

@@ -14,8 +14,8 @@ from watching import Watch
 import rarebit as rb
 from rarebit.errors import CheckpointError, SettingsError, TrainingError, TrainingInterrupted
 from rarebit.models.deepfm import DeepFM
-from rarebit.pruning._budget import count_nonzero, thresholded_tables
 from rarebit.pruning._prune import TicketFolder, read_scans
+from rarebit.pruning._thresholds import count_nonzero, thresholded_tables
 from rarebit.tables.table import full_table
 from rarebit.training.progress import Silence
 
@@ -333,7 +333,7 @@ def test_resuming_starts_from_the_values_that_were_saved_not_from_those_of_the_m
 
 def test_a_process_killed_while_it_saved_the_first_values_is_gone_on_with(tmp_path):
     (tmp_path / "start").mkdir()
-    (tmp_path / "start" / "tensors.7.partial").write_bytes(b"half")
+    (tmp_path / "start" / ".tensors.7.writing").write_bytes(b"half")
     _, found = pruned(tmp_path, resume=True)
     _, expected = pruned()
     assert_same_tickets(found.tickets, expected.tickets)

@@ -13,8 +13,15 @@ from torch.testing import assert_close
 import rarebit as rb
 from rarebit.errors import NoTableError, SettingsError
 from rarebit.models.fm import FM
-from rarebit.pruning._budget import count_nonzero, set_threshold_, thresholded_tables
-from rarebit.pruning._prune import LearnedPruner, Pruner, pruner_of, usual_interval
+from rarebit.pruning._thresholds import (
+    LearnedPruner,
+    Pruner,
+    count_nonzero,
+    pruner_of,
+    set_threshold_,
+    thresholded_tables,
+    usual_interval,
+)
 from rarebit.tables.table import full_table
 
 GIVEN = rb.PEP(schedule="given")

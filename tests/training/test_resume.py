@@ -190,7 +190,7 @@ def test_a_damaged_checkpoint_is_passed_over_for_the_one_before(tmp_path, uninte
     newest.write_bytes(content)
     stop = StopAt()
     assert_same_run(train(tmp_path / "run", stop, resume=True), uninterrupted)
-    assert any("is passed over" in line for line in stop.lines)
+    assert any("is skipped" in line for line in stop.lines)
 
 
 def test_other_threads_are_allowed_and_told(tmp_path):

@@ -198,7 +198,7 @@ def test_a_run_that_was_stopped_goes_on_to_the_same_bits(methods, tables, tmp_pa
     whole = rb.run(settings, folder=tmp_path / "whole", progress=False, say=silence)
     with pytest.raises(TrainingInterrupted):
         rb.run(settings, folder=tmp_path / "stopped", progress=StopAfter(2), say=silence)
-    assert not (tmp_path / "stopped" / "weights.safetensors").exists()
+    assert not (tmp_path / "stopped" / "model.json").exists()
     resumed = rb.run(
         settings, folder=tmp_path / "stopped", resume=True, progress=False, say=silence
     )

@@ -472,13 +472,13 @@ def test_a_step_that_was_discarded_is_no_part_of_the_next():
             SettingsError,
             "update_absent must be at least 0, got update_absen",
         ),
-        ({"counts": None}, DataError, "must know which rows are frequent; give counts"),
+        ({"counts": None}, DataError, "must know which rows are frequent; pass counts"),
         ({"counts": {"user": COUNTS["user"]}}, DataError, "no counts of the table 'item'"),
         ({"counts": COUNTS["item"]}, DataError, "one tensor of counts is for one table, but 2"),
         (
             {"counts": {**COUNTS, "item": torch.ones(7)}},
             DataError,
-            "200 rows, but was counted in 7",
+            "200 rows, but its counts have 7",
         ),
         (
             {"counts": {**COUNTS, "item": torch.zeros(ITEMS)}},
@@ -508,7 +508,7 @@ def test_thresholds_that_are_learned_are_refused():
 def test_a_model_that_was_moved_is_refused():
     model = Net()
     with (
-        pytest.raises(TrainingError, match=r"now in torch.float64 on cpu; make it after the model"),
+        pytest.raises(TrainingError, match=r"now in torch.float64 on cpu; move the model first"),
         started(model) as transfer,
     ):
         transfer.backward(loss_of(model.double(), batch()))

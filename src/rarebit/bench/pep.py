@@ -19,7 +19,7 @@ from rarebit.bench.train import HIDDEN, LR, ROWS, sliced
 from rarebit.data.dataset import Dataset
 from rarebit.data.synthetic import SyntheticLog, generate
 from rarebit.models.deepfm import DeepFM
-from rarebit.pruning._budget import set_threshold_
+from rarebit.pruning._thresholds import set_threshold_
 from rarebit.pruning.pep import PEP
 from rarebit.tables.apply import apply_
 from rarebit.training.optimizers import optimizer

@@ -8,7 +8,7 @@ from typer.core import TyperGroup
 
 from rarebit import __version__
 from rarebit.bench import bench_names, run_bench
-from rarebit.cli.common import stop
+from rarebit.cli import options as opt
 from rarebit.cli.compare import compare
 from rarebit.cli.data import data_app
 from rarebit.cli.demo import demo
@@ -41,13 +41,13 @@ rarebit predict --model runs/clicks --input new.csv --out scores.csv
 
 
 class _Commands(TyperGroup):
-    """All commands; Ctrl-C is an answer in one line, where Typer ends without a word."""
+    """All commands; Ctrl-C ends them with one line, where Typer prints nothing."""
 
     def invoke(self, ctx: Any) -> Any:
         try:
             return super().invoke(ctx)
         except KeyboardInterrupt:
-            stop("stopped; nothing unfinished is left behind", code=130)
+            opt.stop("stopped; no unfinished output is left behind", code=130)
 
 
 app = typer.Typer(
@@ -62,11 +62,11 @@ app = typer.Typer(
 
 
 def start() -> None:
-    """Run a command; a user's mistake is one paragraph and exit code 2, never a traceback."""
+    """Run a command; a mistake of the user ends it with one line and exit code 2, no traceback."""
     try:
         app(prog_name="rarebit")
     except RarebitError as error:
-        stop(str(error), code=2)
+        opt.stop(str(error), code=2)
 
 
 def _show_version(wanted: bool) -> None:
@@ -80,7 +80,7 @@ def _rarebit(
     version: Annotated[
         bool,
         typer.Option(
-            "--version", callback=_show_version, is_eager=True, help="Print the version and stop."
+            "--version", callback=_show_version, is_eager=True, help="Print the version and exit."
         ),
     ] = False,
 ) -> None:
@@ -90,17 +90,10 @@ def _rarebit(
 
 def bench(
     name: Annotated[str, typer.Argument(help=f"One of {', '.join(bench_names())}.")],
-    json_: Annotated[
-        bool, typer.Option("--json", help="Print nothing but the result as one JSON object.")
-    ] = False,
+    json_: opt.Json = False,
 ) -> None:
-    """Measure something beside its reference in one interleaved run. The last line is JSON."""
-    result = run_bench(name, say=_be_quiet if json_ else errors.print)
-    print(json.dumps(result))
-
-
-def _be_quiet(line: str) -> None:
-    del line
+    """Measure one capability against its reference. The last line of the output is JSON."""
+    print(json.dumps(run_bench(name, say=(lambda _: None) if json_ else errors.print)))
 
 
 app.command()(demo)

@@ -1,23 +1,28 @@
-"""`rarebit diagnose`: what is wrong with the tables of a run, or of a bare file of weights."""
+"""`rarebit diagnose`: find what is wasted in the tables of a run, or of a file of weights."""
 
 import json
-from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
-from rich import box
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from rarebit.cli.show import BarProgress, console, errors, how_to_call
+from rarebit.cli import options as opt
+from rarebit.cli.show import (
+    WIDE,
+    RunBars,
+    console,
+    errors,
+    show_command,
+    show_line,
+    show_table,
+)
 from rarebit.data.dataset import Dataset, Splits
 from rarebit.diagnosis.diagnose import diagnose, diagnose_file
-from rarebit.diagnosis.report import TRAINED_AS_PRODUCTS, Diagnosis
-from rarebit.diagnosis.text import explanation, reweighting_cells, table_cells
-from rarebit.diagnosis.transfer import LEDGER_TITLE, barrier_cells, ledger_cells, ledger_notes
+from rarebit.diagnosis.report import Diagnosis
 from rarebit.errors import DataError, ModelFileError, SettingsError
 from rarebit.training.model_file import load_model
 from rarebit.training.run import read_reports, read_run
@@ -26,25 +31,22 @@ from rarebit.training.run_settings import load_splits
 __all__ = ["diagnose_command", "show_diagnosis"]
 
 DESCRIPTION = "model.json"
-"""What lies beside the weights in the folder of a model."""
-WIDE = 110
-"""From this width of the terminal on, all figures are shown."""
+"""The file next to the weights in the folder of a model."""
 MOST_FINDINGS = 8
 
 
-def diagnose_command(  # typer calls it by name
+def diagnose_command(
     target: Annotated[
         Path,
         typer.Argument(
-            help="Folder of a run, as rarebit train leaves it, or a .safetensors file.",
-            readable=False,
+            help="Folder of a run, made by rarebit train, or a .safetensors file.", readable=False
         ),
     ],
     data: Annotated[
         Path | None,
         typer.Option(
-            help="A folder made by rarebit data prepare, for the training counts; that of the run "
-            "if not given.",
+            help="A folder made by rarebit data prepare, for the training counts. Default: the data of "
+            "the run.",
             readable=False,
         ),
     ] = None,
@@ -52,14 +54,10 @@ def diagnose_command(  # typer calls it by name
         Path | None,
         typer.Option(help="Write diagnosis.json and the plots to this folder.", readable=False),
     ] = None,
-    json_: Annotated[
-        bool, typer.Option("--json", help="Print nothing but the diagnosis as one JSON object.")
-    ] = False,
-    no_plots: Annotated[
-        bool, typer.Option("--no-plots", help="Write diagnosis.json only: needs no matplotlib.")
-    ] = False,
+    json_: opt.Json = False,
+    no_plots: opt.NoPlots = False,
 ) -> None:
-    """Say what is wasted in the tables of a run or file, and what to try: spectra, dead and rare rows."""
+    """Find what is wasted in tables, and what to try: collapsed spectra, dead and rare rows."""
     found = _diagnose(target, data)
     files = [] if out is None else found.save(out, plots=not no_plots)
     if json_:
@@ -67,11 +65,10 @@ def diagnose_command(  # typer calls it by name
         return
     show_diagnosis(found, title=f"Tables of {target}")
     if target.is_file() and target.with_name(DESCRIPTION).exists():
-        where = f"To see each field by itself: {how_to_call()} diagnose {target.parent}"
-        console.print(where, markup=False, soft_wrap=True)
+        console.print("To see each field:")
+        show_command("diagnose", str(target.parent))
     if files:
-        names = ", ".join(file.name for file in files)
-        console.print(f"\nWritten to {out}: {names}", markup=False, soft_wrap=True)
+        show_line(f"\nWritten to {out}: {', '.join(file.name for file in files)}")
     else:
         console.print("\nTo keep the numbers and plots: --out FOLDER")
 
@@ -79,17 +76,16 @@ def diagnose_command(  # typer calls it by name
 def show_diagnosis(found: Diagnosis, *, title: str, to: Console = console) -> None:
     """Print the figures of all tables, what they mean, and what to try."""
     to.print(Text(title, style="bold"), soft_wrap=True)
-    if found.wide_tables:
-        headers, lines = table_cells(found.wide_tables, wide=to.width >= WIDE)
-        to.print(_figures(headers, lines))
-        to.print(Text(explanation(headers), style="dim"))
-    headers, lines = reweighting_cells(found.tables)
-    if lines:
-        to.print(Text(f"\n{TRAINED_AS_PRODUCTS}", style="bold"))
-        to.print(_figures(headers, lines))
-        to.print(Text(explanation(headers), style="dim"))
-    if found.transfer is not None:
-        _show_ledger(found.transfer, to)
+    for section in found.sections(wide=to.width >= WIDE):
+        if isinstance(section, str):
+            to.print(Text(section))
+            continue
+        if section.title:
+            to.print(Text(f"\n{section.title}", style="bold"))
+        numbers = [name for name in section.header[1:] if name != "methods"]
+        show_table(
+            section.header, section.rows, note=section.note, left=["methods"], fixed=numbers, to=to
+        )
     if found.findings:
         to.print(Text("\nWhat is wasted, and what to try", style="bold"))
     for number, finding in enumerate(found.findings[:MOST_FINDINGS], start=1):
@@ -105,60 +101,29 @@ def show_diagnosis(found: Diagnosis, *, title: str, to: Console = console) -> No
         to.print(Text(note))
 
 
-def _show_ledger(ledger: Mapping[str, Any], to: Console) -> None:
-    to.print(Text(f"\n{LEDGER_TITLE}", style="bold"))
-    for headers, lines in (ledger_cells(ledger), barrier_cells(ledger)):
-        if lines:
-            to.print(_figures(headers, lines))
-            to.print(Text(explanation(headers), style="dim"))
-    for note in ledger_notes(ledger):
-        to.print(Text(note))
-
-
 def _diagnose(target: Path, data: Path | None) -> Diagnosis:
-    if target.is_dir():
-        model = load_model(target)
-        return replace(diagnose(model, _training_data(target, data)), reports=_reports(target))
-    if data is not None and target.exists():
-        raise SettingsError(
-            f"--data goes with the folder of a run, and {str(target)!r} is a file of weights, which "
-            "does not say which of them belong to which field"
-        )
-    return diagnose_file(target)
-
-
-def _reports(run: Path) -> dict[str, Any]:
-    """Return what methods tell of a run; none of a model that was saved by hand."""
+    if not target.is_dir():
+        if data is not None and target.exists():
+            raise SettingsError(
+                f"--data needs the folder of a run; {str(target)!r} is a file of weights, which does not "
+                "say which of them belong to which field"
+            )
+        return diagnose_file(target)
+    found = diagnose(load_model(target), _training_data(target, data))
     try:
-        return read_reports(run)
-    except ModelFileError:  # what is wrong with it is told where its data is looked for
-        return {}
+        return replace(found, reports=read_reports(target))
+    except ModelFileError:  # a model saved by hand; `_training_data` has reported what is missing
+        return found
 
 
 def _training_data(run: Path, data: Path | None) -> Splits | None:
-    """Return what a model was trained on; None, and a line that says why, where that is gone."""
+    """Return the training data of a model; None, with the reason on standard error, if it is gone."""
     if data is not None:
         return Dataset.open(str(data)).splits
     try:
         settings = read_run(run)
-        with BarProgress() as progress:
+        with RunBars() as progress:
             return load_splits(settings.data, progress=progress.rows)
     except (DataError, ModelFileError) as error:
-        errors.print(f"without training counts: {error}", markup=False, soft_wrap=True)
+        show_line(f"without training counts: {error}", to=errors)
         return None
-
-
-def _figures(headers: Sequence[str], lines: Sequence[Sequence[str]]) -> Table:
-    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
-    for place, header in enumerate(headers):
-        name = place == 0
-        table.add_column(
-            header,
-            justify="left" if name or header == "methods" else "right",
-            no_wrap=not name and header != "methods",
-            overflow="fold",
-            min_width=8 if name else None,
-        )
-    for line in lines:
-        table.add_row(*map(Text, line))
-    return table

@@ -1,20 +1,16 @@
-"""What the command line shows of methods: each with what is said of it, and the table of pairs.
-
-`rarebit methods`: what can be done to tables, and what can be combined.
-"""
+"""`rarebit methods`: list the methods, and which of them can be combined."""
 
 import inspect
 import json
-from typing import Annotated, Any
+from typing import Any
 
-import typer
-from rich import box
 from rich.console import Console
 from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from rarebit.cli.show import console
+from rarebit.cli import options as opt
+from rarebit.cli.show import console, show_table
 from rarebit.technique import (
     Technique,
     compositions,
@@ -27,26 +23,30 @@ __all__ = ["methods", "methods_as_data", "show_methods"]
 
 CONTROLS = {
     "baseline": "plain tables",
-    "magnitude": "the smallest trained entries cut at once, to the same number",
-    "matched-rate": "plain tables with other learning rates and starts",
+    "magnitude": "magnitude pruning after training, to the same number of entries",
+    "matched-rate": "plain tables with other learning rates and initial values",
     "plain-sum": "the same transfer with both gradients added, the best of several scales",
-    "tuned": "plain tables at the best of several learning rates and weight decays",
-    "narrow": "plain tables made narrower until they have the same bytes",
+    "tuned": "plain tables with the best of several learning rates and weight decays",
+    "narrow": "narrower plain tables with the same number of bytes",
     "wide": "plain tables as wide as all embedding sets together",
 }
-HOW_TO_WRITE = (
-    "Methods are joined by +, in the order they are applied, and take settings after a colon: "
-    "hashing:buckets=1000+low-rank. A method without its size gets one that keeps the share of the "
-    "weights that is asked for."
+HOW_TO_COMBINE = (
+    "Join methods by +, in the order they are applied, and give settings after a colon: "
+    "hashing:buckets=1000+low-rank. A method without its size gets the size that keeps the requested share of "
+    "the weights. --json also lists why a combination is refused."
 )
 
 
-def methods_as_data() -> dict[str, Any]:
-    """Return all that is said of the methods as plain values, for programs.
+def methods(json_: opt.Json = False) -> None:
+    """List the methods: what each changes and costs, its control, and what it combines with."""
+    if json_:
+        print(json.dumps(methods_as_data()))
+    else:
+        show_methods()
 
-    >>> methods_as_data()["methods"][0]["name"]
-    'aligned-sets'
-    """
+
+def methods_as_data() -> dict[str, Any]:
+    """Return the descriptions of all methods and pairs as plain values."""
     pairs = [
         {"first": first, "then": then, "allowed": reason is None, "words": reason or ""}
         for (first, then), reason in compositions().items()
@@ -73,51 +73,28 @@ def _as_data(method: type[Technique]) -> dict[str, Any]:
 def show_methods(*, to: Console = console) -> None:
     """Print every method, and which may be applied after which."""
     for name in technique_names():
-        method = technique_class(name)
-        to.print(Text.assemble((technique_name(method), "bold"), f": {method.title}"))
-        to.print(Padding(_about(method), (0, 0, 1, 2)))
-    to.print(Text("Combinations", style="bold"), Text(HOW_TO_WRITE), sep="\n")
-    to.print(_pairs_table())
-
-
-def _about(method: type[Technique]) -> Table:
-    table = Table.grid(padding=(0, 2, 0, 0))
-    table.add_column(style="dim", no_wrap=True)
-    table.add_column()
-    control = CONTROLS.get(method.control, "")
-    knobs = (f"{name} ({', '.join(map(str, tried))})" for name, tried in method.knobs.items())
-    lines = {
-        "settings": ", ".join(inspect.signature(method).parameters),
-        "tuned": ", ".join(knobs),
-        "held against": f"{method.control}: {control}" if control else method.control,
-        "cost": method.cost,
-        "when to use": method.applies,
-        "paper": method.paper,
-    }
-    for word, line in lines.items():
-        if line:
-            table.add_row(word, Text(line))
-    return table
-
-
-def _pairs_table() -> Table:
-    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
-    table.add_column("combination", no_wrap=True)
-    table.add_column("")
-    table.add_column("why")
-    for (first, then), reason in sorted(compositions().items(), key=lambda item: bool(item[1])):
-        verdict = Text("refused", "red") if reason else Text("allowed", "green")
-        table.add_row(Text(f"{first}+{then}"), verdict, Text(reason or ""))
-    return table
-
-
-def methods(
-    json_: Annotated[
-        bool, typer.Option("--json", help="Print nothing but the same as one JSON object.")
-    ] = False,
-) -> None:
-    """List the methods: what each changes and costs, what it is held against, what combines."""
-    if json_:
-        print(json.dumps(methods_as_data()))
-    else:
-        show_methods()
+        about = _as_data(technique_class(name))
+        control = CONTROLS.get(about["control"], "")
+        knobs = (f"{name} ({', '.join(map(str, tried))})" for name, tried in about["knobs"].items())
+        lines = {
+            "settings": ", ".join(about["settings"]),
+            "tuned": ", ".join(knobs),
+            "control": f"{about['control']}: {control}" if control else about["control"],
+            "cost": about["cost"],
+            "when to use": about["applies"],
+            "paper": about["paper"],
+        }
+        table = Table.grid(padding=(0, 2, 0, 0))
+        table.add_column(style="dim", no_wrap=True)
+        table.add_column()
+        for label, line in lines.items():
+            if line:
+                table.add_row(label, Text(line))
+        to.print(Text.assemble((about["name"], "bold"), f": {about['title']}"))
+        to.print(Padding(table, (0, 0, 1, 2)))
+    to.print(Text("Combinations", style="bold"), Text(HOW_TO_COMBINE), sep="\n")
+    allowed = [pair for pair, reason in compositions().items() if reason is None]
+    names = technique_names()
+    rows = [[name, ", ".join(then for first, then in allowed if first == name)] for name in names]
+    header = ["method", "may be followed by"]
+    show_table(header, rows, left=header, fixed=header[:1], to=to)

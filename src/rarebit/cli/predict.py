@@ -1,16 +1,15 @@
-"""`rarebit predict`: scores of a trained model."""
+"""`rarebit predict`: score data with a trained model."""
 
 import csv
 import itertools
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated
 
 import torch
 import typer
 
-from rarebit.cli.common import DeviceOption, choose_device
-from rarebit.cli.data import choose_bad_rows
-from rarebit.cli.show import BarProgress, console, show_evaluation, show_scored
+from rarebit.cli import options as opt
+from rarebit.cli.show import RunBars, auc_text, console, evaluation_figures, show_figures, show_line
 from rarebit.data.dataset import Dataset, Splits
 from rarebit.errors import DataError, ModelFileError, SettingsError
 from rarebit.settings import suggest
@@ -25,7 +24,7 @@ __all__ = ["predict_"]
 
 def predict_(  # noqa: PLR0917  # typer calls it by name
     model: Annotated[
-        Path, typer.Option(help="Folder of a run, as rarebit train leaves it.", readable=False)
+        Path, typer.Option(help="Folder of a run, made by rarebit train.", readable=False)
     ],
     input_: Annotated[
         Path | None,
@@ -36,25 +35,23 @@ def predict_(  # noqa: PLR0917  # typer calls it by name
         ),
     ] = None,
     split: Annotated[
-        str, typer.Option(help="Without --input, which split to score: train, valid or test.")
+        str, typer.Option(help="Without --input, the split to score: train, valid or test.")
     ] = "test",
     out: Annotated[
         Path | None, typer.Option(help="Write the score of every row to this CSV file.")
     ] = None,
-    bad_rows: Annotated[
-        str, typer.Option(help="stop at rows that cannot be read, or set them aside in a file.")
-    ] = "stop",
-    device: DeviceOption = "auto",
+    bad_rows: opt.BadRows = None,
+    device: opt.Device = "auto",
 ) -> None:
-    """Score a raw log, or a split of the log a model was trained on, and measure the scores."""
+    """Score a raw log, or a split of the training log, and measure the scores."""
     if input_ is not None:
-        _score(model, input_, out, choose_bad_rows(bad_rows), device)
+        _score_log(model, input_, out, bad_rows, device)
         return
     if split not in Splits._fields:
         raise SettingsError(f"unknown split {split!r}{suggest(split, Splits._fields)}")
     settings = read_run(model)
-    loaded = load_model(model, device=choose_device(device))
-    with BarProgress() as progress:
+    loaded = load_model(model, device=opt.choose_device(device))
+    with RunBars() as progress:
         splits = load_splits(settings.data, progress=progress.rows)
     chosen: Dataset = getattr(splits, split)
     if not len(chosen):
@@ -62,33 +59,45 @@ def predict_(  # noqa: PLR0917  # typer calls it by name
         raise DataError(f"the {split} split has no rows to score; choose --split {having}")
     if out is not None:
         _write_scores(out, torch.sigmoid(predict(loaded, chosen)), chosen)
-        console.print(f"{_counted(len(chosen), 'score')} in {out}", soft_wrap=True, markup=False)
+        show_line(f"{_counted(len(chosen), 'score')} in {out}")
     evaluation = evaluate(loaded, chosen, counts=splits.train.counts())
-    show_evaluation(evaluation, f"{settings.model} from {model}, {split} split")
+    title = f"{settings.model} from {model}, {split} split"
+    show_figures(title, evaluation_figures(evaluation))
 
 
-def _score(
-    folder: Path, log: Path, out: Path | None, bad_rows: Literal["stop", "aside"], device: str
+def _score_log(
+    folder: Path, log: Path, out: Path | None, bad_rows: str | None, device: str
 ) -> None:
-    loaded = load_model(folder, device=choose_device(device))
-    with BarProgress() as progress:
+    chosen = opt.choose_bad_rows(bad_rows)
+    loaded = load_model(folder, device=opt.choose_device(device))
+    with RunBars() as progress:
         scored = score_log(
             loaded,
             log,
             out=out,
-            bad_rows=bad_rows,
+            bad_rows=chosen,
             progress=lambda done, total: progress.stage("reading", done, total),
         )
-    show_scored(scored, f"{folder} on {log}")
+    figures = {"rows scored": f"{scored.rows:,}"}
+    if scored.bad_rows:
+        figures["rows skipped"] = f"{scored.bad_rows:,}"
+    unknown = {name: count for name, count in scored.unknown.items() if count}
+    figures |= {f"unknown values of {name}": f"{count:,}" for name, count in unknown.items()}
+    if not unknown:
+        figures["unknown values"] = "0"
+    if scored.metrics is not None:
+        figures["AUC"] = auc_text(scored.metrics.auc)
+        figures["logloss"] = f"{scored.metrics.logloss:.4f}"
+    show_figures(f"{folder} on {log}", figures)
     read = scored.rows + scored.bad_rows
-    parts = f"{scored.rows:,} scored + {scored.bad_rows:,} set aside"
+    parts = f"{scored.rows:,} scored + {scored.bad_rows:,} skipped"
     console.print(f"{_counted(read, 'row')} read = {parts}.")
     if out is None:
         console.print("To keep the scores: --out scores.csv")
         return
-    console.print(f"{_counted(scored.rows, 'score')} in {out}", soft_wrap=True, markup=False)
+    show_line(f"{_counted(scored.rows, 'score')} in {out}")
     if scored.bad_rows:
-        console.print(f"Set aside in {bad_rows_file(out)}.", soft_wrap=True, markup=False)
+        show_line(f"Skipped rows, written to {bad_rows_file(out)}.")
 
 
 def _write_scores(path: Path, scores: torch.Tensor, data: Dataset) -> None:

@@ -1,48 +1,148 @@
-"""What the command line shows: tables, progress bars, errors."""
+"""What the command line prints: tables, figures, progress bars, commands to copy."""
 
+import shlex
 import shutil
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
-from rich.progress import Progress as Bars
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TaskID,
+    TextColumn,
+    TimeRemainingColumn,
+)
 from rich.table import Table
 from rich.text import Text
 
-from rarebit.settings import size
-from rarebit.technique import Technique
-from rarebit.training.metrics import Evaluation, Metrics
+from rarebit.study.pool import StudyLines
+from rarebit.study.runs import RunRecord
+from rarebit.training.metrics import Evaluation
 from rarebit.training.progress import EpochRecord
-from rarebit.training.run import RunResult
-from rarebit.training.score import Scored
 
 __all__ = [
-    "BarProgress",
+    "WIDE",
+    "RunBars",
+    "StudyBars",
+    "auc_text",
     "console",
-    "epoch_hint",
     "errors",
+    "evaluation_figures",
     "how_to_call",
-    "show_evaluation",
-    "show_run",
-    "show_scored",
+    "show_command",
+    "show_figures",
+    "show_line",
+    "show_table",
 ]
 
 console = Console(highlight=False)
 errors = Console(stderr=True, highlight=False)
+WIDE = 110
+"""From this width of the terminal on, nothing is shortened."""
 
 
-class BarProgress:
-    """A progress bar for generating data and for every epoch, with the validation metric beside it.
+def show_table(
+    header: Sequence[str],
+    rows: Iterable[Sequence[str | Text]],
+    *,
+    title: str = "",
+    note: str = "",
+    left: Sequence[str] = (),
+    fixed: Sequence[str] = (),
+    names: int = 8,
+    to: Console = console,
+) -> None:
+    """Print a table: the first column aligned left, the others right; nothing in it is markup.
 
-    Where standard error is no terminal, a line an epoch instead.
+    note     printed below the table
+    left     further columns that are aligned left
+    fixed    columns that are never wrapped
+    names    least width of the first column, which is wrapped last
     """
+    lines = [[Text(cell) if isinstance(cell, str) else cell for cell in row] for row in rows]
+    table = Table(
+        title=Text(title) if title else None,
+        title_justify="left",
+        box=SIMPLE_HEAD,
+        padding=(0, 1, 0, 0) if to.width >= WIDE else (0, 0),
+        pad_edge=False,
+    )
+    for place, name in enumerate(header):
+        table.add_column(
+            Text(name),
+            justify="right" if place and name not in left else "left",
+            overflow="fold",
+            no_wrap=name in fixed,
+        )
+    longest = max((line[0].cell_len for line in lines), default=1)
+    table.columns[0].min_width = min(longest, names)
+    for line in lines:
+        table.add_row(*line)
+    to.print(table)
+    if note:
+        to.print(Text(note, style="dim"))
+
+
+def show_figures(title: str, figures: Mapping[str, str]) -> None:
+    """Print names and their values, one per line, in a box."""
+    table = Table(title=Text(title), title_justify="left", show_header=False)
+    table.add_column()
+    table.add_column(justify="right")
+    for name, value in figures.items():
+        table.add_row(Text(name), value)
+    console.print(table)
+
+
+def show_line(line: str, *, to: Console = console) -> None:
+    """Print a line as it is, without markup and without wrapping."""
+    to.print(line, markup=False, soft_wrap=True)
+
+
+def show_command(*words: str) -> None:
+    """Print a `rarebit` command to copy."""
+    show_line(f"  {how_to_call()} {shlex.join(words)}")
+
+
+def how_to_call() -> str:
+    """Return what to type for `rarebit`: its path if it is not on the search path."""
+    script = Path(sys.executable).with_name("rarebit")
+    if shutil.which("rarebit") or not script.exists():
+        return "rarebit"
+    return str(script.relative_to(Path.cwd()) if script.is_relative_to(Path.cwd()) else script)
+
+
+def evaluation_figures(evaluation: Evaluation) -> dict[str, str]:
+    """Return the metrics of a model by the names that people see."""
+    figures = {"AUC": auc_text(evaluation.auc)}
+    if evaluation.ceiling is not None:
+        figures["  best any model could reach"] = auc_text(evaluation.ceiling.auc)
+    if evaluation.rarest is not None:
+        figures["AUC on the rarest fifth"] = auc_text(evaluation.rarest.auc)
+    if evaluation.rarest_ceiling is not None:
+        figures["  best any model could reach there"] = auc_text(evaluation.rarest_ceiling.auc)
+    return figures | {
+        "logloss": f"{evaluation.logloss:.4f}",
+        "PR-AUC": auc_text(evaluation.pr_auc),
+    }
+
+
+def auc_text(auc: float | None) -> str:
+    """Return an AUC with four digits."""
+    return "undefined: all labels are of one class" if auc is None else f"{auc:.4f}"
+
+
+class _Bars:
+    """Progress bars on standard error; none if it is no terminal."""
 
     def __init__(self) -> None:
-        self.bars = Bars(
+        super().__init__()
+        self.bars = Progress(
             TextColumn("{task.description}"),
             BarColumn(),
             MofNCompleteColumn(),
@@ -51,7 +151,6 @@ class BarProgress:
             console=errors,
             disable=not errors.is_terminal,
         )
-        self.task = self.bars.add_task("", total=None, visible=False, note="")
 
     def __enter__(self) -> Self:
         self.bars.start()
@@ -65,8 +164,20 @@ class BarProgress:
     ) -> None:
         self.bars.stop()
 
+    def say(self, line: str) -> None:
+        """Print a line above the bars."""
+        show_line(line, to=self.bars.console)
+
+
+class RunBars(_Bars):
+    """A bar for the data and one per epoch, with the validation AUC; without a terminal, a line per epoch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.task = self.bars.add_task("", total=None, visible=False, note="")
+
     def rows(self, done: int, total: int) -> None:
-        """Show how many rows of the log are generated."""
+        """Show how many rows of the built-in log are generated."""
         self.stage("click log", done, total)
 
     def stage(self, name: str, done: int, total: int) -> None:
@@ -75,114 +186,71 @@ class BarProgress:
             self.task = self.bars.add_task(name, total=total, note="")
         self.bars.update(self.task, completed=done, total=total)
 
-    def say(self, line: str) -> None:
-        """Print a line above the bars."""
-        self.bars.console.print(line)
+    def data_stage(self, name: str, done: int, total: int) -> None:
+        """Show how far preparing data is: reading in megabytes, the rest in rows."""
+        if name == "reading":
+            self.stage("reading, MB", done // 1_000_000, max(total // 1_000_000, 1))
+        else:
+            self.stage(f"{name}, rows", done, total)
 
     def start_epoch(self, epoch: int, epochs: int, rows: int) -> None:
         """Show a new bar for an epoch."""
         self.task = self.bars.add_task(f"epoch {epoch}/{epochs}", total=rows, note="")
 
     def advance(self, rows: int) -> None:
-        """Move the bar on."""
+        """Move the bar of the epoch."""
         self.bars.advance(self.task, rows)
 
     def finish_epoch(self, record: EpochRecord) -> None:
-        """Write the epoch's result beside its bar."""
+        """Write the loss and the validation AUC next to the bar."""
         note = f"loss {record.train_loss:.4f}"
         if record.valid is not None:
-            note += f", valid AUC {_number(record.valid.auc)}"
+            note += f", valid AUC {auc_text(record.valid.auc)}"
         self.bars.update(self.task, note=note)
         if not errors.is_terminal:
             errors.print(f"epoch {record.epoch}: {note}")
 
 
-def how_to_call() -> str:
-    """Return what to type for `rarebit`: a path where it is not on the search path."""
-    script = Path(sys.executable).with_name("rarebit")
-    if shutil.which("rarebit") or not script.exists():
-        return "rarebit"
-    return str(script.relative_to(Path.cwd()) if script.is_relative_to(Path.cwd()) else script)
+class StudyBars(_Bars, StudyLines):
+    """A bar for the whole study and one per active run, with its validation AUC."""
 
+    def __init__(self) -> None:
+        super().__init__()
+        self.all: TaskID | None = None
+        self.under_way: dict[str, TaskID] = {}
 
-def show_run(result: RunResult, title: str, methods: Sequence[Technique] = ()) -> None:
-    """Print the table at the end of a run with these methods, and what its best epoch suggests."""
-    table = _table(title)
-    _add_metrics(table, result.test)
-    table.add_row("parameters", f"{result.num_parameters:,}")
-    table.add_row("bytes of tables", size(result.table_bytes))
-    table.add_row("training speed", f"{result.history.samples_per_second:,.0f} samples/s")
-    console.print(table)
-    best, epochs = result.history.best_epoch, len(result.history.epochs)
-    console.print(f"Weights of epoch {best} of {epochs}, the best on the validation split.")
-    forgets = any(method.needs_epochs for method in methods)
-    hint = epoch_hint(best, epochs, forgets=forgets)
-    if hint:
-        console.print(hint)
+    def plan(self, runs: int, there: int) -> None:
+        """Show a bar for the runs of a stage."""
+        super().plan(runs, there)
+        if self.all is not None:
+            self.bars.remove_task(self.all)
+        self.all = self.bars.add_task("runs", total=runs, completed=there, note="")
 
+    def start(self, name: str) -> None:
+        """Show a bar for a run."""
+        self.under_way[name] = self.bars.add_task(name, total=None, note="")
 
-def epoch_hint(best: int | None, epochs: int, *, forgets: bool = False) -> str:
-    """Return what the best epoch suggests; nothing where it suggests nothing.
-
-    >>> epoch_hint(3, 3)
-    'The last epoch was the best: more of them may be better (--epochs).'
-    """
-    if epochs > 1 and best == epochs:
-        return "The last epoch was the best: more of them may be better (--epochs)."
-    if epochs > 1 and best == 1 and not forgets:
-        return (
-            "The first epoch was the best: later ones may overfit rare rows; --methods shrinkage+forgetting "
-            "is against that."
+    def epoch(self, name: str, values: Mapping[str, Any]) -> None:
+        """Move the bar of a run by an epoch."""
+        auc = values["valid_auc"]
+        self.bars.update(
+            self.under_way[name],
+            completed=values["epoch"],
+            total=values["epochs"],
+            note="" if auc is None else f"valid AUC {auc:.4f}",
         )
-    return ""
 
+    def finish(self, name: str, record: RunRecord) -> None:
+        """Print the result of a run and remove its bar."""
+        super().finish(name, record)
+        self._end(name)
 
-def show_evaluation(evaluation: Evaluation, title: str) -> None:
-    """Print the metrics of a model on some data."""
-    table = _table(title)
-    _add_metrics(table, evaluation)
-    console.print(table)
+    def fail(self, name: str, why: str) -> None:
+        """Print why a run failed and remove its bar."""
+        super().fail(name, why)
+        self._end(name)
 
-
-def show_scored(scored: Scored, title: str) -> None:
-    """Print what scoring a raw log gave: rows, values the model does not know, metrics."""
-    table = _table(title)
-    table.add_row("rows scored", f"{scored.rows:,}")
-    if scored.bad_rows:
-        table.add_row("rows set aside", f"{scored.bad_rows:,}")
-    for name, count in scored.unknown.items():
-        if count:
-            table.add_row(Text(f"unknown values of {name}"), f"{count:,}")
-    if not any(scored.unknown.values()):
-        table.add_row("unknown values", "0")
-    if scored.metrics is not None:
-        table.add_row("AUC", _auc(scored.metrics))
-        table.add_row("logloss", f"{scored.metrics.logloss:.4f}")
-    console.print(table)
-
-
-def _table(title: str) -> Table:
-    table = Table(title=Text(title), title_justify="left", show_header=False)
-    table.add_column()
-    table.add_column(justify="right")
-    return table
-
-
-def _add_metrics(table: Table, test: Evaluation) -> None:
-    table.add_row("AUC", _auc(test.overall))
-    if test.ceiling is not None:
-        table.add_row("  best any model could reach", _auc(test.ceiling))
-    if test.rarest is not None:
-        table.add_row("AUC on the rarest fifth", _auc(test.rarest))
-    if test.rarest_ceiling is not None:
-        table.add_row("  best any model could reach there", _auc(test.rarest_ceiling))
-    table.add_row("logloss", f"{test.logloss:.4f}")
-    table.add_row("PR-AUC", _number(test.pr_auc))
-
-
-def _auc(metrics: Metrics) -> str:
-    return _number(metrics.auc)
-
-
-def _number(value: float | None) -> str:
-    return "undefined: all labels are of one class" if value is None else f"{value:.4f}"
+    def _end(self, name: str) -> None:
+        self.bars.remove_task(self.under_way.pop(name))
+        if self.all is not None:
+            self.bars.update(self.all, completed=self.done)

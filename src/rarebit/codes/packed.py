@@ -16,14 +16,12 @@ in chunks. After this check no lookup reads beyond a part, and every entry has a
 import importlib
 import os
 from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Literal, NoReturn
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.jit import is_tracing  # type: ignore[attr-defined]  # it is, but torch does not say so
 from torch.nn import functional as F
@@ -44,6 +42,8 @@ from rarebit.codes.packed_lookup import (
 )
 from rarebit.errors import MissingExtraError, ModelFileError, UnsupportedTableError
 from rarebit.settings import check_types
+from rarebit.storage.disk import DISK
+from rarebit.storage.files import write_file
 from rarebit.tables.apply import TableChanges, Where, put_tables, reported
 from rarebit.tables.find import Site, find_sites, refuse_wrapped_model
 from rarebit.tables.table import (
@@ -485,22 +485,15 @@ def save_packed(table: PackedTable, path: str | os.PathLike[str]) -> Path:
     >>> table(torch.tensor([2]))
     tensor([[6., 7.]])
     """
-    path = Path(path)
-    partial = path.with_name(f"{path.name}.partial")
     about = {"kind": KIND, "rows": table.num_embeddings, "width": table.embedding_dim}
     if table.padding_idx is not None:
         about["padding"] = table.padding_idx
-    tensors = {name: tensor.cpu().contiguous() for name, tensor in table.state_dict().items()}
-    try:
-        save_file(tensors, partial, {key: str(value) for key, value in about.items()})
-        partial.replace(path)
-    except (OSError, SafetensorError) as error:
-        with suppress(OSError):
-            partial.unlink(missing_ok=True)
-        raise ModelFileError(
-            f"cannot write the table to {str(path)!r}: {error}; choose a folder you may write to"
-        ) from None
-    return path
+    metadata = {key: str(value) for key, value in about.items()}
+    return write_file(
+        Path(path),
+        lambda partial: DISK.save_tensors(partial, table.state_dict(), metadata),
+        error=ModelFileError,
+    )
 
 
 def load_packed(

@@ -12,8 +12,6 @@
 The arrays are memory-mapped, so that opening takes milliseconds whatever their size.
 """
 
-import glob
-import hashlib
 import json
 import os
 import shutil
@@ -30,6 +28,15 @@ from numpy.typing import NDArray
 from rarebit.data.schema import Schema
 from rarebit.data.statistics import DataStatistics
 from rarebit.errors import DataError
+from rarebit.storage.disk import DISK, explain
+from rarebit.storage.files import (
+    file_checksum,
+    fresh_folder,
+    is_own_checksum,
+    leftovers,
+    make_folder,
+    own_checksum,
+)
 
 __all__ = [
     "FORMAT",
@@ -42,6 +49,7 @@ __all__ = [
 
 FORMAT = 1
 MANIFEST, ENCODER, SCHEMA, BAD_ROWS = "manifest.json", "encoder", "schema.toml", "bad_rows.jsonl"
+OWN = "manifest_sha256"
 SELECTIONS = "selections"
 """What runs computed of the log and keep beside it; it goes with the log."""
 _at_work: set[Path] = set()
@@ -94,7 +102,7 @@ class PreparedFolder:
     @property
     def checksum(self) -> str:
         """What tells it from any other prepared log: the manifest's checksum, which has all others in it."""
-        return str(self.manifest["manifest_sha256"])
+        return str(self.manifest[OWN])
 
     def _check_sizes(self) -> None:
         if len(self.rows) != 3 or min(self.rows) < 0:
@@ -146,7 +154,7 @@ class PreparedFolder:
     def verify(self) -> None:
         """Raise when a file is not what its checksum says; it reads every byte."""
         for name, file in self._files().items():
-            if checksum(self.folder / name) != file["sha256"]:
+            if file_checksum(self.folder / name) != file["sha256"]:
                 raise DataError(
                     f"{str(self.folder / name)!r} is damaged: it is not what its checksum says; "
                     "prepare the log again or take another copy"
@@ -176,34 +184,26 @@ class ArrayWriter:
 
 @contextmanager
 def new_folder(target: Path, *, overwrite: bool = False) -> Iterator[Path]:
-    """Give a folder to fill, which gets its name when all went well, and vanishes when not."""
+    """Give a folder to fill, which gets its name once it is complete; an error removes it."""
     target = target.resolve()
-    partial = target.with_name(f".{target.name}.{os.getpid()}.partial")
-    if partial in _at_work:
+    if target in _at_work:
         raise DataError(f"{str(target)!r} is being prepared by this process already; wait for it")
-    _remove_leftovers(target)
-    _check_free(target, overwrite=overwrite)
-    _at_work.add(partial)
-    try:  # from before it is there: Ctrl-C may come at any moment
-        _make(partial)
-        yield partial
-        _check_free(target, overwrite=overwrite)  # hours may have passed
-        _move(partial, target)
-    except OSError as error:
-        raise DataError(f"cannot write {str(target)!r}: {error.strerror or error}") from error
-    finally:
-        _at_work.discard(partial)
-        shutil.rmtree(partial, ignore_errors=True)
-
-
-def _make(partial: Path) -> None:
     try:
-        partial.parent.mkdir(parents=True, exist_ok=True)
-        partial.mkdir()
+        for path in leftovers(target.parent, target.name):
+            if path.suffix in {".old", ".removing"} and not target.exists():
+                path.rename(target)  # killed between the two steps of replacing it
+            else:
+                DISK.remove(path)
+        _check_free(target, overwrite=overwrite)
+        _at_work.add(target)
+        make_folder(target.parent)
+        with fresh_folder(target, replace=overwrite) as folder:
+            yield folder
+            _check_free(target, overwrite=overwrite)  # hours may have passed
     except OSError as error:
-        raise DataError(
-            f"cannot write to the folder {str(partial.parent)!r}: {error.strerror}; choose another one"
-        ) from None
+        raise DataError(f"cannot write {str(target)!r}: {explain(error)}") from error
+    finally:
+        _at_work.discard(target)
 
 
 def _check_free(target: Path, *, overwrite: bool) -> None:
@@ -251,44 +251,6 @@ def _listed(folder: Path) -> list[str]:
         return []
 
 
-def _move(partial: Path, target: Path) -> None:
-    if target.exists():
-        old = partial.with_name(f"{partial.name}.old")
-        target.rename(old)
-        try:
-            partial.rename(target)
-        except OSError:
-            old.rename(target)
-            raise
-        shutil.rmtree(old, ignore_errors=True)
-    else:
-        partial.rename(target)
-
-
-def _remove_leftovers(target: Path) -> None:
-    """Remove what killed processes left of this folder; the folder itself, if it was out of place."""
-    for path in target.parent.glob(f".{glob.escape(target.name)}.*.partial*"):
-        number = path.name.removeprefix(f".{target.name}.").split(".")[0]
-        if not number.isdigit() or _is_running(int(number)):
-            continue
-        if path.suffix == ".old" and not target.exists():
-            path.rename(target)  # killed between the two steps of replacing it
-        shutil.rmtree(path, ignore_errors=True)
-
-
-def _is_running(process: int) -> bool:
-    """Return whether another process has this number; in a container a new one often has an old one's."""
-    if process == os.getpid():
-        return False
-    try:
-        os.kill(process, 0)
-    except ProcessLookupError:
-        return False
-    except OSError:
-        return True
-    return True
-
-
 def write_manifest(folder: Path, values: Mapping[str, Any]) -> None:
     """Write the manifest, last of all: a folder without it is none."""
     from rarebit import __version__
@@ -299,19 +261,13 @@ def write_manifest(folder: Path, values: Mapping[str, Any]) -> None:
         if path.is_file()
     }
     described = {
-        name: {"bytes": path.stat().st_size, "sha256": checksum(path)}
+        name: {"bytes": path.stat().st_size, "sha256": file_checksum(path)}
         for name, path in files.items()
     }
     manifest = {"format": FORMAT, "rarebit": __version__, **values, "files": described}
-    manifest["manifest_sha256"] = _own_checksum(manifest)
+    manifest[OWN] = own_checksum(manifest, OWN)
     text = json.dumps(manifest, indent=1, ensure_ascii=False) + "\n"
     (folder / MANIFEST).write_text(text, encoding="utf-8")
-
-
-def checksum(path: Path) -> str:
-    """Return the SHA-256 of a file."""
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _read_manifest(folder: Path) -> dict[str, Any]:
@@ -334,12 +290,6 @@ def _read_manifest(folder: Path) -> dict[str, Any]:
             f"{str(folder)!r} was prepared in format {manifest['format']} by Rarebit "
             f"{manifest.get('rarebit')}; this version reads up to format {FORMAT}: upgrade it"
         )
-    if manifest.get("manifest_sha256") != _own_checksum(manifest):
+    if not is_own_checksum(manifest, OWN):
         raise DataError(f"{str(path)!r} is damaged: it is not what its checksum says")
     return manifest
-
-
-def _own_checksum(manifest: Mapping[str, Any]) -> str:
-    said = {key: value for key, value in manifest.items() if key != "manifest_sha256"}
-    text = json.dumps(said, sort_keys=True, separators=(",", ":"))
-    return hashlib.sha256(text.encode()).hexdigest()

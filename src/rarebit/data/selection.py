@@ -405,9 +405,7 @@ DESCRIPTION = "selection.json"
 SELECTIONS = "selections"
 """The folder of selections in that of a prepared log."""
 DIGITS = 20
-FOLDER = TensorFolder(
-    "selection", DESCRIPTION, DataError, "select again", "choose a folder that you may write to"
-)
+FOLDER = TensorFolder("selection", DESCRIPTION, DataError, "select again")
 KINDS: dict[str, type[CoOccurrence] | type[FrequencySplit]] = {
     "co-occurrence": CoOccurrence,
     "frequency-split": FrequencySplit,

@@ -1,12 +1,11 @@
-"""From a model or a file to a diagnosis.
+"""Diagnose the tables of a model, or of a bare safetensors file.
 
-Any `nn.Module` with tables will do, and so will a bare safetensors file. How often each value was seen
-in training comes from the data; without it, what depends on it is left open.
+Any `nn.Module` with tables works. The training counts come from the data; without it, the figures that
+depend on them are left open.
 """
 
 import os
 from collections.abc import Mapping
-from dataclasses import replace
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -16,9 +15,14 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from rarebit.data.dataset import Dataset, Splits
-from rarebit.diagnosis.measure import TableDiagnosis, describe_table, find_sub_embeddings
+from rarebit.diagnosis.measure import (
+    TableDiagnosis,
+    describe_table,
+    find_product,
+    find_sub_embeddings,
+    reweighting,
+)
 from rarebit.diagnosis.report import Diagnosis, LeftAlone, find_waste
-from rarebit.diagnosis.reweighting import Reweighting, find_product, reweighting
 from rarebit.diagnosis.rows import rows_of_slice, rows_of_table, scan, without
 from rarebit.errors import DataError, ModelFileError, NoTableError, SettingsError
 from rarebit.tables.find import TableInfo, find_sites
@@ -29,9 +33,9 @@ from rarebit.technique import Rank
 __all__ = ["Diagnosis", "diagnose", "diagnose_file"]
 
 FLOAT_BITS = {"F64": 64, "F32": 32, "F16": 16, "BF16": 16}
-"""The floats of a safetensors file that tables are made of."""
+"""The float types of a safetensors file that a table may have."""
 TALLER_THAN = 4
-"""In a file, a table has more rows than so many times its columns; what is flatter is a layer."""
+"""In a file, a table has more rows than this times its columns; a flatter matrix is a layer."""
 
 
 def diagnose(
@@ -40,11 +44,11 @@ def diagnose(
     *,
     counts: Mapping[str, Tensor] | None = None,
 ) -> Diagnosis:
-    """Return what the tables of a model are like.
+    """Return the figures and problems of the tables of a model.
 
-    data      what it was trained on; of splits, the training rows count
-    counts    in place of it, how often each id was seen in training, `(rows,)`, by the name of the table
-              or its last part: the field
+    data      its training data; of splits, the training rows count
+    counts    instead of data: how often each id was seen in training, `(rows,)`, by the name of the table
+              or its last part, the field
 
     >>> model = nn.ModuleDict({"user": nn.Embedding(1000, 8)})
     >>> table = diagnose(model, counts={"user": torch.ones(1000, dtype=torch.int64)}).tables[0]
@@ -63,10 +67,10 @@ def diagnose(
             continue
         name = site.info.name if site.info.name in known else site.info.field
         used.add(name)
-        table, triangles[site.info.name] = _look_at(site.table, site.info, known.get(name))
+        table, triangles[site.info.name] = _measure(site.table, site.info, known.get(name))
         tables.append(table)
     if not tables and not left_alone:
-        raise NoTableError(f"{type(model).__name__} has no table to look at")
+        raise NoTableError(f"{type(model).__name__} has no tables to diagnose")
     if known and not used & set(known):
         raise DataError(
             f"none of the fields {', '.join(known)} is a table of the model, which has "
@@ -81,10 +85,10 @@ def diagnose(
 
 
 def diagnose_file(path: str | os.PathLike[str]) -> Diagnosis:
-    """Return what the tables in a safetensors file are like; nothing else is needed.
+    """Return the figures and problems of the tables in a safetensors file; nothing else is needed.
 
     A table is a matrix of floats with more rows than 4 times its columns. It is read a few rows at a
-    time. The fields of a stacked table cannot be told apart in a file: diagnose the model for that.
+    time. A file does not say which fields a stacked table holds: diagnose the model for that.
 
     >>> import tempfile
     >>> from safetensors.torch import save_file
@@ -120,54 +124,42 @@ def diagnose_file(path: str | os.PathLike[str]) -> Diagnosis:
     )
 
 
-def _look_at(
+def _measure(
     table: AnyTable, info: TableInfo, counts: Tensor | None
 ) -> tuple[TableDiagnosis, Tensor | None]:
+    """Return the figures of a table and the R of its QR."""
     rows = rows_of_table(table)
     if counts is not None:
         counts = _checked(counts, info)
         counts = counts if rows.padding is None else without(counts, rows.padding)
     found = scan(rows)
-    description = describe_table(
+    set_abundances: tuple[float, ...] = ()
+    sets = [method.num_sets for method in methods_of(table) if method.composition_rank is Rank.SETS]
+    if sets and found.triangle is not None:  # the columns of a set have the spectrum of theirs in R
+        each = found.triangle.chunk(sets[0], dim=1)
+        set_abundances = tuple(abundance_of(torch.linalg.svdvals(one)) for one in each)
+    try:
+        factors = None if find_product(table) is None else reweighting(table)
+    except DataError:  # its rows are not finite either, which is a finding
+        factors = None
+    figures = describe_table(
         found,
         counts,
         name=info.name,
         width=info.width,
         num_bytes=info.num_bytes,
         methods=info.methods,
+        set_abundances=set_abundances,
+        reweighting=factors,
     )
-    description = replace(
-        description,
-        set_abundances=_set_abundances(table, found.triangle),
-        reweighting=_reweighting(table),
-    )
-    return description, found.triangle
-
-
-def _set_abundances(table: AnyTable, triangle: Tensor | None) -> tuple[float, ...]:
-    """Return the abundance of each embedding set: its columns have the spectrum of theirs in R."""
-    sets = [method.num_sets for method in methods_of(table) if method.composition_rank is Rank.SETS]
-    if not sets or triangle is None:
-        return ()
-    return tuple(abundance_of(torch.linalg.svdvals(one)) for one in triangle.chunk(sets[0], dim=1))
-
-
-def _reweighting(table: AnyTable) -> Reweighting | None:
-    """Return how a table trained as a product learns; None of any other, and where it diverged."""
-    product = find_product(table)
-    if product is None:
-        return None
-    try:
-        return reweighting(product)
-    except DataError:  # its rows are not finite either, and that is found
-        return None
+    return figures, found.triangle
 
 
 def _counts(
     data: Dataset | Splits | None, counts: Mapping[str, Tensor] | None
 ) -> Mapping[str, Tensor]:
     if data is not None and counts is not None:
-        raise SettingsError("data and counts say the same; give one of them")
+        raise SettingsError("give either data or counts, not both")
     if data is None:
         return counts or {}
     if isinstance(data, Dataset) and data.parts is not None:
@@ -176,7 +168,7 @@ def _counts(
 
 
 def _checked(counts: Any, info: TableInfo) -> Tensor:
-    """Return the counts of a table on the CPU, or say what is wrong with them."""
+    """Return the counts of a table on the CPU; raise if they do not fit the table."""
     tensor = torch.as_tensor(counts).cpu()
     if tensor.shape != (info.rows,) or tensor.is_floating_point() or tensor.is_complex():
         raise DataError(
@@ -189,7 +181,7 @@ def _checked(counts: Any, info: TableInfo) -> Tensor:
 
 
 def _unreadable(table: AnyTable) -> str | None:
-    """Say why the rows of a table cannot be looked at; None when they can."""
+    """Return why the rows of a table cannot be read; None if they can."""
     for parameter in table.parameters():
         if parameter.is_meta:
             return "its weights are not in memory but on the device meta"
@@ -199,23 +191,23 @@ def _unreadable(table: AnyTable) -> str | None:
 
 
 def _no_table(shape: list[int], dtype: str) -> str | None:
-    """Say why a tensor of a file is no table; None when it is one."""
+    """Return why a tensor of a file is no table; None if it is one."""
     if dtype not in FLOAT_BITS:
         return f"it holds {dtype}, and tables hold {', '.join(FLOAT_BITS)}"
     if len(shape) != 2:
         return f"its shape is {tuple(shape)}, and a table is a matrix"
     rows, width = shape
     if not width or rows <= TALLER_THAN * width:
-        return f"{rows} x {width} is as flat as a layer: a table has more than {TALLER_THAN} rows a column"
+        return f"{rows} x {width} is as flat as a layer: a table has more than {TALLER_THAN} rows per column"
     return None
 
 
 def _open(path: Path) -> Any:
-    """Open a safetensors file, or say in one sentence why that is not possible."""
+    """Open a safetensors file; raise with the reason if that is not possible."""
     if path.exists() and not path.is_file():
         raise ModelFileError(f"{str(path)!r} is not a file; give a .safetensors file")
     try:
-        with path.open("rb"):  # the system's own words for what cannot be read
+        with path.open("rb"):  # the system's own message for what cannot be read
             pass
         return safe_open(path, framework="pt")
     except FileNotFoundError:

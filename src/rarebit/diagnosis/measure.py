@@ -1,16 +1,18 @@
-"""How the norms of a table's rows go with how often their values were seen in training.
+"""The figures of a table: its spectrum and rows, its factors, and what it shows to other tables.
 
-What is said of them:
+**Products** (Deng et al., theorem 1): how fast SGD learns the directions of a table trained as a product.
 
-dead           a row whose norm is at most a thousandth of the root mean square of all norms:
-               weight decay erases what no batch looks up, to 1e-9 of its size in 300 steps of Adam
-correlation    Spearman's: 1 where a more frequent value always has a longer row, -1 where never;
-               of the values that training saw
-bins           mean norm of the rows seen 0, 1, 2-3, 4-7, 8-15, ... times
+    dW = -η Σ_ij (sigma1_i² + sigma2_j²) g_ij u_i v_jᵀ                                          (7)
 
-What one table is like: its spectrum, its rows, and how they go with training.
+    sigma1_i, u_i    singular values and vectors of the projection, i up to the width D
+    sigma2_j, v_j    singular values and vectors of the wide factor, j up to the rows N
+    g_ij             what plain training with SGD would do in the direction u_i v_jᵀ
 
-Sub-embeddings: what a field shows to each other field (Guo et al., 2024, evidence I and II).
+A factor is the speedup of a direction over a plain table. Beyond the inner width k, sigma2_j is zero: there
+a row learns only from its own ids. The other D x k directions are informative: they carry what is learned of
+one id to others. A table is a product if it offers `factors()`: the wide table and the projection `(k, D)`.
+
+**Sub-embeddings** (Guo et al., 2024, evidence I and II): what a field shows to each other field.
 
     FFM        E_i = [E_i->1, ..., E_i->F]        side by side; E_i->i meets nothing
     DCN-V2     E_i->j = E_i W_ij^T                W_ij, the block of the first cross layer that takes
@@ -21,150 +23,251 @@ Sub-embeddings: what a field shows to each other field (Guo et al., 2024, eviden
 
 Whatever is done to the columns of E_i can be done to the R of its QR, so a table is read once for all
 of its sub-embeddings. Fields are in the order the model reads them: tables, then numbers. A number has
-one vector and no table, so it is met but has no sub-embeddings of its own.
+one vector and no table, so others meet it but it has no sub-embeddings.
 """
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
 
-from rarebit.diagnosis.reweighting import Reweighting
-from rarebit.diagnosis.rows import Scan
+from rarebit.diagnosis.rows import (
+    NormBin,
+    Scan,
+    count_dead,
+    norm_bins,
+    rows_of_table,
+    spearman,
+)
+from rarebit.errors import DataError
 from rarebit.interactions.cross import CrossNetwork
 from rarebit.interactions.field_pairs import FieldAwareMachine
 from rarebit.models._base import Backbone, RankingModel
 from rarebit.settings import to_mapping
 from rarebit.tables.collection import TableCollection
-from rarebit.tables.spectrum import abundance_of, random_abundance, stable_rank_of
+from rarebit.tables.spectrum import abundance_of, random_abundance, stable_rank_of, triangle_of
+from rarebit.tables.table import AnyTable, Table
 
 __all__ = [
-    "DEAD",
-    "NormBin",
+    "Product",
+    "Reweighting",
     "SubEmbeddings",
     "TableDiagnosis",
-    "count_dead",
     "describe_table",
+    "find_product",
     "find_sub_embeddings",
-    "norm_bins",
-    "spearman",
+    "product_of",
+    "refuse_not_finite",
+    "reweighting",
+    "short_names",
+    "singular_rank",
+    "wide_rows",
 ]
 
-DEAD = 1e-3
+
+@runtime_checkable
+class Product(Protocol):
+    """A table that is trained as a product of two factors."""
+
+    num_embeddings: int
+    embedding_dim: int
+    padding_idx: int | None
+
+    def factors(self) -> tuple[AnyTable, Tensor]:
+        """Return the wide table `(N, k)` and the projection `(k, D)`."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class NormBin:
-    """The rows whose values were seen about equally often."""
+class Reweighting:
+    """The factors by which a table trained as a product learns its directions."""
 
-    least: int
-    """The values were seen at least so often."""
-    most: int
-    """And at most so often."""
     rows: int
-    """Rows of such values."""
-    mean_norm: float
-    """Mean length of these rows."""
+    """Rows without padding: N."""
+    width: int
+    """Width of the table: D."""
+    inner_dim: int
+    """Width of the wide factor: k."""
+    projection_values: tuple[float, ...]
+    """sigma1_i, the largest first: min(D, k) of them."""
+    wide_values: tuple[float, ...]
+    """sigma2_j, the largest first: min(k, N) of them."""
 
+    @property
+    def factors(self) -> Tensor:
+        """sigma1_i² + sigma2_j² of the directions the wide factor has, `(D, min(k, N))`, float64."""
+        return self.rest.unsqueeze(1) + torch.tensor(self.wide_values, dtype=torch.float64).square()
 
-def count_dead(norms: Tensor) -> int:
-    """Return how many norms are next to nothing beside the others; all, where all are zero.
+    @property
+    def rest(self) -> Tensor:
+        """sigma1_i², the factors of all further directions, `(D,)`, float64."""
+        missing = self.width - len(self.projection_values)
+        values = [*self.projection_values, *[0.0] * missing]
+        return torch.tensor(values, dtype=torch.float64).square()
 
-    >>> count_dead(torch.tensor([1.0, 0.9, 1e-9, 0.0]))
-    2
-    """
-    norms = norms.double()
-    return int((norms <= DEAD * norms.square().mean().sqrt()).sum())
+    @property
+    def num_directions(self) -> int:
+        """All directions: D x N."""
+        return self.width * self.rows
 
-
-def norm_bins(norms: Tensor, counts: Tensor) -> tuple[NormBin, ...]:
-    """Return the mean norm by how often a value was seen, in powers of two; empty bins are left out.
-
-    >>> [(b.least, b.most, b.mean_norm) for b in norm_bins(torch.tensor([1.0, 2.0, 4.0]), torch.tensor([0, 2, 3]))]
-    [(0, 0, 1.0), (2, 3, 3.0)]
-    """
-    # the exponent of a count: 0 for 0, 1 for 1, 2 for 2 and 3, 3 for 4 to 7; exact, unlike a logarithm
-    place = torch.frexp(counts.double()).exponent.long()
-    rows = torch.bincount(place)
-    totals = torch.bincount(place, weights=norms.double())
-    return tuple(
-        NormBin(
-            least=1 << (power - 1) if power else 0,
-            most=(1 << power) - 1,
-            rows=int(rows[power]),
-            mean_norm=float(totals[power] / rows[power]),
+    @property
+    def num_nonzero(self) -> int:
+        """Directions that training can learn: those whose factor is not zero."""
+        lost = (self.width - singular_rank(self.projection_values, self.inner_dim)) * (
+            self.rows - singular_rank(self.wide_values, self.rows)
         )
-        for power in rows.nonzero().flatten().tolist()
+        return self.num_directions - lost
+
+    @property
+    def num_informative(self) -> int:
+        """Directions that carry what is learned from one id to others: sigma2_j is not zero."""
+        return self.width * singular_rank(self.wide_values, self.rows)
+
+    @property
+    def largest_factor(self) -> float:
+        """Speedup of the fastest direction over a plain table."""
+        wide = max(self.wide_values, default=0.0)
+        return max(self.projection_values, default=0.0) ** 2 + wide**2
+
+    @property
+    def mean_factor(self) -> float:
+        """Mean speedup of all directions: about that of the whole table."""
+        wide = sum(value**2 for value in self.wide_values) / max(self.rows, 1)
+        return float(self.rest.mean()) + wide
+
+    def to_mapping(self) -> dict[str, Any]:
+        """Return all figures as plain values."""
+        return {
+            **to_mapping(self),
+            "num_directions": self.num_directions,
+            "num_nonzero": self.num_nonzero,
+            "num_informative": self.num_informative,
+            "largest_factor": self.largest_factor,
+            "mean_factor": self.mean_factor,
+        }
+
+    def __str__(self) -> str:
+        factors = self.factors.flatten().tolist() or [0.0]
+        return (
+            f"of {self.num_directions:,} directions {self.num_nonzero:,} are learned, "
+            f"{self.num_informative:,} of them together with other ids; speedup over a plain table under "
+            f"SGD: {min(factors):.3g}x to {max(factors):.3g}x for these, {self.mean_factor:.3g}x for all on "
+            "average"
+        )
+
+
+def reweighting(table: AnyTable) -> Reweighting:
+    """Return the current factors of a table that is trained as a product.
+
+    It reads the wide factor once, a few rows at a time, and works on matrices of k x k and smaller.
+
+    >>> from rarebit.methods.mlet import MLET
+    >>> found = reweighting(MLET(inner_dim=8).wrap(nn.Embedding(100, 4)))
+    >>> found.num_directions, found.num_nonzero, found.num_informative
+    (400, 400, 32)
+    """
+    product = product_of(table)
+    projection = product.factors()[1].detach().double()
+    triangle = triangle_of(wide_rows(product), len(projection))
+    refuse_not_finite(triangle, projection)
+    return Reweighting(
+        rows=product.num_embeddings - (product.padding_idx is not None),
+        width=product.embedding_dim,
+        inner_dim=len(projection),
+        projection_values=tuple(torch.linalg.svdvals(projection).tolist()),
+        wide_values=tuple(torch.linalg.svdvals(triangle).tolist()),
     )
 
 
-def spearman(x: Tensor, y: Tensor) -> float | None:
-    """Return the rank correlation of two lists; None where one of them has but one value.
+def find_product(table: AnyTable) -> Product | None:
+    """Return the product inside a table, which hashing may wrap; None if there is none."""
+    inside: nn.Module | None = table
+    while isinstance(inside, Table):
+        if isinstance(inside, Product):
+            return inside
+        inside = getattr(inside, "inner", None)  # a quantised table has no table inside
+    return None
 
-    >>> spearman(torch.tensor([1, 2, 3]), torch.tensor([10, 30, 1000]))
-    1.0
-    """
-    x, y = _centred_ranks(x), _centred_ranks(y)
-    scale = float(x.square().sum() * y.square().sum()) ** 0.5
-    return float((x * y).sum()) / scale if scale else None
+
+def product_of(table: AnyTable) -> Product:
+    """Return the product inside a table, or raise."""
+    product = find_product(table)
+    if product is None:
+        raise DataError(
+            f"a table trained as a product is needed, got a {type(table).__name__} without MLET; "
+            "apply_ MLET to it first, and look at it before merge_"
+        )
+    return product
 
 
-def _centred_ranks(values: Tensor) -> Tensor:
-    """Return the rank of each value less the mean rank; equal values share the mean of their ranks."""
-    _, place, times = torch.unique(values, return_inverse=True, return_counts=True)
-    ranks: Tensor = times.cumsum(0).double() - (times - 1) / 2
-    return ranks[place] - (len(values) + 1) / 2
+def wide_rows(product: Product) -> Iterator[Tensor]:
+    """Yield the rows of a product's wide factor without padding, a few at a time."""
+    return replace(rows_of_table(product.factors()[0]), padding=product.padding_idx).chunks()
+
+
+def singular_rank(values: Sequence[float], larger_side: int) -> int:
+    """Return how many singular values are not zero, up to rounding."""
+    if not values:
+        return 0
+    least = values[0] * max(larger_side, len(values)) * torch.finfo(torch.float64).eps
+    return sum(value > least for value in values)
+
+
+def refuse_not_finite(*matrices: Tensor) -> None:
+    """Raise when a factor has no singular values."""
+    if not all(bool(matrix.isfinite().all()) for matrix in matrices):
+        raise DataError("the factors hold NaN or infinite numbers, so they have no singular values")
 
 
 @dataclass(frozen=True, kw_only=True)
 class TableDiagnosis:
-    """One table, or one field's slice of a stacked table. Padding rows are left out of all figures."""
+    """One table, or one field's slice of a stacked table. No figure includes padding rows."""
 
     name: str
     """Where the table is in the model, such as `backbone.tables.user`; its name in a file."""
     rows: int
     """Rows without padding."""
     width: int
-    """How long a row is."""
+    """Length of a row."""
     num_bytes: int
-    """Bytes that are really stored for it."""
+    """Bytes stored for it."""
     methods: tuple[str, ...] = ()
     """The methods applied to it, in order."""
     spectrum: tuple[float, ...] | None
-    """Singular values, the largest first; None for rows of one number, or where one is not finite."""
+    """Singular values, the largest first; None for rows of one number, or if one is not finite."""
     information_abundance: float | None
-    """Sum of the singular values over the largest one."""
+    """Sum of the singular values divided by the largest one."""
     random_abundance: float | None
-    """The same of a table of random numbers of this size."""
+    """The same for a table of random numbers of this size."""
     stable_rank: float | None
-    """Sum of the squared singular values over the largest one."""
+    """Sum of the squared singular values divided by the largest one."""
     dead_rows: int
     """Rows whose norm is at most a thousandth of the root mean square of all norms."""
     not_finite_rows: int
     """Rows that hold NaN or an infinite number."""
     never_trained_rows: int | None
-    """Rows whose value training never saw; None where the training counts are not known."""
+    """Rows whose value training never saw; None if the training counts are not known."""
     seen_once_rows: int | None
     """Rows whose value training saw once."""
     norm_correlation: float | None
-    """Spearman's correlation of a row's norm and its count, of the values that training saw."""
+    """Spearman's correlation of a row's norm and its count, over the values that training saw."""
     norm_by_count: tuple[NormBin, ...]
-    """Mean norm of the rows by how often they were seen; empty where that is not known."""
+    """Mean norm of the rows by training count; empty if the counts are not known."""
     set_abundances: tuple[float, ...] = ()
-    """Information abundance of each embedding set by itself, where several lie side by side."""
+    """Information abundance of each embedding set, if there are several."""
     reweighting: Reweighting | None = None
-    """How fast each direction is learned, of a table that `MLET` trains as a product."""
+    """How fast each direction is learned, for a table that `MLET` trains as a product."""
 
     @property
     def field(self) -> str:
-        """The last part of the name: the field or attribute it is called by."""
+        """The last part of the name: the field or attribute."""
         return self.name.rpartition(".")[2]
 
     @property
     def abundance_ratio(self) -> float | None:
-        """Information abundance over that of a random table: near 1 where nothing has collapsed."""
+        """Information abundance divided by that of a random table: near 1 without collapse."""
         if self.information_abundance is None or self.random_abundance is None:
             return None
         return self.information_abundance / self.random_abundance
@@ -199,51 +302,40 @@ class TableDiagnosis:
 
 
 def describe_table(
-    scan: Scan,
-    counts: Tensor | None,
-    *,
-    name: str,
-    width: int,
-    num_bytes: int,
-    methods: tuple[str, ...] = (),
+    scan: Scan, counts: Tensor | None, *, width: int, **values: Any
 ) -> TableDiagnosis:
-    """Return what a pass over the rows of a table says, with training counts `(N,)` where known."""
+    """Return the figures of one pass over a table, with training counts `(N,)` if known."""
     rows, finite = len(scan.norms), scan.finite
-    # the direction of a single number says nothing, so first-order weights have no spectrum
+    # the direction of a single number means nothing, so first-order weights have no spectrum
     known = None if width == 1 else scan.triangle
-    values = None if known is None else torch.linalg.svdvals(known)
+    spectrum = None if known is None else torch.linalg.svdvals(known)
+    norms, seen = scan.norms[finite], None if counts is None else counts[finite]
     return TableDiagnosis(
-        name=name,
         rows=rows,
         width=width,
-        num_bytes=num_bytes,
-        methods=methods,
-        spectrum=None if values is None else tuple(values.tolist()),
-        information_abundance=None if values is None else abundance_of(values),
-        random_abundance=None if values is None else random_abundance(rows, width),
-        stable_rank=None if values is None else stable_rank_of(values),
-        dead_rows=count_dead(scan.norms[finite]),
+        spectrum=None if spectrum is None else tuple(spectrum.tolist()),
+        information_abundance=None if spectrum is None else abundance_of(spectrum),
+        random_abundance=None if spectrum is None else random_abundance(rows, width),
+        stable_rank=None if spectrum is None else stable_rank_of(spectrum),
+        dead_rows=count_dead(norms),
         not_finite_rows=int((~finite).sum()),
-        **_frequency(scan, counts),
+        never_trained_rows=None if counts is None else int((counts == 0).sum()),
+        seen_once_rows=None if counts is None else int((counts == 1).sum()),
+        norm_correlation=None if seen is None else spearman(norms[seen > 0], seen[seen > 0]),
+        norm_by_count=() if seen is None else norm_bins(norms, seen),
+        **values,
     )
 
 
-def _frequency(scan: Scan, counts: Tensor | None) -> Mapping[str, Any]:
-    if counts is None:
-        return {
-            "never_trained_rows": None,
-            "seen_once_rows": None,
-            "norm_correlation": None,
-            "norm_by_count": (),
-        }
-    norms, known = scan.norms[scan.finite], counts[scan.finite]
-    seen = known > 0
-    return {
-        "never_trained_rows": int((counts == 0).sum()),
-        "seen_once_rows": int((counts == 1).sum()),
-        "norm_correlation": spearman(norms[seen], known[seen]),
-        "norm_by_count": norm_bins(norms, known),
-    }
+def short_names(tables: Sequence[TableDiagnosis]) -> list[str]:
+    """Return the last part of each table's name, or the whole name if that is not clear enough.
+
+    In a file, the last part of most names is "weight"; and two tables may end alike.
+    """
+    if any(table.field == "weight" for table in tables):
+        return [table.name.removesuffix(".weight") for table in tables]
+    times = Counter(table.field for table in tables)
+    return [table.field if times[table.field] == 1 else table.name for table in tables]
 
 
 Matrix = tuple[tuple[float | None, ...], ...]
@@ -256,41 +348,54 @@ class SubEmbeddings:
     name: str
     """Where the interaction is in the model."""
     kind: str
-    """What makes the sub-embeddings: "FFM" or "DCN-V2"."""
+    """The interaction that makes the sub-embeddings: "FFM" or "DCN-V2"."""
     embedding_set: int | None = None
-    """Which embedding set it is of, from 0; None where there is one."""
+    """The number of the embedding set, from 0; None if there is one set."""
     fields: tuple[str, ...]
-    """The fields i, which have a table: a row of the matrix each."""
+    """The fields i, which have a table: one row of the matrix each."""
     others: tuple[str, ...]
-    """The fields j that they meet: a column each."""
+    """The fields j that they meet: one column each."""
     abundance: Matrix
     """IA(E_i->j); None for what the model does not have, and for tables that are not finite."""
 
     @property
     def field_sums(self) -> tuple[float, ...]:
         """For each field i, the sum over j."""
-        return tuple(_sum(row) for row in self.abundance)
+        return tuple(sum(_known(row)) for row in self.abundance)
 
     @property
     def other_sums(self) -> tuple[float, ...]:
         """For each field j, the sum over i."""
-        return tuple(_sum(column) for column in zip(*self.abundance, strict=True))
+        return tuple(sum(_known(column)) for column in zip(*self.abundance, strict=True))
 
     def __str__(self) -> str:
         number = "" if self.embedding_set is None else f", embedding set {self.embedding_set}"
-        kept = _means(self.fields, self.abundance)
-        left = _means(self.others, list(zip(*self.abundance, strict=True)))
+        kept = _least(self.fields, self.abundance)
+        left = _least(self.others, list(zip(*self.abundance, strict=True)))
         if not kept:
             return f"Sub-embeddings of {self.kind}{number}: not known."
         return (
             f"Sub-embeddings of {self.kind}{number}: the field that keeps least when it meets others "
-            f"is {_least(kept)}, the field that leaves others least is {_least(left)}."
+            f"is {kept}, the field that leaves others least is {left}."
         )
 
     def to_mapping(self) -> dict[str, Any]:
         """Return the matrix and its sums as plain values."""
         sums = {"field_sums": list(self.field_sums), "other_sums": list(self.other_sums)}
         return {**to_mapping(self), **sums}
+
+
+def _known(values: Sequence[float | None]) -> list[float]:
+    return [value for value in values if value is not None]
+
+
+def _least(names: Sequence[str], lines: Sequence[Sequence[float | None]]) -> str:
+    """Return the name of the line with the smallest mean; "" if nothing is known."""
+    known = zip(names, map(_known, lines), strict=True)
+    mean, name = min(
+        ((sum(line) / len(line), name) for name, line in known if line), default=(0, "")
+    )
+    return f"{name} (mean IA {mean:.1f})" if name else ""
 
 
 def find_sub_embeddings(
@@ -314,12 +419,11 @@ def _of_model(
     triangles: Mapping[str, Tensor | None],
 ) -> Iterator[SubEmbeddings]:
     tables = backbone.tables
-    names = [f"{prefix}backbone.tables.{field.name}" for field in tables.fields]
-    own = [
-        _projected(tables, index, triangles.get(name))  # (k, M * D), M embedding sets
-        for index, name in enumerate(names)
-    ]
     fields = tuple(field.name for field in tables.fields)
+    own = [  # (k, M * D) each, M embedding sets
+        _projected(tables, index, triangles.get(f"{prefix}backbone.tables.{name}"))
+        for index, name in enumerate(fields)
+    ]
     others = (*fields, *(field.name for field in model.schema.numeric_fields))
     for name, part in backbone.interaction.named_modules(prefix=f"{prefix}backbone.interaction"):
         if isinstance(part, FieldAwareMachine):
@@ -381,20 +485,3 @@ def _abundances(matrices: Tensor) -> tuple[float, ...]:
     values = torch.linalg.svdvals(matrices)
     largest = values[:, 0].clamp(min=torch.finfo(values.dtype).tiny)
     return tuple((values.sum(dim=1) / largest).tolist())
-
-
-def _means(
-    names: Sequence[str], lines: Sequence[Sequence[float | None]]
-) -> list[tuple[float, str]]:
-    """Return the mean of each line of a matrix with its name, where anything of it is known."""
-    known = [[value for value in line if value is not None] for line in lines]
-    return [(_sum(line) / len(line), name) for name, line in zip(names, known, strict=True) if line]
-
-
-def _least(means: Sequence[tuple[float, str]]) -> str:
-    mean, name = min(means)
-    return f"{name} (mean IA {mean:.1f})"
-
-
-def _sum(values: Sequence[float | None]) -> float:
-    return sum((value for value in values if value is not None), 0.0)

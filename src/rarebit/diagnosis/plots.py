@@ -1,6 +1,6 @@
-"""Plots of a diagnosis as PNG images: spectra, abundance, norms, learning of products, sub-embeddings.
+"""Plots of a diagnosis as PNG images: spectra, abundance, norms, speed of products, sub-embeddings.
 
-Needs matplotlib, which is imported here only, and used without its global state.
+Needs matplotlib, which is imported in functions only and used without its global state.
 """
 
 import io
@@ -8,8 +8,7 @@ import math
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-from rarebit.diagnosis.measure import SubEmbeddings, TableDiagnosis
-from rarebit.diagnosis.text import short_names
+from rarebit.diagnosis.measure import SubEmbeddings, TableDiagnosis, short_names
 from rarebit.errors import MissingExtraError
 from rarebit.tables.spectrum import random_singular_values
 
@@ -20,7 +19,7 @@ if TYPE_CHECKING:
 __all__ = ["draw_plots"]
 
 MOST_PANELS = 48
-"""Tables that are drawn, the largest first; a page of more could not be read."""
+"""At most so many tables are drawn, the largest first."""
 LONGEST_NAME = 22
 LOWEST_POWER = -6
 """Singular values below 1e-6 of the largest are rounding, in a table of float32."""
@@ -31,11 +30,7 @@ DPI = 130
 def draw_plots(
     tables: Sequence[TableDiagnosis], matrices: Sequence[SubEmbeddings] = ()
 ) -> dict[str, bytes]:
-    """Return the plots there are figures for, as PNG images by file name.
-
-    >>> draw_plots([])
-    {}
-    """
+    """Return the plots there are figures for, as PNG images by file name."""
     figures: dict[str, Figure] = {}
     shown = [table for table in tables if table.spectrum]
     if shown:
@@ -54,7 +49,7 @@ def draw_plots(
 
 
 def _new_figure(width: float, height: float, *, arrange: bool = True) -> "Figure":
-    """Return an empty figure; its size is in inches. Arranging many panels would take seconds."""
+    """Return an empty figure, its size in inches. Arranging many panels takes seconds."""
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
@@ -129,7 +124,7 @@ def _draw_norms(tables: Sequence[TableDiagnosis]) -> "Figure":
             if table.norm_correlation is None
             else f"correlation {round(table.norm_correlation, 2) + 0.0:+.2f}"
         ),
-        title="Mean norm of rows by how often their value was seen in training",
+        title="Mean norm of rows by training count",
         x_label="times seen, in bins of powers of two",
         y_label="mean norm",
     )
@@ -146,7 +141,7 @@ def _draw_reweighting(tables: Sequence[TableDiagnosis]) -> "Figure":
         for label, (values, color) in both.items():
             places, squares = range(1, len(values) + 1), [value**2 for value in values]
             axes.plot(places, squares, color=color, marker=".", markersize=4, label=label)
-        # what a plain table learns each of its directions with
+        # the factor of each direction of a plain table
         axes.axhline(1.0, color=RANDOM, linestyle="--", label="plain table")
         longest = max(1.0, *found.projection_values, *found.wide_values)
         axes.set_ylim(0, 1.1 * longest**2)
@@ -157,7 +152,7 @@ def _draw_reweighting(tables: Sequence[TableDiagnosis]) -> "Figure":
         figure_of=lambda table: (
             "" if table.reweighting is None else f"mean {table.reweighting.mean_factor:.2g}"
         ),
-        title="How fast directions learn: the sum of a point of each solid line",
+        title="Speedup of a direction: the sum of one point of each solid line",
         x_label="singular value, from the largest",
         y_label="square of the singular value",
     )
@@ -172,7 +167,7 @@ def _draw_panels(
     x_label: str,
     y_label: str,
 ) -> "Figure":
-    """Draw one small panel a table, the largest table first."""
+    """Draw one small panel per table, the largest table first."""
     chosen = sorted(tables, key=lambda table: -table.rows)[:MOST_PANELS]
     if len(tables) > len(chosen):
         title += f": the {len(chosen)} largest of {len(tables)} tables"
@@ -191,8 +186,8 @@ def _draw_panels(
     panels = figure.subplots(lines, columns, squeeze=False).flatten()
     for axes, table, name in zip(panels, chosen, short_names(chosen), strict=False):
         panel(axes, table)
-        words = [f"{table.rows:,} x {table.width}", figure_of(table)]
-        axes.set_title("\n".join([_shortened(name), ", ".join(filter(None, words))]), fontsize=8)
+        caption = ", ".join(filter(None, [f"{table.rows:,} x {table.width}", figure_of(table)]))
+        axes.set_title(f"{_shortened(name)}\n{caption}", fontsize=8)
         axes.tick_params(labelsize=7)
         _quieten(axes)
     for axes in panels[len(chosen) :]:
@@ -290,13 +285,13 @@ def _draw_matrix(matrix: SubEmbeddings, tables: Sequence[TableDiagnosis]) -> "Fi
 
 
 def _normalised(values: Sequence[float]) -> tuple[list[int], list[float]]:
-    """Return places from 1 and values over the largest; zeros are left out of a log scale."""
+    """Return places from 1 and values divided by the largest; a log scale has no zeros."""
     shares = [value / values[0] for value in values if values[0] and value > 0]
     return list(range(1, len(shares) + 1)), shares
 
 
 def _shortened(name: str) -> str:
-    """Return the end of a name, which tells fields apart better than its beginning."""
+    """Return the end of a long name, which tells fields apart better than its beginning."""
     return name if len(name) <= LONGEST_NAME else f"…{name[1 - LONGEST_NAME :]}"
 
 
@@ -305,7 +300,7 @@ def _or_nan(value: float | None) -> float:
 
 
 def _quieten(axes: "Axes") -> None:
-    """Leave a plot what is needed to read it."""
+    """Remove from a plot what is not needed to read it."""
     axes.spines[["top", "right"]].set_visible(False)
     axes.grid(visible=True, color="#dddddd", linewidth=0.6)
     axes.set_axisbelow(True)

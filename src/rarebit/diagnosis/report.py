@@ -1,15 +1,12 @@
-"""What is wasted in tables, and what to try, in plain words.
+"""A diagnosis: the figures of all tables, what is wasted, what to try, and the files of it.
 
     not finite    rows with NaN or an infinite number
     collapsed     information abundance below half of a random table's
     rare          a third of the rows or more were never trained or seen once
-    dead          a twentieth of the rows or more are zero or nearly
+    dead          a twentieth of the rows or more are zero or nearly zero
 
-A finding on a table that a method has made smaller on purpose would tell what its user knows, so these
-are looked at for numbers that are not finite and for dead rows only. What would save less than a
-hundredth of the bytes of all tables is left out.
-
-A diagnosis: figures of all tables, what they mean in words, and both as files.
+A table that a method has made smaller on purpose is checked for numbers that are not finite and for dead rows
+only. Findings that would save less than a hundredth of the bytes of all tables are left out.
 """
 
 import json
@@ -19,43 +16,57 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from rarebit.diagnosis.measure import SubEmbeddings, TableDiagnosis
+from rarebit.diagnosis.measure import SubEmbeddings, TableDiagnosis, short_names
 from rarebit.diagnosis.plots import draw_plots
-from rarebit.diagnosis.text import (
-    explanation,
-    reweighting_cells,
-    spoken_share,
-    table_cells,
-    text_table,
-)
-from rarebit.diagnosis.transfer import LEDGER_TITLE, barrier_cells, ledger_cells, ledger_notes
-from rarebit.errors import ModelFileError
+from rarebit.errors import ModelFileError, SettingsError
 from rarebit.settings import size, to_mapping
+from rarebit.technique import technique_class
+from rarebit.text import NOTHING, TextTable, percent
 
-__all__ = ["TRAINED_AS_PRODUCTS", "Diagnosis", "Finding", "LeftAlone", "find_waste"]
+__all__ = ["Diagnosis", "Finding", "LeftAlone", "find_waste", "product_table", "table_of_tables"]
 
 Kind = Literal["not finite", "collapsed", "rare", "dead"]
 
+FORMAT = 1
+NUMBERS = "diagnosis.json"
 COLLAPSED_BELOW = 0.5
 RARE_FROM = 1 / 3
 DEAD_FROM = 0.05
-WORTH_TELLING = 0.01
+LEAST_SAVING = 0.01
+"""Findings that would save less than this share of all bytes are left out."""
 ZEROS_ARE_WANTED = ("Masked(", "PEP(", "Pack(", "Pruned(")
 """Methods that make rows zero on purpose."""
 NARROWER = 0.8
-"""A smaller table is worth trying where it has at most this share of the width, or of the rows."""
+"""A smaller table is worth trying if it has at most this share of the width, or of the rows."""
+NOTHING_WRONG = (
+    "No problem found: no table has collapsed, and no table has dead rows, or many rare ones, as far as "
+    "that is known."
+)
+NO_COUNTS = (
+    "Training counts are not known, so rows that were never trained, values seen once, and how norms relate "
+    "to frequency are not shown; give the training data to see them."
+)
+MEANINGS = {
+    "IA": "information abundance, the sum of the singular values divided by the largest one",
+    "random": "that of a random table of the same size",
+    "sets": "the information abundance of each embedding set",
+    "rank": "stable rank",
+    "dead": "rows that are zero or nearly zero",
+    "never": "rows that training never saw",
+    "once": "values seen once, as a share of the values that training saw",
+    "norm": "correlation of a row's norm with its training count",
+}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Finding:
-    """One thing that is wrong with one table."""
+    """One problem of one table."""
 
     table: str
     """The table's name."""
     kind: Kind
-    """What it is."""
     wasted_bytes: int
-    """Bytes that could be saved, about; 0 where it is not bytes that are lost."""
+    """About how many bytes could be saved; 0 if the problem is not about bytes."""
     problem: str
     """What is wrong, with numbers."""
     advice: str
@@ -70,20 +81,16 @@ class Finding:
 
 
 def find_waste(tables: Sequence[TableDiagnosis]) -> tuple[Finding, ...]:
-    """Return what is wrong with tables, the worst first: wrong numbers, then the most bytes.
-
-    >>> find_waste([])
-    ()
-    """
-    least = WORTH_TELLING * sum(table.num_bytes for table in tables)
+    """Return the problems of tables, the worst first: wrong numbers, then the most bytes."""
+    least = LEAST_SAVING * sum(table.num_bytes for table in tables)
     found = [(table, finding) for table in tables for finding in _findings(table)]
-    said = {(table.field, finding.kind) for table, finding in found if table.width > 1}
+    of_wide = {(table.field, finding.kind) for table, finding in found if table.width > 1}
     worth = [
         finding
         for table, finding in found
         if finding.kind == "not finite" or finding.wasted_bytes >= max(least, 1)
-        # first-order weights of a field have the same rows as its table: say it once
-        if table.width > 1 or (table.field, finding.kind) not in said
+        # first-order weights of a field have the same rows as its table: report them once
+        if table.width > 1 or (table.field, finding.kind) not in of_wide
     ]
     return tuple(sorted(worth, key=lambda f: (f.kind != "not finite", -f.wasted_bytes)))
 
@@ -130,33 +137,26 @@ def _rare(table: TableDiagnosis) -> Finding | None:
     never, once = table.never_trained_rows, table.seen_once_rows
     if never is None or once is None or never + once < RARE_FROM * table.rows:
         return None
-    wasted = round(table.num_bytes * (never + once) / table.rows)
-    return Finding(
-        table=table.name,
-        kind="rare",
-        wasted_bytes=wasted,
-        problem=f"of {table.rows:,} rows, {' and '.join(_rare_words(never, once))}, {size(wasted)} of "
-        f"{size(table.num_bytes)}",
-        advice=f"Try {', or '.join(_against_rare_rows(table.rows, never, once))}",
-    )
-
-
-def _rare_words(never: int, once: int) -> list[str]:
-    words = [f"{never:,} were never trained"] if never else []
-    return [*words, f"{once:,} were seen once in training"] if once else words
-
-
-def _against_rare_rows(rows: int, never: int, once: int) -> list[str]:
+    problems = [f"{never:,} were never trained"] if never else []
+    problems += [f"{once:,} were seen once in training"] if once else []
     advice = []
     # twice the values seen often: with as many buckets as those, many of them would share one
-    buckets = _rounded_up(2 * (rows - never - once))
-    if buckets <= NARROWER * rows:
+    buckets = _rounded_up(2 * (table.rows - never - once))
+    if buckets <= NARROWER * table.rows:
         advice.append(f"Hashing(buckets={buckets})")
     if once:
         advice.append("min_count = 2 when the log is prepared")
     if never > once:
         advice.append("ids that are made from the training rows only")
-    return advice
+    wasted = round(table.num_bytes * (never + once) / table.rows)
+    return Finding(
+        table=table.name,
+        kind="rare",
+        wasted_bytes=wasted,
+        problem=f"of {table.rows:,} rows, {' and '.join(problems)}, {size(wasted)} of "
+        f"{size(table.num_bytes)}",
+        advice=f"Try {', or '.join(advice)}",
+    )
 
 
 def _dead(table: TableDiagnosis) -> Finding | None:
@@ -169,64 +169,97 @@ def _dead(table: TableDiagnosis) -> Finding | None:
         table=table.name,
         kind="dead",
         wasted_bytes=wasted,
-        problem=f"{table.dead_rows:,} of {table.rows:,} rows ({spoken_share(table.dead_rows / table.rows)}) "
-        f"are zero or nearly, {size(wasted)}; weight decay does that to rows that batches seldom look up",
+        problem=f"{table.dead_rows:,} of {table.rows:,} rows ({percent(table.dead_rows / table.rows)}) "
+        f"are zero or nearly zero, {size(wasted)}; weight decay does that to rows that batches seldom look "
+        "up",
         advice='Train with tables="rowwise", or with table_weight_decay=0',
     )
 
 
 def _rounded_up(number: int) -> int:
-    """Return a number with two digits that is at least as large, for people to type.
-
-    >>> [_rounded_up(number) for number in (0, 7, 123, 45_001)]
-    [1, 7, 130, 46000]
-    """
+    """Return a number with two digits that is at least as large: 45,001 becomes 46,000."""
     step: int = 10 ** max(len(str(number)) - 2, 0)
     return max(-(-number // step) * step, 1)
 
 
-FORMAT = 1
-NUMBERS = "diagnosis.json"
-NOTHING_WRONG = (
-    "Nothing stands out: no table has collapsed, and no table has rows that are dead, or rare and many, "
-    "as far as that is known."
-)
-TRAINED_AS_PRODUCTS = "Tables that MLET trains as products, and how fast their directions learn"
-NO_COUNTS = (
-    "Training counts are not known, so rows that were never trained, values seen once, and how norms go "
-    "with frequency are left open; give the training data to see them."
-)
+def table_of_tables(tables: Sequence[TableDiagnosis], *, wide: bool) -> TextTable:
+    """Return the figures of tables, one line each, without empty columns; `wide` adds two columns."""
+    columns = {
+        "table": short_names(tables),
+        "rows": [f"{table.rows:,}" for table in tables],
+        "width": [str(table.width) for table in tables],
+        "size": [size(table.num_bytes) for table in tables],
+        "IA": [_number(table.information_abundance) for table in tables],
+        "random": [_number(table.random_abundance) for table in tables],
+        "sets": [" ".join(map(_number, table.set_abundances)) or NOTHING for table in tables],
+        "rank": [_number(table.stable_rank) for table in tables],
+        "dead": [_of_rows(table.dead_rows, table) for table in tables],
+        "never": [_of_rows(table.never_trained_rows, table) for table in tables],
+        "once": [percent(table.seen_once_share) for table in tables],
+    }
+    if wide:
+        columns["norm"] = [_number(table.norm_correlation, "+.2f") for table in tables]
+        columns["methods"] = [", ".join(table.methods) or NOTHING for table in tables]
+    shown = {name: cells for name, cells in columns.items() if set(cells) != {NOTHING}}
+    meanings = [f"{name}: {meaning}" for name, meaning in MEANINGS.items() if name in shown]
+    rows = list(zip(*shown.values(), strict=True))
+    return TextTable("", list(shown), rows, "; ".join(meanings) + ".")
+
+
+def product_table(tables: Sequence[TableDiagnosis]) -> TextTable:
+    """Return how fast tables trained as products learn, one line each."""
+    products = [table for table in tables if table.reweighting]
+    return TextTable(
+        "Tables that MLET trains as products, and how fast their directions learn",
+        ["table", "inner", "fastest", "mean", "learned", "shared"],
+        [
+            [
+                name,
+                str(found.inner_dim),
+                f"{found.largest_factor:.3g}",
+                f"{found.mean_factor:.3g}",
+                f"{found.num_nonzero:,} of {found.num_directions:,}",
+                f"{found.num_informative:,}",
+            ]
+            for name, table in zip(short_names(products), products, strict=True)
+            if (found := table.reweighting)
+        ],
+        "inner: width of the rows that MLET trains; fastest: speedup of the fastest direction over a plain "
+        "table under SGD; mean: mean speedup of all directions; learned: directions that are learned at all; "
+        "shared: those of them that carry what is learned of one id to others.",
+    )
+
+
+def _of_rows(rows: int | None, table: TableDiagnosis) -> str:
+    return percent(None if rows is None or not table.rows else rows / table.rows)
+
+
+def _number(value: float | None, form: str = ".1f") -> str:
+    # + 0.0 turns a rounded -0.0 into 0.0
+    return NOTHING if value is None else format(round(value, 2) + 0.0, form)
 
 
 @dataclass(frozen=True)
 class LeftAlone:
-    """Something that is no table, or one that cannot be looked at."""
+    """A tensor that is no table, or a table that cannot be read."""
 
     name: str
-    """Its name."""
     reason: str
-    """Why, in words."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Diagnosis:
-    """What the tables of a model or file are like. `str()` is text for people."""
+    """The figures and problems of the tables of a model or file. `str()` is text for people."""
 
     tables: tuple[TableDiagnosis, ...]
-    """Every table, or each field's slice of a stacked one."""
     sub_embeddings: tuple[SubEmbeddings, ...] = ()
     """What fields show to each other, for FFM and DCN-V2."""
     findings: tuple[Finding, ...] = ()
     """What is wasted and what to try, the worst first."""
     left_alone: tuple[LeftAlone, ...] = ()
-    """What was not looked at, and why."""
+    """What was not measured, and why."""
     reports: Mapping[str, Any] = field(default_factory=dict)
-    """What methods that took part in the training tell of it, by their names."""
-
-    @property
-    def transfer(self) -> Mapping[str, Any] | None:
-        """The ledger of harmless transfer, where the run had one."""
-        return self.reports.get("harmless-transfer")
+    """The reports of the methods that took part in training, by name."""
 
     @property
     def wide_tables(self) -> tuple[TableDiagnosis, ...]:
@@ -235,12 +268,27 @@ class Diagnosis:
 
     @property
     def counts_known(self) -> bool:
-        """Whether it is known of any table how often its values were seen in training."""
+        """Whether the training counts of any table are known."""
         return any(table.never_trained_rows is not None for table in self.tables)
+
+    def sections(self, *, wide: bool) -> list[TextTable | str]:
+        """Return all tables for people, and the notes of the methods' reports."""
+        sections: list[TextTable | str] = []
+        if self.wide_tables:
+            sections.append(table_of_tables(self.wide_tables, wide=wide))
+        if any(table.reweighting for table in self.tables):
+            sections.append(product_table(self.tables))
+        for name, report in self.reports.items():
+            try:
+                explain = getattr(technique_class(name), "explain_report", None)
+            except SettingsError:  # the report of a method that is not installed here
+                continue
+            sections += [] if explain is None else explain(report)
+        return sections
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What else there is to say, a sentence each: what is not shown, not known, or not wrong."""
+        """Notes on what is not shown, not known, or not wrong."""
         single = [table for table in self.tables if table.width == 1]
         notes = []
         if single:
@@ -252,7 +300,7 @@ class Diagnosis:
         notes += map(str, self.sub_embeddings)
         if self.left_alone:
             names = ", ".join(thing.name for thing in self.left_alone)
-            notes.append(f"Left alone, as no tables or not to be read: {names}.")
+            notes.append(f"Skipped, because they are no tables or cannot be read: {names}.")
         if self.tables and not self.counts_known:
             notes.append(NO_COUNTS)
         if self.tables and not self.findings:
@@ -260,17 +308,8 @@ class Diagnosis:
         return tuple(notes)
 
     def __str__(self) -> str:
-        parts = []
-        if self.wide_tables:
-            cells = table_cells(self.wide_tables, wide=True)
-            parts += [text_table(cells), explanation(cells[0])]
-        products = reweighting_cells(self.tables)
-        if products[1]:
-            parts += ["", TRAINED_AS_PRODUCTS, text_table(products), explanation(products[0]), ""]
-        if self.transfer is not None:
-            parts += ["", *_ledger_text(self.transfer), ""]
-        parts += [f"- {finding}" for finding in self.findings]
-        return "\n".join([*parts, *self.notes])
+        findings = [f"- {finding}" for finding in self.findings]
+        return "\n".join([*map(str, self.sections(wide=True)), *findings, *self.notes])
 
     def to_mapping(self) -> dict[str, Any]:
         """Return everything as plain values, as `diagnosis.json` holds it."""
@@ -286,7 +325,7 @@ class Diagnosis:
     def save(self, folder: str | os.PathLike[str], *, plots: bool = True) -> list[Path]:
         """Write `diagnosis.json` and the plots to a folder; return the files.
 
-        Each file is written under another name and renamed, so that one with its name is whole.
+        Each file is written under another name and renamed, so a file under its own name is complete.
         """
         folder = Path(folder)
         text = json.dumps(self.to_mapping(), indent=1, allow_nan=False) + "\n"
@@ -306,9 +345,3 @@ class Diagnosis:
                 "you may write to"
             ) from None
         return written
-
-
-def _ledger_text(ledger: Mapping[str, Any]) -> list[str]:
-    both = [cells for cells in (ledger_cells(ledger), barrier_cells(ledger)) if cells[1]]
-    shown = [line for cells in both for line in (text_table(cells), explanation(cells[0]))]
-    return [LEDGER_TITLE, *shown, *ledger_notes(ledger)]

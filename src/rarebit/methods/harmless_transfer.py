@@ -27,8 +27,11 @@ from rarebit.settings import check_types, require, suggest
 from rarebit.tables.find import Site, TableInfo, find_sites
 from rarebit.tables.table import full_table, methods_of
 from rarebit.technique import BASELINE, Control, Technique, technique_name, technique_text
-from rarebit.transfer.harmless_transfer import LEAST_ROWS, HarmlessTransfer, TransferRule
+from rarebit.text import TextTable
+from rarebit.transfer.harmless_transfer import LEAST_ROWS, HarmlessTransfer
 from rarebit.transfer.ledger import Ledger
+from rarebit.transfer.ledger_text import explain_ledger
+from rarebit.transfer.lexico import TransferRule
 from rarebit.transfer.losses import (
     MMD,
     Adversarial,
@@ -198,6 +201,11 @@ class Transfer(TrainingMethod):
                 f"ones to help; leave it out, or name fields: {', '.join(known)}"
             )
         return [name for name in known if name in found]
+
+    @staticmethod
+    def explain_report(report: Mapping[str, Any]) -> list[TextTable | str]:
+        """Return the ledger of a run as tables and notes for people."""
+        return explain_ledger(report)
 
     def _selection(self, data: TrainingData, fields: list[str]) -> Selection:
         """Return which of the training rows' values are frequent and rare."""

@@ -156,6 +156,10 @@ class FactorizedTable(Table):
         rows: Tensor = self.inner(ids) @ self.projection
         return rows
 
+    def factors(self) -> tuple[AnyTable, Tensor]:
+        """Return the wide table, W2ᵀ, and the projection, W1ᵀ: what `diagnose` measures."""
+        return self.inner, self.projection
+
     def merge(self) -> nn.Embedding:
         """Return the product as a plain table, rounded once."""
         weight = fold(full_table(self.inner), self.projection)

@@ -1,1 +1,43 @@
-"""Pruning: PEP, tickets, budgets, the driver of the two stages, and what pruning kept."""
+"""Pruning: PEP, tickets, budgets, the two stages of a run, and insight into what pruning kept.
+
+prune, retrain        find the entries that survive, and train them again, for your own model
+prune_run             the same for the settings of a run, at several budgets: `rarebit prune`
+pruning_insight       which rows kept how much
+"""
+
+from rarebit.pruning._insight import (
+    PruningInsight,
+    explain_pruning,
+    pruning_insight,
+    write_insight,
+)
+from rarebit.pruning._prune import Pruning, prune, retrain
+from rarebit.pruning._run import PruneResult, PruneSettings, prune_run
+from rarebit.pruning._thresholds import LearnedPruner, Pruner, set_threshold_, take_ticket
+from rarebit.pruning._ticket import Ticket, load_ticket, save_ticket
+from rarebit.pruning.masked import Masked
+from rarebit.pruning.pep import PEP
+from rarebit.pruning.pruned import Pruned
+
+__all__ = [
+    "PEP",
+    "LearnedPruner",
+    "Masked",
+    "PruneResult",
+    "PruneSettings",
+    "Pruned",
+    "Pruner",
+    "Pruning",
+    "PruningInsight",
+    "Ticket",
+    "explain_pruning",
+    "load_ticket",
+    "prune",
+    "prune_run",
+    "pruning_insight",
+    "retrain",
+    "save_ticket",
+    "set_threshold_",
+    "take_ticket",
+    "write_insight",
+]

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from rarebit.errors import DataError
 from rarebit.methods.hashing import HashedTable
-from rarebit.pruning._budget import thresholded_tables
+from rarebit.pruning._thresholds import thresholded_tables
 from rarebit.pruning._ticket import row_chunks
 from rarebit.pruning.pep import ThresholdedTable
 from rarebit.tables.find import find_sites

@@ -13,7 +13,6 @@ from rarebit.diagnosis.plots import (
     _quieten,
     _shortened,
 )
-from rarebit.diagnosis.text import spoken_share
 from rarebit.pruning._frequency_groups import FrequencyGroup
 from rarebit.pruning._insight import (
     FieldInteractions,
@@ -23,6 +22,7 @@ from rarebit.pruning._insight import (
     TicketInsight,
     Widths,
 )
+from rarebit.text import percent
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -275,7 +275,7 @@ def _range(least: int, most: int) -> str:
 
 
 def _kept_share(ticket: TicketInsight) -> str:
-    return f"{spoken_share(ticket.kept / ticket.entries)} kept"
+    return f"{percent(ticket.kept / ticket.entries)} kept"
 
 
 def _short(names: Sequence[str]) -> list[str]:

@@ -26,6 +26,7 @@ from rarebit.pruning.pruned import (
     SharedPruning,
 )
 from rarebit.settings import check_types, from_mapping, require, to_mapping
+from rarebit.storage.files import write_json
 from rarebit.tables.find import TableInfo, find_tables
 from rarebit.training.progress import Progress
 from rarebit.training.run import (
@@ -34,7 +35,6 @@ from rarebit.training.run import (
     run,
     stored_settings,
     with_checksum,
-    write_values,
 )
 from rarebit.training.run_settings import RunSettings, load_splits
 from rarebit.training.stages import STAGE, start_model
@@ -154,7 +154,7 @@ def prune_run(
     out = make_folder(Path(folder))
     if not resume:
         _refuse_used(out)
-        write_values(out / PRUNE_FILE, _asked(settings, pruning))
+        write_json(out / PRUNE_FILE, _asked(settings, pruning), error=ModelFileError)
 
     def make(name: str, methods: tuple[Any, ...], shared: SharedPruning | None = None) -> RunResult:
         say(f"{name}:")
@@ -180,7 +180,8 @@ def prune_run(
     }
     unpruned = make(UNPRUNED, settings.methods)
     result = PruneResult(tables, unpruned, pruned, out)
-    write_values(out / PRUNE_FILE, {**_asked(settings, pruning), "result": _described(result)})
+    values = {**_asked(settings, pruning), "result": _described(result)}
+    write_json(out / PRUNE_FILE, values, error=ModelFileError)
     return result
 
 

@@ -1,12 +1,10 @@
-"""Which entries of a model's tables survive, and where they start: in memory and as a folder.
+"""Tickets: which entries of a model's tables survive and where they start, in memory and as a folder.
 
-ticket.json                   the tables by name, and facts
-tensors-<name>.safetensors    a mask for each table, and its first values and thresholds where there
-are any
+    ticket.json                   the tables by name, and facts
+    tensors-<name>.safetensors    a mask per table, with its first values and thresholds where there are any
 
-The largest entries of several tables: which ones they are, and how large the k-th of them is.
-
-All of it works on looked-up chunks on the tables' device, so that no copy of a table is made.
+`keep_largest` takes a ticket of the largest entries of several tables. It works on looked-up chunks on the tables' device:
+no copy of a table is made.
 """
 
 import os
@@ -35,13 +33,7 @@ __all__ = [
 DESCRIPTION = "ticket.json"
 PARTS = ("kept", "start", "levels")
 """What a ticket may hold of a table; the mask is never missing."""
-FOLDER = TensorFolder(
-    "ticket",
-    DESCRIPTION,
-    ModelFileError,
-    "save the ticket again",
-    "facts must be what JSON can hold, and the folder one that you may write to",
-)
+FOLDER = TensorFolder("ticket", DESCRIPTION, ModelFileError, "save the ticket again")
 
 
 class Ticket:
@@ -134,8 +126,9 @@ def load_ticket(folder: str | os.PathLike[str]) -> Ticket:
     """
     description, tensors = FOLDER.read(folder)
     names, facts = description["ticket"], description.get("facts")
-    if not all(isinstance(name, str) for name in names) or not isinstance(facts, dict):
-        raise FOLDER.no_such_thing(folder)
+    are_names = isinstance(names, list) and all(isinstance(name, str) for name in names)
+    if not are_names or not isinstance(facts, dict):
+        raise FOLDER.not_described(folder)
     try:
         kept, start, levels = (
             {
@@ -230,12 +223,7 @@ def keep_largest(tables: Mapping[str, AnyTable], k: int, **facts: Any) -> Ticket
 
 @torch.no_grad()
 def row_chunks(table: AnyTable) -> Iterator[Tensor]:
-    """Yield the rows that a table hands out, some at a time; the padding row is zero.
-
-    >>> from torch import nn
-    >>> [chunk.shape for chunk in row_chunks(nn.Embedding(9, 4))]
-    [torch.Size([9, 4])]
-    """
+    """Yield the rows of a table in chunks; the padding row is zero."""
     ids = torch.arange(table.num_embeddings, device=home_of(table))
     for chunk in ids.split(CHUNK):
         rows = table(chunk)

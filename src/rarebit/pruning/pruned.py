@@ -109,7 +109,7 @@ class Pruned(Method):
 
     def drive(self, job: "TrainingJob") -> "Trained":
         """Train in two stages."""
-        from rarebit.pruning._driver import PruningDriver
+        from rarebit.pruning._prune import PruningDriver
 
         return PruningDriver(self, job).run()
 

@@ -1,1 +1,1 @@
-"""One atomic, checksummed way to write folders: models, checkpoints, runs, studies and prepared data."""
+"""Files and folders that survive a crash: atomic writes, checksums, locks, nested states. Never pickle."""

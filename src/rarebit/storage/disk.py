@@ -1,5 +1,7 @@
-"""The disk: the few operations by which a checkpoint changes it, so that a test can make any of
-them fail; files opened without following links; and what the system says, in plain words.
+"""The disk: the operations that change it, locks, files opened without following links.
+
+Everything that Rarebit stores changes the disk through `Disk`, so that a test can make any operation
+fail or kill the process there.
 """
 
 import errno
@@ -17,37 +19,36 @@ from torch import Tensor
 
 from rarebit.errors import CheckpointError
 
-__all__ = ["Disk", "file_lock", "is_alive", "open_file", "open_folder", "plain_words"]
+__all__ = ["DISK", "Disk", "explain", "file_lock", "is_alive", "open_file", "open_folder"]
 
 
 class Disk:
-    """The disk as it is. What these operations raise is what the system said.
-
-    >>> import tempfile
-    >>> with tempfile.TemporaryDirectory() as folder:
-    ...     disk, file = Disk(), Path(folder) / "new" / "file"
-    ...     disk.make_folder(file.parent)
-    ...     disk.write_bytes(file, b"abc")
-    ...     disk.sync_file(file)
-    ...     disk.rename(file, file.with_name("other"))
-    ...     sorted(path.name for path in file.parent.iterdir())
-    ['other']
-    """
+    """The operations that change the disk. They raise what the system raises."""
 
     def make_folder(self, path: Path) -> None:
-        """Make a folder and those above it; one that is there already is fine."""
+        """Make a folder and its parents; it may exist."""
         path.mkdir(parents=True, exist_ok=True)
 
     def write_bytes(self, path: Path, data: bytes) -> None:
-        """Write a file, over an old one if need be."""
+        """Write a file, over an old one if there is one."""
         path.write_bytes(data)
 
-    def save_tensors(self, path: Path, tensors: Mapping[str, Tensor]) -> None:
-        """Write tensors as safetensors: contiguous ones, on the CPU, none sharing memory."""
-        save_file(dict(tensors), path)
+    def save_tensors(
+        self, path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None
+    ) -> None:
+        """Write tensors as safetensors."""
+        storages: set[int] = set()
+        separate = {}
+        for name, tensor in tensors.items():
+            written = tensor.detach().cpu().contiguous()
+            storage = written.untyped_storage().data_ptr()
+            # safetensors refuses tensors that share memory
+            separate[name] = written.clone() if storage in storages else written
+            storages.add(storage)
+        save_file(separate, path, dict(metadata) if metadata else None)
 
     def sync_file(self, path: Path) -> None:
-        """Wait until the content of a file would survive a loss of power."""
+        """Wait until the content of a file would survive a power loss."""
         descriptor = os.open(path, os.O_RDONLY)
         try:
             os.fsync(descriptor)
@@ -55,37 +56,36 @@ class Disk:
             os.close(descriptor)
 
     def sync_folder(self, path: Path) -> None:
-        """Wait until the names in a folder would survive a loss of power."""
+        """Wait until the names in a folder would survive a power loss."""
         descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
         try:
             os.fsync(descriptor)
         except OSError as error:
-            # Some network file systems have no such operation: they keep names safe by themselves.
+            # Some network file systems lack this operation and keep names safe without it.
             if error.errno not in {errno.EINVAL, errno.ENOTSUP}:
                 raise
         finally:
             os.close(descriptor)
 
     def rename(self, source: Path, target: Path) -> None:
-        """Give a file or folder another name on the same disk, in one go."""
+        """Rename a file or folder in one atomic step; a file replaces an old one."""
         source.rename(target)
 
     def remove(self, path: Path) -> None:
-        """Remove a file, a link, or a folder with all that is in it; a missing one is fine."""
+        """Remove a file, a link, or a folder with its content; it may be missing."""
         if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path)
         else:
             path.unlink(missing_ok=True)
 
 
+DISK = Disk()
+"""The real disk."""
+
+
 @contextmanager
 def open_folder(path: Path) -> Iterator[int]:
-    """Open a folder that is no symbolic link, for `open_file`; ValueError if there is none.
-
-    >>> with open_folder(Path("nowhere")) as folder: pass
-    Traceback (most recent call last):
-    ValueError: it does not exist
-    """
+    """Open a folder that is not a symbolic link, for `open_file`; ValueError if there is none."""
     if path.is_symlink():
         raise ValueError("it is a symbolic link, which is not followed")
     if not path.exists():
@@ -99,19 +99,10 @@ def open_folder(path: Path) -> Iterator[int]:
 
 @contextmanager
 def open_file(name: str, folder: int) -> Iterator[tuple[BufferedReader, int]]:
-    """Open a plain file of an open folder, and give its size; ValueError for anything else.
-
-    >>> import tempfile
-    >>> with tempfile.TemporaryDirectory() as path:
-    ...     Disk().write_bytes(Path(path) / "file", b"abc")
-    ...     with open_folder(Path(path)) as folder, open_file("file", folder) as (file, size):
-    ...         size, file.read()
-    (3, b'abc')
-    """
+    """Open a plain file of an open folder, and give its size; ValueError for anything else."""
     try:
-        # The last flag: opening a pipe must not wait for somebody to write into it.
-        flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK
-        descriptor = os.open(name, flags, dir_fd=folder)
+        # O_NONBLOCK: opening a pipe must not wait for a writer.
+        descriptor = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=folder)
     except FileNotFoundError:
         raise ValueError(f"{name} is missing") from None
     except OSError as error:
@@ -128,23 +119,19 @@ def open_file(name: str, folder: int) -> Iterator[tuple[BufferedReader, int]]:
 
 @contextmanager
 def file_lock(path: Path, *, wait: bool = False) -> Iterator[None]:
-    """Hold a lock that one process at a time has; the system lifts it when that process ends.
+    """Hold a lock that one process at a time has; the system releases it when that process ends.
 
-    Where another one has it, that is an error, or it is waited for.
-
-    >>> import tempfile
-    >>> with tempfile.TemporaryDirectory() as folder:
-    ...     lock = Path(folder) / "lock"
-    ...     with file_lock(lock):
-    ...         int(lock.read_text()) == os.getpid()
-    True
+    A lock that another process holds is an error, unless `wait` is true.
     """
     import fcntl
+
+    def refused(reason: str) -> CheckpointError:
+        return CheckpointError(f"cannot lock {str(path.parent)!r}: {reason}")
 
     try:
         lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644)
     except OSError as error:
-        raise _no_lock(path, plain_words(error, 0)) from None
+        raise refused(explain(error)) from None
     try:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -152,10 +139,10 @@ def file_lock(path: Path, *, wait: bool = False) -> Iterator[None]:
             holder = re.match(rb"[0-9]{1,9}\n", os.pread(lock, 16, 0))
             who = f"process {int(holder[0])}" if holder else "another process"
             advice = "wait until it has ended, or choose another folder"
-            raise _no_lock(path, f"it is in use by {who}; {advice}") from None
+            raise refused(f"it is in use by {who}; {advice}") from None
         except OSError as error:
-            raise _no_lock(path, plain_words(error, 0)) from None
-        with suppress(OSError):  # the number only helps a message: a full disk is no reason to stop
+            raise refused(explain(error)) from None
+        with suppress(OSError):  # the number is only for a message: a full disk does not matter
             os.ftruncate(lock, 0)
             os.pwrite(lock, f"{os.getpid()}\n".encode(), 0)
         yield
@@ -163,39 +150,30 @@ def file_lock(path: Path, *, wait: bool = False) -> Iterator[None]:
         os.close(lock)
 
 
-def _no_lock(path: Path, reason: str) -> CheckpointError:
-    return CheckpointError(f"cannot lock {str(path.parent)!r}: {reason}")
-
-
-def plain_words(error: Exception, needed: int) -> str:
-    """Return what went wrong with a folder, and what to do, from an error of the system.
-
-    >>> plain_words(OSError(errno.ENOSPC, "No space left on device"), needed=1200)
-    'the disk is full and 1,200 bytes are needed; free some, or use another disk'
-    """
+def explain(error: Exception, needed: int = 0) -> str:
+    """Return the reason of a system error in plain English, and what to do about it."""
     code = error.errno if isinstance(error, OSError) else None
     if code is None:  # safetensors has its own error, with the system's number in its text
         number = re.search(r"\(os error ([0-9]{1,5})\)", str(error))
         code = int(number[1]) if number else None
     if code in {errno.ENOSPC, errno.EDQUOT}:
-        return f"the disk is full and {needed:,} bytes are needed; free some, or use another disk"
+        room = f" and {needed:,} bytes are needed" if needed else ""
+        return f"the disk is full{room}; free some space, or use another disk"
     if code in {errno.EACCES, errno.EPERM, errno.EROFS}:
         return "it is read-only or not yours; choose a folder that you may write to"
     if code in {errno.EEXIST, errno.ENOTDIR}:
         return "it is a file or lies below one; choose another folder"
-    said = str(error) if code is None else os.strerror(code)
-    return f"the system said {said!r}; look after the disk, or choose another folder"
+    if isinstance(error, FileNotFoundError) and error.filename is not None:
+        return f"{str(error.filename)!r} is missing; choose another folder"
+    reason = str(error) if code is None else os.strerror(code)
+    return f"the system reports {reason!r}; check the disk, or choose another folder"
 
 
 def is_alive(process: int) -> bool:
-    """Return whether a process of this number runs on this machine.
-
-    >>> is_alive(os.getpid())
-    True
-    """
+    """Return whether a process with this number runs on this machine."""
     try:
         os.kill(process, 0)
-    except PermissionError:  # somebody else's
+    except PermissionError:  # another user's
         return True
     except (ProcessLookupError, OverflowError):
         return False

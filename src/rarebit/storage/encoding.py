@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from rarebit.errors import CheckpointError
 
-__all__ = ["Decoder", "Encoder"]
+__all__ = ["Decoder", "Encoder", "place_of"]
 
 MAX_DEPTH = 64
 """Levels of a state: far more than any has, far fewer than Python can follow."""
@@ -31,13 +31,17 @@ DTYPES = {
 SURROGATE = re.compile("[\ud800-\udfff]")  # two in a row would come back from JSON as one character
 
 
+def place_of(tensor: Tensor) -> tuple[object, ...]:
+    """Return what tells the memory of a tensor from that of others."""
+    return (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, tensor.device)
+
+
 class Encoder:
     """Turns a state into JSON values, and collects its tensors."""
 
     def __init__(self) -> None:
         self.tensors: dict[str, Tensor] = {}
         self._numbers: dict[tuple[object, ...], str] = {}
-        self._storages: set[int] = set()
 
     def encode(self, value: Any, path: tuple[Any, ...] = ()) -> Any:
         """Return a value as JSON holds it; `path` is where in the state it stands."""
@@ -64,16 +68,11 @@ class Encoder:
     def _number(self, tensor: Tensor, path: tuple[Any, ...]) -> str:
         """Return the number that a tensor is stored under; the same for the same memory."""
         _check_tensor(tensor, path)
-        place = (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, tensor.device)
+        place = place_of(tensor)
         if tensor.numel() and place in self._numbers:
             return self._numbers[place]
-        number = str(len(self.tensors))
-        written = tensor.detach().cpu().contiguous()
-        storage = written.untyped_storage().data_ptr()
-        # a part of another tensor, which safetensors refuses, is written on its own
-        self.tensors[number] = written.clone() if storage in self._storages else written
-        self._storages.add(storage)
-        self._numbers[place] = number
+        number = self._numbers[place] = str(len(self.tensors))
+        self.tensors[number] = tensor
         return number
 
 

@@ -1,44 +1,60 @@
-"""Tensors in a folder with a description of them, whole at any moment. Never pickle.
+"""A folder of tensors with a description, saved over an older one in one atomic step.
 
-    NAME.json                     what the tensors are, and the checksums of both files
-    tensors-<name>.safetensors    the tensors
+    NAME.json                   the description: a checksum of each file, and one of its own
+    STEM-<hash>.safetensors     the tensors
+    PART-<hash>/                more files, such as the vocabulary of a model
 
-The tensors' file is named by its content and written first; the description then takes the place of the
-old one in one go. So a folder holds the old contents or the new ones, whenever the machine stops.
+Data is written first, under names that depend on its content, so it never replaces the data of an
+older description. Renaming the description commits the save: until then the folder holds the old
+content, from then on the new. Data that no description names is removed afterwards.
 """
 
-import hashlib
 import json
+import math
 import os
 import re
-from collections.abc import Mapping
+import stat
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
 
 from rarebit.errors import RarebitError
+from rarebit.storage.disk import DISK, Disk, explain
+from rarebit.storage.files import (
+    OWN_CHECKSUM,
+    file_checksum,
+    hidden,
+    is_own_checksum,
+    leftovers,
+    make_folder,
+    own_checksum,
+    sync_tree,
+    write_file,
+)
 
-__all__ = ["OWN_CHECKSUM", "TensorFolder", "file_checksum", "own_checksum"]
+__all__ = ["TensorFolder"]
 
-FORMAT = 1
-TENSORS = re.compile(r"tensors-[0-9a-f]{16}\.safetensors")
-OWN_CHECKSUM = "description_sha256"
+FORMAT = 2
+"""Format 1: the checksum of the tensors is `sha256`; models have files with fixed names."""
+HASH = "[0-9a-f]{16}"
+NAME = r"[A-Za-z0-9_-][A-Za-z0-9_.-]*"
 MAX_DESCRIPTION_BYTES = 16 << 20
 
 
 @dataclass(frozen=True)
 class TensorFolder:
-    """How one kind of thing is kept in a folder.
+    """How one kind of thing is stored in a folder.
 
     >>> import tempfile
     >>> import torch
     >>> from rarebit.errors import DataError
-    >>> kind = TensorFolder("list", "list.json", DataError, "write it again", "use another folder")
+    >>> kind = TensorFolder("list", "list.json", DataError, "write it again")
     >>> with tempfile.TemporaryDirectory() as place:
     ...     _ = kind.write(place, {"list": ["a"]}, {"0": torch.arange(3)})
     ...     kind.read(place)[1]
@@ -46,72 +62,121 @@ class TensorFolder:
     """
 
     what: str
-    """What it is called, and the key of the description that every such folder has."""
+    """The name of the kind, and a key that every description of it has."""
     description: str
-    """The name of the description's file."""
+    """The file name of the description."""
     error: type[RarebitError]
     """What is raised."""
     when_damaged: str
-    """What to do about one that is damaged, in words."""
-    when_unwritable: str
-    """What to do where it cannot be written, in words."""
+    """What to do about a damaged folder."""
+    stem: str = "tensors"
+    """How the name of the tensors' file starts."""
+    older: tuple[str, ...] = ()
+    """Fixed names of data in format 1, which a new save replaces."""
 
     def write(
         self,
         folder: str | os.PathLike[str],
         description: Mapping[str, Any],
         tensors: Mapping[str, Tensor],
+        parts: Mapping[str, Callable[[Path], object] | None] | None = None,
+        disk: Disk = DISK,
     ) -> Path:
-        """Write to a folder, which is made if need be, and return the folder."""
-        folder = Path(folder)
-        partial = [
-            folder / f"{what}.{os.getpid()}.partial" for what in ("tensors", self.description)
-        ]
+        """Write to a folder, over an older one if there is one, and return the folder.
+
+        Each of the parts is a function that makes and fills a folder, or None where there is none now.
+        """
+        folder, parts = Path(folder), parts or {}
+        needed = sum(tensor.nbytes for tensor in tensors.values())
         try:
-            folder.mkdir(parents=True, exist_ok=True)
-            save_file({name: _to_write(tensor) for name, tensor in tensors.items()}, partial[0])
-            checksum = file_checksum(partial[0])
-            file = f"tensors-{checksum[:16]}.safetensors"
-            described = {"format": FORMAT, **description, "tensors": file, "sha256": checksum}
-            described[OWN_CHECKSUM] = own_checksum(described)
-            partial[1].write_text(json.dumps(described, indent=1) + "\n", encoding="utf-8")
-            self._put_in_place(folder, partial, file)
-        except (OSError, SafetensorError, TypeError, ValueError) as error:
+            json.dumps(description)  # before anything is written
+            make_folder(folder, disk)
+            data = self._write(folder, description, tensors, parts, disk)
+        except (OSError, SafetensorError) as error:
+            raise self._unwritable(folder, explain(error, needed)) from None
+        except (TypeError, ValueError) as error:  # what JSON cannot hold, or an error of a part
+            raise self._unwritable(folder, str(error)) from None
+        finally:
             with suppress(OSError):
-                for path in partial:
-                    path.unlink(missing_ok=True)
-            raise self.error(
-                f"cannot write the {self.what} to {str(folder)!r}: {error}; {self.when_unwritable}"
-            ) from None
+                for path in leftovers(folder):
+                    disk.remove(path)
+        with suppress(OSError):  # the save is complete
+            for path in list(folder.iterdir()):
+                if self._is_data(path.name, parts) and path not in data:
+                    disk.remove(path)
         return folder
 
+    def _write(
+        self,
+        folder: Path,
+        description: Mapping[str, Any],
+        tensors: Mapping[str, Tensor],
+        parts: Mapping[str, Callable[[Path], object] | None],
+        disk: Disk,
+    ) -> list[Path]:
+        """Write the data, then the description; return where the data lies."""
+        from rarebit import __version__
+
+        partial = hidden(folder / self.stem, "writing")
+        disk.save_tensors(partial, tensors)
+        disk.sync_file(partial)
+        checksum = file_checksum(partial)
+        name = f"{self.stem}-{checksum[:16]}.safetensors"
+        files, named, places = {name: checksum}, {}, [(partial, folder / name)]
+        for part, fill in parts.items():
+            if fill is not None:
+                found, place = _fill_part(folder / part, fill, disk)
+                named[part] = place.name
+                files |= {f"{place.name}/{file}": found[file] for file in found}
+                places.append((hidden(folder / part, "writing"), place))
+        for source, target in places:
+            if not (source.is_dir() and target.exists()):  # the same files, from an earlier save
+                disk.rename(source, target)
+        disk.sync_folder(folder)
+        described = {"format": FORMAT, "rarebit": __version__, **description}
+        described |= {"tensors": name, "parts": named, "files": files}
+        described[OWN_CHECKSUM] = own_checksum(described)
+        text = json.dumps(described, indent=1) + "\n"
+        write_file(folder / self.description, text.encode(), error=self.error, disk=disk)
+        return [place for _, place in places]
+
+    def _is_data(self, name: str, parts: Mapping[str, object]) -> bool:
+        kinds = [rf"{self.stem}-{HASH}\.safetensors", *(f"{part}-{HASH}" for part in parts)]
+        return name in self.older or any(re.fullmatch(kind, name) for kind in kinds)
+
     def read(self, folder: str | os.PathLike[str]) -> tuple[dict[str, Any], dict[str, Tensor]]:
-        """Return the description and the tensors, once both are what their checksums say."""
+        """Return the description and the tensors, after checking every file against its checksum."""
         folder = Path(folder)
         description = self.read_description(folder)
-        path = folder / description["tensors"]
-        if path.resolve().parent != folder.resolve():
-            raise self.error(
-                f"{str(path)!r} is a link that leads out of its folder; copy the file there"
-            )
+        place = folder
         try:
-            if file_checksum(path) != description["sha256"]:
-                raise self.error(
-                    f"{str(path)!r} is damaged: it is not what its checksum says; {self.when_damaged} or "
-                    "take an older copy"
-                )
-            return description, load_file(path)
+            for name in description["parts"].values():
+                place = folder / name
+                for path in (place, *sorted(place.iterdir())):
+                    if path.is_symlink() or not (path.is_file() or path == place):
+                        raise self.error(f"{str(path)!r} is not a plain file; {self.when_damaged}")
+            for name, checksum in description["files"].items():
+                place = folder / name
+                self._require_plain_file(folder, place)
+                if file_checksum(place) != checksum:
+                    raise self.error(
+                        f"{str(place)!r} is damaged or belongs to another save: its checksum is not the "
+                        f"one in {self.description}; {self.when_damaged} or take an older copy"
+                    )
+            place = folder / description["tensors"]
+            return description, load_file(place)
         except FileNotFoundError:
-            raise self.error(f"{str(folder)!r} is incomplete: {path.name} is missing") from None
+            missing = place.relative_to(folder)
+            raise self.error(f"{str(folder)!r} is incomplete: {missing} is missing") from None
         except (OSError, SafetensorError) as error:
-            raise self.unreadable(folder, error) from None
+            raise self.error(f"cannot read {str(place)!r}: {error}") from None
 
     def read_description(self, folder: str | os.PathLike[str]) -> dict[str, Any]:
-        """Return the description alone."""
+        """Return the description alone, in today's format."""
         path = Path(folder) / self.description
         try:
-            self._check_size(path)
-            description = json.loads(path.read_text(encoding="utf-8"))
+            self._require_plain_file(Path(folder), path, MAX_DESCRIPTION_BYTES)
+            description: Any = json.loads(path.read_text(encoding="utf-8"))
         except FileNotFoundError:
             raise self.error(
                 f"{str(folder)!r} holds no {self.what}: {self.description} is missing"
@@ -120,78 +185,108 @@ class TensorFolder:
             raise self.error(f"cannot read {str(path)!r}: {error.strerror}") from None
         except self.error:
             raise
-        except (ValueError, RecursionError) as error:  # JSON that is wrong, not UTF-8, or too deep
+        except (ValueError, RecursionError) as error:  # invalid JSON, not UTF-8, or too deep
             raise self.error(f"{str(path)!r} is damaged: {error}; {self.when_damaged}") from None
-        self._check(path, description)
-        found: dict[str, Any] = description
-        return found
+        if not isinstance(description, dict) or self.what not in description:
+            raise self.not_described(folder)
+        self._check_version(path, description)
+        if description["format"] == 1:
+            description = self._of_today(description)
+        if not _names_its_files(description):
+            raise self.not_described(folder)
+        return dict(description)
 
-    def no_such_thing(self, folder: str | os.PathLike[str]) -> RarebitError:
-        """Return the error for a description that is of something else."""
+    def _check_version(self, path: Path, description: Mapping[str, Any]) -> None:
+        """Raise where a description is of a later version, or not what its checksum says."""
+        version = description.get("format")
+        if type(version) is not int or version < 1:
+            raise self.not_described(path.parent)
+        if version > FORMAT:
+            raise self.error(
+                f"{str(path)!r} was written in format {version} by Rarebit "
+                f"{description.get('rarebit')}; this version reads up to format {FORMAT}: upgrade it"
+            )
+        # the first models had no checksum of the description
+        may_lack_it = version == 1 and bool(self.older)
+        if not ((may_lack_it and OWN_CHECKSUM not in description) or is_own_checksum(description)):
+            raise self.error(
+                f"{str(path)!r} is damaged: it does not match its checksum; {self.when_damaged} or "
+                "take an older copy"
+            )
+
+    def _of_today(self, description: Mapping[str, Any]) -> dict[str, Any]:
+        """Return a description of format 1 in today's format."""
+        tensors = self.older[0] if self.older else description.get("tensors")
+        files, parts = {tensors: description.get("sha256")}, {}
+        for part in self.older[1:]:
+            checksums = description.get(part) or {}
+            if not isinstance(checksums, dict):
+                return {}
+            if checksums:
+                parts[part] = part
+                files |= {f"{part}/{name}": value for name, value in checksums.items()}
+        return {**description, "tensors": tensors, "parts": parts, "files": files}
+
+    def not_described(self, folder: str | os.PathLike[str]) -> RarebitError:
+        """Return the error for a description of something else."""
         path = Path(folder) / self.description
         return self.error(f"{str(path)!r} does not describe a {self.what} of Rarebit")
 
-    def unreadable(self, folder: str | os.PathLike[str], why: Exception) -> RarebitError:
-        """Return the error for tensors that are not what the description needs."""
-        return self.error(f"{str(Path(folder))!r} holds no {self.what} that can be read: {why}")
+    def unreadable(self, folder: str | os.PathLike[str], reason: Exception) -> RarebitError:
+        """Return the error for tensors that do not fit the description."""
+        return self.error(f"{str(Path(folder))!r} holds no readable {self.what}: {reason}")
 
-    def _check_size(self, path: Path) -> None:
-        if path.stat().st_size > MAX_DESCRIPTION_BYTES:
+    def _require_plain_file(self, folder: Path, path: Path, most_bytes: float = math.inf) -> None:
+        status = path.stat()
+        if not path.resolve().is_relative_to(folder.resolve()):
+            raise self.error(
+                f"{str(path)!r} is a link that leads out of its folder, which is not followed; copy the "
+                "file itself into the folder"
+            )
+        if not stat.S_ISREG(status.st_mode):
+            raise self.error(f"{str(path)!r} is not a plain file; {self.when_damaged}")
+        if status.st_size > most_bytes:
             raise self.error(f"{str(path)!r} is too large to be the description of a {self.what}")
 
-    def _check(self, path: Path, description: Any) -> None:
-        if not isinstance(description, dict) or not isinstance(description.get(self.what), list):
-            raise self.no_such_thing(path.parent)
-        if description.get("format") != FORMAT:
-            raise self.error(
-                f"{str(path)!r} is in format {description.get('format')}, this version reads format "
-                f"{FORMAT}; use the version of Rarebit that wrote it"
+    def _unwritable(self, folder: Path, reason: str) -> RarebitError:
+        return self.error(f"cannot write the {self.what} to {str(folder)!r}: {reason}")
+
+
+def _fill_part(
+    place: Path, fill: Callable[[Path], object], disk: Disk
+) -> tuple[dict[str, str], Path]:
+    """Fill a hidden folder; return the checksums of its files, and the place where it belongs."""
+    partial = hidden(place, "writing")
+    disk.remove(partial)
+    fill(partial)
+    sync_tree(partial, disk)
+    checksums = _checksums(partial)
+    named = place.with_name(f"{place.name}-{own_checksum(checksums)[:16]}")
+    for target in (place, named):  # the first is a name of format 1
+        if _checksums(target) == checksums:
+            return checksums, target
+    disk.remove(named)  # it is damaged
+    return checksums, named
+
+
+def _names_its_files(description: Mapping[str, Any]) -> bool:
+    """Return whether a description names files of its own folder, its tensors among them."""
+    match description:
+        case {"tensors": str(tensors), "files": dict(files), "parts": dict(parts)}:
+            folders = [
+                isinstance(name, str) and re.fullmatch(NAME, name) for name in parts.values()
+            ]
+            return (
+                tensors in files
+                and all(folders)
+                and all(re.fullmatch(f"(?:{NAME}/)?{NAME}", name) for name in files)
             )
-        if description.get(OWN_CHECKSUM) != own_checksum(description):
-            raise self.error(
-                f"{str(path)!r} is damaged: it is not what its checksum says; {self.when_damaged} or take "
-                "an older copy"
-            )
-        # a name that leads elsewhere is none of ours
-        if not TENSORS.fullmatch(str(description.get("tensors"))):
-            raise self.no_such_thing(path.parent)
-
-    def _put_in_place(self, folder: Path, partial: list[Path], file: str) -> None:
-        for path in partial:
-            _sync(path)
-        partial[0].replace(folder / file)
-        partial[1].replace(folder / self.description)
-        _sync(folder)
-        for old in folder.iterdir():
-            if TENSORS.fullmatch(old.name) and old.name != file:
-                old.unlink()
+    return False
 
 
-def own_checksum(description: Mapping[str, Any]) -> str:
-    """Return the checksum of a description, that of itself left out.
-
-    >>> own_checksum({"a": 1}) == own_checksum({"a": 1, OWN_CHECKSUM: "x"})
-    True
-    """
-    said = {key: value for key, value in description.items() if key != OWN_CHECKSUM}
-    return hashlib.sha256(json.dumps(said, sort_keys=True).encode()).hexdigest()
-
-
-def file_checksum(path: Path) -> str:
-    """Return the SHA-256 of a file."""
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def _to_write(tensor: Tensor) -> Tensor:
-    # safetensors refuses tensors that share memory
-    return tensor.detach().to("cpu", copy=True).contiguous()
-
-
-def _sync(path: Path) -> None:
-    """Wait until a file, or the names in a folder, would survive a loss of power."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+def _checksums(folder: Path) -> dict[str, str]:
+    """Return the checksums of the plain files in a folder; none where there is no folder."""
+    if folder.is_symlink() or not folder.is_dir():
+        return {}
+    files = [path for path in sorted(folder.iterdir()) if path.is_file() and not path.is_symlink()]
+    return {path.name: file_checksum(path) for path in files}

@@ -16,7 +16,8 @@ from torch import Tensor, nn
 from rarebit.data.dataset import Dataset
 from rarebit.data.order import shuffled_order
 from rarebit.errors import StudyError
-from rarebit.study.runs import run_key, write_json
+from rarebit.storage.files import write_json
+from rarebit.study.runs import run_key
 from rarebit.tables.find import find_sites
 from rarebit.tables.table import full_table
 from rarebit.training.fit import fit
@@ -45,7 +46,7 @@ class KnownRates:
         if key not in known:
             known[key] = float(f"{rate_multiplier(settings, self.train):.2g}")
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            write_json(self.path, known)
+            write_json(self.path, known, error=StudyError)
         return known[key]
 
     def _read(self) -> dict[str, float]:

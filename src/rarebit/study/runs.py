@@ -17,6 +17,7 @@ import math
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
@@ -27,12 +28,13 @@ from rarebit.data.prepared import PreparedFolder
 from rarebit.data.synthetic import SyntheticLog
 from rarebit.errors import StudyError
 from rarebit.settings import from_mapping, require, to_mapping
+from rarebit.storage.files import write_file, write_json
 from rarebit.technique import technique_text
 from rarebit.training.metrics import Evaluation
 from rarebit.training.run_settings import PreparedLog, RunSettings
 from rarebit.training.settings import Training
 
-__all__ = ["RunFolder", "RunRecord", "identify", "run_key", "stage_key", "write_json"]
+__all__ = ["RunFolder", "RunRecord", "identify", "run_key", "stage_key"]
 
 FORMAT = 1
 RESULT, SCORES, CHECKPOINTS, MODEL = "result.json", "scores.npy", "checkpoints", "model"
@@ -191,11 +193,10 @@ class RunFolder:
         """Write the scores, then the result: a run with a result is whole."""
         values = {"settings": settings.to_mapping(), "result": dataclasses.asdict(record)}
         self.path.mkdir(parents=True, exist_ok=True)
-        partial = self.path / f"{SCORES}.partial"
-        with partial.open("wb") as file:
-            np.save(file, scores.float().cpu().numpy(), allow_pickle=False)
-        partial.replace(self.path / SCORES)
-        write_json(self.path / RESULT, values)
+        file = BytesIO()
+        np.save(file, scores.float().cpu().numpy(), allow_pickle=False)
+        write_file(self.path / SCORES, file.getvalue(), error=StudyError)
+        write_json(self.path / RESULT, values, error=StudyError)
 
     def scores(self) -> np.ndarray[Any, np.dtype[np.float32]]:
         """Return the score of every test row, float32."""
@@ -206,13 +207,3 @@ class RunFolder:
                 f"the scores of a run in {str(self.path)!r} cannot be read: {error}; "
                 "remove the folder to run it again"
             ) from None
-
-
-def write_json(path: Path, values: Mapping[str, Any]) -> None:
-    """Write a file that is whole under its name at any moment."""
-    partial = path.with_name(f"{path.name}.partial")
-    try:
-        partial.write_text(json.dumps(values, indent=1) + "\n", encoding="utf-8")
-        partial.replace(path)
-    except OSError as error:
-        raise StudyError(f"cannot write {str(path)!r}: {error.strerror}") from None

@@ -18,11 +18,12 @@ from rarebit.errors import SettingsError, StudyError, StudyInterrupted
 from rarebit.machine import machine
 from rarebit.settings import require
 from rarebit.storage.disk import file_lock
+from rarebit.storage.files import write_json
 from rarebit.study.cells import Cell, PlannedRun
 from rarebit.study.plan import StudyPlan
 from rarebit.study.pool import Answer, Pool, StudyLines, StudyProgress, StudySilence, Task
 from rarebit.study.results import RESULTS, StudyResult
-from rarebit.study.runs import stage_key, write_json
+from rarebit.study.runs import stage_key
 from rarebit.training.stages import STAGE
 
 __all__ = ["study"]
@@ -76,7 +77,7 @@ def study(
     failures: dict[str, str] = {}
     cells = [Cell(plan, settings, where, failures) for settings in plan.runs]
     with file_lock(_make_folder(where) / "lock"):
-        write_json(where / "study.json", plan.to_mapping())
+        write_json(where / "study.json", plan.to_mapping(), error=StudyError)
         with Pool(workers or _workers(device, threads), str(device), threads) as pool:
             runner = _Runner(pool, where, tell, deadline, failures, keep_models=keep_models)
             for stage in (Cell.tuning_runs, Cell.compared_runs):  # all cells before the next seed
@@ -86,7 +87,8 @@ def study(
         if result.is_complete:
             shutil.rmtree(where / STAGE, ignore_errors=True)
         took = {"minutes": round((time.monotonic() - start) / 60, 2), "runs_made": runner.made}
-        write_json(where / RESULTS, {"machine": facts | took, "study": result.to_mapping()})
+        values = {"machine": facts | took, "study": result.to_mapping()}
+        write_json(where / RESULTS, values, error=StudyError)
     if pool.interrupted:
         raise StudyInterrupted(
             f"stopped; what is finished and what was under way is written to {str(where)!r}"

@@ -1,22 +1,18 @@
-"""Checkpoints as folders: written whole or not at all, read back to the bit. Never pickle.
+"""Checkpoints of a training loop: written while training continues, read back to the bit. Never pickle.
 
     folder/
-      lock                       held, with its process id inside, by the process that writes here
+      lock                       held by the process that writes here, with its number inside
       NAME/tensors.safetensors   the tensors, numbered
       NAME/state.json            its own sha256; then the rest, and the sha256 of the tensors
-      .NAME.PID.writing/         being written, or left behind by a process that died
-      .NAME.PID.removing/        being removed, or left behind in the same way
 
-A checkpoint is written under the hidden name, synced, and renamed: under NAME it is always complete.
-A NAME that is taken is refused, so an old one is never gone before the new one is there.
-
-Write a training loop down every few minutes and after every longer epoch, and take it up again.
+A checkpoint is a folder that gets its name when it is complete. A name that is taken is refused, so an
+old checkpoint is never gone before the new one is there. Names of a training loop:
 
     at-000003-0000000400/    the loop before batch 400 of epoch 3
-    best-000002/             the weights of the best epoch, which the states after it refer to
+    best-000002/             the weights of the best epoch, which later states refer to
 
-What is to be written is copied between two steps; the files are written while training goes on. The two
-newest states are kept, so that one damaged by the disk leaves another.
+The state is copied between two steps, and a thread writes it. The two newest states are kept, so that
+there is another one if the disk damages the newest.
 """
 
 import hashlib
@@ -38,8 +34,9 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from rarebit.errors import CheckpointError, NewerFormatError, RarebitError, TrainingInterrupted
-from rarebit.storage.disk import Disk, file_lock, is_alive, open_file, open_folder, plain_words
+from rarebit.storage.disk import DISK, Disk, explain, file_lock, open_file, open_folder
 from rarebit.storage.encoding import Decoder, Encoder
+from rarebit.storage.files import file_checksum, fresh_folder, hidden, leftovers, make_folder
 from rarebit.training.identity import describe_environment, differences, environment_warnings
 from rarebit.training.loop import TrainingLoop
 from rarebit.training.not_finite import raise_if_weights_are_not_finite
@@ -53,9 +50,14 @@ STATE, TENSORS, LOCK = "state.json", "tensors.safetensors", "lock"
 PARTS = {STATE, TENSORS}
 MAX_STATE_BYTES = 64 << 20
 NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,99}")
-TEMPORARY = re.compile(r"\..+\.([0-9]{1,9})\.(?:writing|removing)")
+LOOP, BEST = "at-", "best-"
+KEEP = 2
+"""States that are kept."""
+SHORT = 1 / 60
+"""An epoch that ends within this part of the checkpoint interval after the last checkpoint gets none:
+where epochs take a second, writing checkpoints would take longer."""
 
-# What content that makes no sense raises, whatever it is: nothing worse may come out of a file.
+# What malformed content raises: nothing worse may come out of a file.
 NONSENSE = (
     *(AttributeError, LookupError, OSError, RuntimeError, TypeError, ValueError),
     *(OverflowError, RecursionError, SafetensorError, struct.error),
@@ -64,59 +66,49 @@ NONSENSE = (
 
 @dataclass(frozen=True)
 class Found:
-    """The newest checkpoint that reads back whole."""
+    """The newest complete checkpoint."""
 
     name: str
     state: dict[str, Any]
     damaged: tuple[tuple[str, str], ...]
-    """Name and reason of each newer one that does not, newest first."""
+    """Name and reason of each newer one that is damaged, newest first."""
 
 
 class CheckpointFolder:
-    """A folder of checkpoints, made when first written to. Names sort from old to new.
+    """A folder of checkpoints, made by the first write. Names sort from old to new.
 
-    A state is made of dictionaries with str or int keys, lists, tuples, tensors, None, bool, int,
-    float and str. Tensors come back on the CPU, without gradient; one that is in the state twice is
-    stored once and comes back as one. Only the process inside `locked()` should write and prune.
-
-    >>> import torch
-    >>> import tempfile
-    >>> with tempfile.TemporaryDirectory() as folder:
-    ...     checkpoints = CheckpointFolder(folder)
-    ...     with checkpoints.locked():
-    ...         path = checkpoints.write("0001", {"step": 1, "weight": torch.ones(2)})
-    ...         path = checkpoints.write("0002", {"step": 2, "weight": torch.zeros(2)})
-    ...         checkpoints.prune(keep=["0002"])
-    ...     checkpoints.names(), checkpoints.newest().state
-    (['0002'], {'step': 2, 'weight': tensor([0., 0.])})
+    A state consists of dictionaries with str or int keys, lists, tuples, tensors, None, bool, int,
+    float and str. Tensors come back on the CPU, without gradient; a tensor that is in the state twice
+    is stored once and comes back as one. Only the process inside `locked()` should write and prune.
     """
 
-    def __init__(self, folder: str | os.PathLike[str], disk: Disk = Disk()) -> None:
+    def __init__(self, folder: str | os.PathLike[str], disk: Disk = DISK) -> None:
         self.folder, self.disk = Path(folder), disk
         self._one_at_a_time = threading.Lock()
 
     def write(self, name: str, state: Mapping[str, Any]) -> Path:
-        """Write a state under a free name; an error leaves nothing, or the whole if the last sync failed."""
+        """Write a state under a free name; an error leaves nothing, or all if the last sync failed."""
+        from rarebit import __version__
+
         target, encoder = self._path(name), Encoder()
+        description = {"format": FORMAT, "rarebit": __version__}
         structure = encoder.encode(dict(state))
         needed = len(json.dumps(structure)) + sum(t.nbytes for t in encoder.tensors.values())
-        partial = self.folder / f".{name}.{os.getpid()}.writing"
-        with self._one_at_a_time, self._plain_errors(f"write the checkpoint {name!r} to", needed):
+        with self._one_at_a_time, self._explained(f"write the checkpoint {name!r} to", needed):
             if os.path.lexists(target):
                 raise CheckpointError(f"{str(target)!r} is taken; use another name")
-            self._make_folder()
-            try:
-                self._fill(partial, structure, encoder.tensors)
-                self.disk.rename(partial, target)
-            except BaseException:
-                with suppress(OSError):
-                    self.disk.remove(partial)
-                raise
-            self.disk.sync_folder(self.folder)
+            make_folder(self.folder, self.disk)
+            with fresh_folder(target, disk=self.disk) as partial:
+                tensors = partial / TENSORS
+                self.disk.save_tensors(tensors, encoder.tensors)
+                size, checksum = tensors.stat().st_size, file_checksum(tensors)
+                files = {TENSORS: {"bytes": size, "sha256": checksum}}
+                sealed = _sealed({**description, "files": files, "state": structure})
+                self.disk.write_bytes(partial / STATE, sealed)
         return target
 
     def read(self, name: str) -> dict[str, Any]:
-        """Return a state as it was written; a checkpoint that is not whole is an error."""
+        """Return a state as it was written; a damaged checkpoint is an error."""
         path = self._path(name)
         try:
             with open_folder(path) as descriptor:
@@ -132,17 +124,19 @@ class CheckpointFolder:
             ) from None
 
     def names(self) -> list[str]:
-        """Return the names of the finished checkpoints, oldest first, damaged ones among them."""
-        with self._plain_errors("look for checkpoints in"), suppress(FileNotFoundError):
-            entries = [path for path in self.folder.iterdir() if NAME.fullmatch(path.name)]
-            held = {path.name: [os.path.lexists(path / part) for part in PARTS] for path in entries}
-            return sorted(name for name, parts in held.items() if any(parts))
+        """Return the names of the finished checkpoints, oldest first, including damaged ones."""
+        with self._explained("look for checkpoints in"), suppress(FileNotFoundError):
+            return sorted(
+                path.name
+                for path in self.folder.iterdir()
+                if NAME.fullmatch(path.name) and any(os.path.lexists(path / part) for part in PARTS)
+            )
         return []
 
     def newest(self, prefix: str = "") -> Found | None:
-        """Return the newest whole checkpoint whose name starts with a prefix; None if there is no such name.
+        """Return the newest complete checkpoint whose name starts with a prefix; None without such a name.
 
-        Where there are some and all of them are damaged, that is an error: starting over would lose them.
+        Where all of them are damaged, that is an error: starting over would lose them.
         """
         damaged: list[tuple[str, str]] = []
         for name in reversed([name for name in self.names() if name.startswith(prefix)]):
@@ -152,34 +146,34 @@ class CheckpointFolder:
                 damaged.append((name, str(error)))
         if damaged:
             why = damaged[0][1].removesuffix("; use an older checkpoint")
-            raise CheckpointError(f"{why}; no older one is whole either: choose another folder")
+            raise CheckpointError(f"{why}; no older one is complete either: choose another folder")
         return None
 
     def prune(self, keep: Collection[str]) -> None:
-        """Remove the other checkpoints, and what processes that died left behind.
+        """Remove the other checkpoints, and what dead processes left behind.
 
-        A folder that holds anything but the files of a checkpoint is somebody else's and stays.
+        A folder that holds anything but the files of a checkpoint stays.
         """
         if isinstance(keep, str):
             raise CheckpointError(f"keep must be a collection of names, got keep={keep!r}")
-        with self._one_at_a_time, self._plain_errors("remove old checkpoints from"):
+        with self._one_at_a_time, self._explained("remove old checkpoints from"):
             others = [self.folder / name for name in self.names() if name not in keep]
             gone = [path for path in others if {part.name for part in path.iterdir()} <= PARTS]
             for path in gone:
-                # Renamed first: a removal that is cut short must not look like damage.
-                away = self.folder / f".{path.name}.{os.getpid()}.removing"
+                # Renamed first: an interrupted removal must not look like damage.
+                away = hidden(path, "removing")
                 self.disk.remove(away)
                 self.disk.rename(path, away)
             if gone:
                 self.disk.sync_folder(self.folder)
-            for path in self._leftovers():
+            for path in leftovers(self.folder):
                 self.disk.remove(path)
 
     @contextmanager
     def locked(self) -> Iterator[None]:
-        """Keep other processes out; the system lifts the lock when this process ends, in any way."""
-        with self._plain_errors("lock"):
-            self._make_folder()
+        """Keep other processes out; the system releases the lock when this process ends, in any way."""
+        with self._explained("lock"):
+            make_folder(self.folder, self.disk)
         with file_lock(self.folder / LOCK):
             yield
 
@@ -190,42 +184,12 @@ class CheckpointFolder:
             )
         return self.folder / name
 
-    def _make_folder(self) -> None:
-        new = [path for path in (self.folder, *self.folder.parents) if not path.exists()]
-        self.disk.make_folder(self.folder)
-        for path in new:
-            self.disk.sync_folder(path.parent)
-
-    def _fill(self, partial: Path, structure: Any, tensors: Mapping[str, Tensor]) -> None:
-        from rarebit import __version__
-
-        self.disk.remove(partial)
-        self.disk.make_folder(partial)
-        self.disk.save_tensors(partial / TENSORS, tensors)
-        self.disk.sync_file(partial / TENSORS)
-        with (partial / TENSORS).open("rb") as file:
-            checksum = hashlib.file_digest(file, "sha256").hexdigest()
-            size = os.fstat(file.fileno()).st_size
-        files = {TENSORS: {"bytes": size, "sha256": checksum}}
-        description = {"format": FORMAT, "rarebit": __version__, "files": files, "state": structure}
-        self.disk.write_bytes(partial / STATE, _sealed(description))
-        self.disk.sync_file(partial / STATE)
-        self.disk.sync_folder(partial)
-
-    def _leftovers(self) -> Iterator[Path]:
-        """Yield temporary folders that nobody writes to: this process does nothing else right now."""
-        for path in list(self.folder.iterdir()) if self.folder.exists() else ():
-            temporary = TEMPORARY.fullmatch(path.name)
-            process = int(temporary[1]) if temporary else None
-            if process is not None and (process == os.getpid() or not is_alive(process)):
-                yield path
-
     @contextmanager
-    def _plain_errors(self, what: str, needed: int = 0) -> Iterator[None]:
+    def _explained(self, what: str, needed: int = 0) -> Iterator[None]:
         try:
             yield
         except (OSError, SafetensorError) as error:
-            reason = plain_words(error, needed)
+            reason = explain(error, needed)
             raise CheckpointError(f"cannot {what} {str(self.folder)!r}: {reason}") from None
 
 
@@ -276,16 +240,8 @@ def _short_int(digits: str) -> int:
     return int(digits)
 
 
-CHECKPOINTS_STATE, BEST = "at-", "best-"
-KEEP = 2
-"""States that are kept."""
-SHORT = 1 / 60
-"""An epoch that ends within this part of the time between two checkpoints after the last one is not written:
-where epochs take a second, writing them would take longer than they do."""
-
-
 class Checkpoints:
-    """The checkpoints of one run, in a folder of its own."""
+    """The checkpoints of one run, in their own folder."""
 
     def __init__(
         self,
@@ -300,21 +256,21 @@ class Checkpoints:
         self.seconds = 60.0 * minutes
         self.due = time.monotonic() + self.seconds
         self.written_at = -float("inf")
-        """When the last one was begun."""
+        """When the last checkpoint was started."""
         self.best_epoch: int | None = None
         """The best epoch whose weights are written."""
         self._writer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
         self._written: Future[None] | None = None
 
     def after_step(self, loop: TrainingLoop) -> None:
-        """Write the loop down when it is time, or when it is to stop."""
+        """Save a checkpoint when one is due, or when training is asked to stop."""
         if self.stop.requested:
             self._stop(loop)
         if time.monotonic() >= self.due:
             self.save(loop)
 
     def after_epoch(self, loop: TrainingLoop) -> None:
-        """Write the loop down after a longer epoch; the last one's is on the disk when training ends."""
+        """Save a checkpoint after a longer epoch; that of the last epoch is complete when training ends."""
         if loop.is_finished or time.monotonic() - self.written_at >= SHORT * self.seconds:
             self.save(loop)
         if loop.is_finished:
@@ -323,11 +279,11 @@ class Checkpoints:
             self._stop(loop)
 
     def save(self, loop: TrainingLoop) -> None:
-        """Copy the loop's state and begin to write it."""
+        """Copy the state of the loop and start writing it."""
         loop.step.raise_if_not_finite()
         raise_if_weights_are_not_finite(loop.step.model)
-        self.wait()  # for the last one: two copies at once would be one too many
-        name = f"{CHECKPOINTS_STATE}{loop.epoch:06d}-{loop.batch:010d}"
+        self.wait()  # for the last one: there is memory for one copy
+        name = f"{LOOP}{loop.epoch:06d}-{loop.batch:010d}"
         best = None
         if loop.best.epoch not in (None, self.best_epoch):
             best, self.best_epoch = _copied(loop.best.weights), loop.best.epoch
@@ -340,7 +296,7 @@ class Checkpoints:
         self.due = self.written_at + self.seconds
 
     def wait(self) -> None:
-        """Wait until what was begun is written; raise what went wrong with it."""
+        """Wait until the last checkpoint is written; raise the error of the thread if it failed."""
         written, self._written = self._written, None
         if written is not None:
             written.result()
@@ -350,12 +306,12 @@ class Checkpoints:
         self._writer.shutdown(wait=True)
 
     def resume(self, loop: TrainingLoop) -> bool:
-        """Take the newest good state up, if there is one; return whether there was."""
-        found = self.folder.newest(CHECKPOINTS_STATE)
+        """Load the newest complete state into the loop; return whether there was one."""
+        found = self.folder.newest(LOOP)
         if found is None:
             return False
         try:
-            self._take_up(found, loop)
+            self._load(found, loop)
         except RarebitError:
             raise
         except (AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
@@ -365,7 +321,7 @@ class Checkpoints:
             ) from None
         return True
 
-    def _take_up(self, found: Found, loop: TrainingLoop) -> None:
+    def _load(self, found: Found, loop: TrainingLoop) -> None:
         changed = differences(found.state["run"], self.run)
         if changed:
             raise CheckpointError(
@@ -379,7 +335,7 @@ class Checkpoints:
         loop.load(found.state, weights)
         self.best_epoch = epoch
         for name, reason in found.damaged:
-            self.say(f"the checkpoint {name} is passed over: {reason}")
+            self.say(f"the checkpoint {name} is skipped: {reason}")
         damaged = {name for name, _ in found.damaged}  # their names are needed again
         self.folder.prune([name for name in self.folder.names() if name not in damaged])
         self.say(f"resumed from {found.name}: epoch {loop.epoch}, batch {loop.batch}")
@@ -389,8 +345,8 @@ class Checkpoints:
         self.wait()
         assert self.stop.signal is not None
         raise TrainingInterrupted(
-            f"stopped after batch {loop.batch} of epoch {loop.epoch}, which is written to "
-            f"{str(self.folder.folder)!r}; train again with resume to go on",
+            f"stopped after batch {loop.batch} of epoch {loop.epoch}; the checkpoint is in "
+            f"{str(self.folder.folder)!r}: train again with resume to continue",
             signal=self.stop.signal,
         )
 
@@ -404,13 +360,8 @@ class Checkpoints:
             self.folder.write(name, state)
         names = self.folder.names()
         # the two newest states were written after the two newest best weights, and refer to no others
-        self.folder.prune(
-            [name for kind in (CHECKPOINTS_STATE, BEST) for name in _of_kind(names, kind)[-KEEP:]]
-        )
-
-
-def _of_kind(names: list[str], kind: str) -> list[str]:
-    return [name for name in names if name.startswith(kind)]
+        kinds = ([name for name in names if name.startswith(kind)] for kind in (LOOP, BEST))
+        self.folder.prune([name for kind in kinds for name in kind[-KEEP:]])
 
 
 def _copied(tree: Any) -> Any:

@@ -352,10 +352,10 @@ class TrainingLoop:
         if self.ema is not None:
             self.ema.load_training_state(state["ema"])
         self.best.load(state["best"], best_weights)
-        older = state.get("others", [])  # what older versions wrote in place of callbacks
-        self.callbacks.load_state_dict(
-            _on(self.steps.device, state.get("callbacks", older[0] if older else {}))
-        )
+        if "callbacks" in state:
+            self.callbacks.load_state_dict(_on(self.steps.device, state["callbacks"]))
+        elif state.get("others"):  # what older versions wrote
+            self.callbacks.load_state_dict(_on(self.steps.device, state["others"][0]))
         records = [_record(values) for values in state["history"]["epochs"]]
         self.history = History(records, stopped_early=state["history"]["stopped_early"])
         self.epoch, self.batch = state["position"]["epoch"], state["position"]["batch"]

@@ -1,14 +1,14 @@
 """One training run from settings to a folder: data, model, methods, training, test.
 
 What `rarebit train` does, as one function. The folder it leaves holds the model
-(`model.json`, `weights.safetensors`), what the run was and gave (`run.json`), and its checkpoints.
+(`model.json`, `weights-<hash>.safetensors`), what the run was and gave (`run.json`), and its checkpoints.
 """
 
 import dataclasses
 import json
 import os
 import platform
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ from torch import nn
 from rarebit.data.prepared import PreparedFolder
 from rarebit.data.synthetic import SyntheticLog
 from rarebit.errors import ModelFileError
+from rarebit.storage.files import write_json
 from rarebit.tables.find import table_bytes
 from rarebit.technique import SharedStage
 from rarebit.training.loop import History
@@ -42,7 +43,6 @@ __all__ = [
     "run",
     "stored_settings",
     "with_checksum",
-    "write_values",
 ]
 
 RUN_FILE = "run.json"
@@ -90,7 +90,8 @@ def run(
     out = None if folder is None else make_folder(Path(folder))
     if out is not None and not resume:
         _refuse_used(out)
-        write_values(out / RUN_FILE, {"settings": stored_settings(settings)})
+        values = {"settings": stored_settings(settings)}
+        write_json(out / RUN_FILE, values, error=ModelFileError)
     splits = prepared or load_splits(settings.data, progress=data_progress)
     model, history = train_model(
         settings,
@@ -114,7 +115,7 @@ def run(
     )
     if out is not None:
         save_model(model, out)
-        write_values(out / RUN_FILE, _describe(settings, result))
+        write_json(out / RUN_FILE, _describe(settings, result), error=ModelFileError)
     return result
 
 
@@ -217,13 +218,3 @@ def make_folder(folder: Path) -> Path:
             f"cannot write to the folder {str(folder)!r}: {error.strerror}; choose another one"
         ) from None
     return folder
-
-
-def write_values(path: Path, values: Mapping[str, Any]) -> None:
-    """Write a JSON file that is whole under its name at any moment."""
-    partial = path.with_name(f"{path.name}.partial")
-    try:
-        partial.write_text(json.dumps(values, indent=1) + "\n", encoding="utf-8")
-        partial.replace(path)
-    except OSError as error:
-        raise ModelFileError(f"cannot write {str(path)!r}: {error.strerror}") from None

@@ -33,14 +33,12 @@ from rarebit.row_gradients.seam import GroupRule, RowGradients, RowStep
 from rarebit.settings import require
 from rarebit.tables.find import TableInfo
 from rarebit.transfer.batch import Draws, TransferBatch
-from rarebit.transfer.group import BarrierRule, Found, TransferGroup, start_groups
+from rarebit.transfer.group import Found, TransferGroup, start_groups
 from rarebit.transfer.ledger import Ledger
-from rarebit.transfer.lexico import Barrier, global_barrier, row_barrier
+from rarebit.transfer.lexico import RULES, TransferRule
 from rarebit.transfer.losses import Adversarial, TransferLoss
 
 __all__ = ["Explanation", "HarmlessTransfer", "TransferRule"]
-
-TransferRule = Literal["lexico", "global", "sum"]
 
 LEAST_ROWS = 100
 """Tables with more rows than this are chosen where nobody chooses."""
@@ -108,7 +106,7 @@ class HarmlessTransfer:
         compile: bool = False,
         say: Callable[[str], object] = print,
     ) -> None:
-        require(rule in _RULES, f"rule must be one of {', '.join(map(repr, _RULES))}, got {rule!r}")
+        require(rule in RULES, f"rule must be one of {', '.join(map(repr, RULES))}, got {rule!r}")
         require(alpha > 0, f"alpha must be above 0, got alpha={alpha}")
         require(
             transfer_scale >= 0,
@@ -228,7 +226,6 @@ class HarmlessTransfer:
     def _prepare(self, number: int, ids: Tensor, rows: Tensor) -> tuple[TransferBatch, Found]:
         """Return the transfer gradient of rows, and all else that needs no main gradient."""
         group = self.groups[number]
-        group.check_home(rows)
         batch, found = group.prepare(ids, rows, self.draws)
         if self.transfer_scale != 1.0:
             found = found._replace(gradient=found.gradient * self.transfer_scale)
@@ -239,7 +236,7 @@ class HarmlessTransfer:
         assert self._loss_of_step is not None
         batch, found = step.prepared
         main = step.gradients[0].reshape(batch.rows.shape)  # (U, M, D)
-        rule, loss = _RULES[self.rule], self._loss_of_step
+        rule, loss = RULES[self.rule], self._loss_of_step
         gradient = self.groups[step.number].answer(rule, batch, main, found, loss, alpha=self.alpha)
         return gradient.reshape(step.rows.shape)
 
@@ -284,23 +281,6 @@ class _Asked(GroupRule):
 
     def recording_key(self) -> Hashable:
         return self.transfer._settings()  # noqa: SLF001  # as above
-
-
-def _sum(main: Tensor, transfer: Tensor, loss: Tensor, alpha: float) -> Barrier:
-    """Return the plain sum of both gradients, and what the barrier would have been."""
-    found = row_barrier(main, transfer, loss, alpha)
-    return found._replace(
-        gradient=main + transfer,
-        coefficient=torch.ones_like(found.coefficient),
-        not_finite=torch.zeros_like(found.not_finite),
-    )
-
-
-_RULES: dict[TransferRule, BarrierRule] = {
-    "lexico": row_barrier,
-    "global": global_barrier,
-    "sum": _sum,
-}
 
 
 def _is_large(table: TableInfo) -> bool:

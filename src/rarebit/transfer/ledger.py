@@ -1,12 +1,12 @@
-"""The ledger of a transfer: what it asked of the rows, what the barrier let through, what became of it.
+"""The ledger of a transfer: what it asked of the rows, what the barrier let through, and the effect.
 
-Kept on the device, table by table, and read at once: no step waits for it. Of the rare rows of the batches
-that have a main gradient it counts those whose gradients are opposed, and how lambda is spread. The
+It is kept on the device, per table, and read on request: no step waits for it. Of the rare rows of the batches
+that have a main gradient, it counts those whose gradients are opposed, and how lambda is spread. The
 barrier promises an inner product of at least phi between the update and the main gradient; momentum, Adam
-and weight decay make another update of it. So of a few rows a table it remembers where they were, and
-compares in the next step where they are:
+and weight decay make another update of it. So it remembers where a few rows per table were, and compares in the
+next step where they are:
 
-    realised = <old - new, g> * ||mu|| / ||old - new||        to be held against phi
+    realised = <old - new, g> * ||mu|| / ||old - new||        to be compared with phi
 
 which does not depend on the learning rate: the update at the length that the rule gave it.
 """
@@ -24,11 +24,11 @@ from rarebit.transfer.lexico import Barrier
 __all__ = ["REMEMBERED", "GroupLedger", "Ledger"]
 
 EDGES = (0.0, 0.25, 0.5, 0.75, 0.999, 1.001, 1.5, 2.0, 5.0, 20.0, 100.0)
-"""Where the bins of lambda end, in multiples of alpha; alpha itself has a bin of its own."""
+"""Ends of the bins of lambda, in multiples of alpha; alpha itself has its own bin."""
 REMEMBERED = 16
-"""Rows of each table that are looked at again after the update."""
+"""Rows of each table that are compared after the update."""
 CLOSE = 0.99
-"""A share of phi that counts as met: rows are rounded when they are updated."""
+"""The share of phi that counts as met: updates are rounded."""
 
 SUMS = ("rows", "opposed", "not_finite", "loss_is_barrier", "main_norm", "transfer_norm")
 STEPS = ("steps", "transfer_loss", "judged", "accuracy")
@@ -36,7 +36,7 @@ REALISED = ("moved", "kept", "realised", "promised")
 
 
 class GroupLedger:
-    """What is kept of one group of tables."""
+    """The ledger of one group of tables."""
 
     def __init__(self, names: Sequence[str], sets: int, width: int, like: Tensor) -> None:
         self.names = tuple(names)
@@ -45,7 +45,7 @@ class GroupLedger:
         self.sums = _zeros(like, size, len(SUMS) + len(EDGES))
         self.steps = _zeros(like, size, len(STEPS))
         self.realised = _zeros(like, size, len(REALISED))
-        # of each remembered row: where it was, its main gradient, then phi, ||mu||, and whether there is one
+        # of each remembered row: its old value, its main gradient, then phi, ||mu||, and whether there is one
         self.ids = torch.zeros(REMEMBERED, size, dtype=torch.int64, device=like.device)
         self.old = like.new_zeros(size, REMEMBERED, sets, width)
         self.main = torch.zeros_like(self.old)
@@ -61,13 +61,13 @@ class GroupLedger:
         *,
         alpha: float,
     ) -> None:
-        """Add a step: rows `(U, M, ...)` and what is known of each table `(F,)`."""
+        """Add a step: rows `(U, M, ...)` and figures of each table `(F,)`."""
         square = found.square
         counts = (square > 0) & (square < math.inf)  # (U, M)
         several = [counts, found.agreement < 0, found.not_finite, found.barrier < alpha * square]
         spread = found.coefficient.unsqueeze(-1) <= alpha * self.edges
         norms = torch.stack([square.sqrt(), transfer.norm(dim=-1)], dim=-1)
-        # first all that is yes or no: joined as such, and made numbers at once
+        # joined as bools first, then converted at once
         answers = torch.cat([torch.stack(several, dim=-1), spread], dim=-1).to(square.dtype)
         values = torch.cat([answers[..., : len(several)], norms, answers[..., len(several) :]], -1)
         self.sums += batch.total(torch.where(counts.unsqueeze(-1), values, 0.0)).sum(dim=1)
@@ -76,10 +76,10 @@ class GroupLedger:
         self.steps += torch.stack([batch.present, losses, judged, told], dim=1)
 
     def compare(self, rows: Tensor) -> None:
-        """See what the update has made of the rows that are remembered, `(P, F, M, D)`."""
+        """Compare the remembered rows with their values after the update, `(P, F, M, D)`."""
         moved = self.old - rows.transpose(0, 1)  # (F, P, M, D)
         phi, length, is_there = self.promise.unbind(dim=-1)
-        # not finite where there is no row, and for a row that has not moved
+        # not finite where there is no row, or it has not moved
         way = moved.norm(dim=-1) * is_there
         realised = (moved * self.main).sum(dim=-1) * length / way
         counts = realised.abs() < math.inf
@@ -105,13 +105,13 @@ class GroupLedger:
         torch.stack(parts, dim=-1, out=self.promise.flatten(0, 1))
 
     def tensors(self) -> dict[str, Tensor]:
-        """Return all that is kept, by name: the living tensors."""
+        """Return the ledger's own tensors by name."""
         names = ("sums", "steps", "realised", "ids", "old", "main", "promise")
         return {name: getattr(self, name) for name in names}
 
 
 class Ledger:
-    """What a transfer did so far; `read` makes plain values of it."""
+    """What a transfer did so far; `read` returns it as plain values."""
 
     def __init__(self) -> None:
         self.groups: list[GroupLedger] = []
@@ -128,7 +128,7 @@ class Ledger:
         """Return the ledger as plain values, which JSON can hold; waits for the device once.
 
         Shares are of the rare rows of the batches, each counted in every step it is in. `lambda` has the
-        share of rows up to each bin's end, in multiples of alpha, and above all of them.
+        share of rows in each bin, by the bin's end in multiples of alpha.
         """
         if self.total is None:
             return {"steps": 0, "main_loss": None, "tables": {}}
@@ -148,14 +148,14 @@ class Ledger:
         return {"steps": int(steps), "main_loss": _mean(loss, steps), "tables": tables}
 
     def state_dict(self) -> dict[str, Any]:
-        """Return all that is kept, so that a run that goes on has one ledger."""
+        """Return the ledger's own tensors, for a checkpoint."""
         groups = {group.names[0]: group.tensors() for group in self.groups}
         return {"groups": groups} if self.total is None else {"groups": groups, "total": self.total}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from what `state_dict` returned."""
+        """Resume from what `state_dict` returned."""
         total = state.get("total")
-        # what was written on one device may be read for another
+        # the state may come from another device
         home = self.groups[0].sums.device if self.groups else None
         self.total = None if total is None else total.to(home, copy=True)
         for group in self.groups:
@@ -188,7 +188,7 @@ def _readable(
 
 
 def _spread(up_to: Sequence[float], rows: float) -> dict[str, float] | None:
-    """Return the share of rows in each bin of lambda, by the end of the bin."""
+    """Return the share of rows in each bin of lambda, by the bin's end."""
     if rows == 0:
         return None
     ends = [*EDGES, math.inf]

@@ -9,60 +9,53 @@
 
 mu_i is the vector nearest to t_i among all nu with <g_i, nu> >= phi_i. Where lambda_i > 0 it meets
 the barrier exactly; where t_i lowers the main loss enough by itself, it is t_i. Network parameters keep
-their plain gradient.
-
-The global form (equation 7) has one lambda for all rows of a group of tables.
+their plain gradient. The global form (equation 7) has one lambda for all rows of a group of tables.
 
 A row without a main gradient has mu_i = t_i. There is no epsilon under the fraction: ||g_i||^2 of a row
 seen once in a large batch is 1e-10 or less, and any epsilon would switch the barrier off for rare rows
-alone. A lambda that is not finite counts as 0, and is counted.
+alone. A lambda that is not finite is replaced by 0, and counted.
 
-Not harmless for every optimizer: momentum and Adam turn mu_i into another direction. The ledger says how
+Not harmless for every optimizer: momentum and Adam turn mu_i into another direction. The ledger measures how
 far (`transfer/ledger.py`).
 """
 
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Literal, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
 
-__all__ = ["Barrier", "global_barrier", "lexico", "lexico_global", "row_barrier"]
+__all__ = ["RULES", "Barrier", "BarrierRule", "TransferRule", "global_barrier", "row_barrier"]
+
+TransferRule = Literal["lexico", "global", "sum"]
+BarrierRule: TypeAlias = Callable[[Tensor, Tensor, Tensor, float], "Barrier"]
+"""Main and transfer gradients `(U, M, D)`, the main loss and alpha to one gradient per row."""
 
 
 class Barrier(NamedTuple):
-    """What the rule made of the rows, `(...)`, and all that it weighed."""
+    """The rule's gradients for rows `(...)`, and all that it weighed."""
 
     gradient: Tensor
     """The gradient of each row for the optimizer, `(..., D)`: mu."""
     coefficient: Tensor
-    """How much of the main gradient is in it: lambda."""
+    """How much of the main gradient it contains: lambda."""
     barrier: Tensor
-    """The inner product with the main gradient that it has at least: phi."""
+    """Its least inner product with the main gradient: phi."""
     agreement: Tensor
     """The inner product of both gradients; below zero they are opposed."""
     square: Tensor
     """The squared length of the main gradient."""
     not_finite: Tensor
-    """Rows whose coefficient was not finite and counts as 0."""
+    """Rows whose coefficient was not finite and was replaced by 0."""
 
 
 def row_barrier(main: Tensor, transfer: Tensor, loss: Tensor, alpha: float = 2.0) -> Barrier:
-    """Return algorithm 1 for rows `(..., D)`, each with a barrier of its own.
-
-    >>> found = row_barrier(torch.tensor([[1.0, 0.0]]), torch.tensor([[-3.0, 5.0]]), torch.tensor(9.0))
-    >>> found.gradient, found.coefficient, found.barrier
-    (tensor([[2., 5.]]), tensor([5.]), tensor([2.]))
-    """
+    """Return algorithm 1 for rows `(..., D)`, each with its own barrier."""
     return _barrier(main, transfer, _dot(main, main), _dot(transfer, main), alpha, loss=loss)
 
 
 def global_barrier(main: Tensor, transfer: Tensor, loss: Tensor, alpha: float = 2.0) -> Barrier:
-    """Return equation 7: the rows `(..., D)` are one long vector with one barrier.
-
-    >>> main, transfer = torch.tensor([[1.0], [1.0]]), torch.tensor([[-3.0], [5.0]])
-    >>> global_barrier(main, transfer, torch.tensor(9.0)).gradient.T
-    tensor([[-2., 6.]])
-    """
+    """Return equation 7: the rows `(..., D)` are one long vector with one barrier."""
     # NOTE[DIFF]: the paper's vector also holds the network's parameters; a rule sees rows, and
     # algorithm 1 leaves the network its plain gradient.
     square, agreement = _dot(main, main).sum(), _dot(transfer, main).sum()
@@ -71,37 +64,30 @@ def global_barrier(main: Tensor, transfer: Tensor, loss: Tensor, alpha: float = 
     return Barrier(found.gradient, *(part.expand(rows) for part in found[1:]))
 
 
-def lexico(ids: Tensor, gradients: Tensor, loss: Tensor, alpha: float = 2.0) -> Tensor:
-    """Return algorithm 1 as a row rule: gradients `(2, U, D)` of the main and the transfer loss.
-
-    >>> gradients = torch.tensor([[[1.0, 0.0]], [[-3.0, 5.0]]])
-    >>> lexico(torch.tensor([7]), gradients, loss=torch.tensor(9.0))
-    tensor([[2., 5.]])
-    """
-    del ids
-    main, transfer = gradients
-    return row_barrier(main, transfer, loss, alpha).gradient
+def _plain_sum(main: Tensor, transfer: Tensor, loss: Tensor, alpha: float) -> Barrier:
+    """Return the plain sum of both gradients, and what the barrier would have been."""
+    found = row_barrier(main, transfer, loss, alpha)
+    return found._replace(
+        gradient=main + transfer,
+        coefficient=torch.ones_like(found.coefficient),
+        not_finite=torch.zeros_like(found.not_finite),
+    )
 
 
-def lexico_global(ids: Tensor, gradients: Tensor, loss: Tensor, alpha: float = 2.0) -> Tensor:
-    """Return equation 7 as a row rule: gradients `(2, U, D)` of the main and the transfer loss.
-
-    >>> gradients = torch.tensor([[[1.0], [1.0]], [[-3.0], [5.0]]])
-    >>> lexico_global(torch.tensor([4, 7]), gradients, loss=torch.tensor(9.0)).T
-    tensor([[-2., 6.]])
-    """
-    del ids
-    main, transfer = gradients
-    return global_barrier(main, transfer, loss, alpha).gradient
+RULES: dict[TransferRule, BarrierRule] = {
+    "lexico": row_barrier,
+    "global": global_barrier,
+    "sum": _plain_sum,
+}
 
 
 def _barrier(
     main: Tensor, transfer: Tensor, square: Tensor, agreement: Tensor, alpha: float, *, loss: Tensor
 ) -> Barrier:
-    # a barrier below zero would let the main loss rise, so a loss below zero counts as none
+    # a barrier below zero would let the main loss rise, so a loss below zero counts as zero
     barrier = alpha * torch.minimum(square, loss.to(square.dtype).clamp(min=0.0))
     wanted = ((barrier - agreement) / square).clamp(min=0.0)
-    # without a gradient it is 0 / 0: as it should be, none
+    # without a gradient it is 0 / 0, which becomes 0
     coefficient = wanted.nan_to_num(0.0, 0.0, 0.0)
     gradient = torch.addcmul(transfer, coefficient.unsqueeze(-1), main)
     not_finite = (square > 0) & (wanted != coefficient)

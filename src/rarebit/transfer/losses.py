@@ -1,69 +1,11 @@
-"""The protocol of transfer losses: how far the rare rows of each table are from the frequent ones.
+"""Transfer losses: how far the rare rows of each table are from the frequent ones.
 
-A loss is settings (`TransferLoss`, frozen) that start something that runs (`RunningLoss`). One that has
-nothing to remember is both. `RunningLoss.loss` returns one number a table; their sum is what the rows get
-their transfer gradient of. Tables share no space, so no loss mixes rows of two of them, nor of two
-embedding sets. Reductions are means over the rows of a table, never sums over rows.
+A loss is settings (`TransferLoss`, frozen) that start something that runs (`RunningLoss`). A loss without state
+is both. `RunningLoss.loss` returns one number per table; the rows get the gradient of their sum. Tables share no
+space, so no loss mixes rows of two tables, nor of two embedding sets. Reductions are means over the rows of a
+table, never sums over rows.
 
-Adversarial: rare rows that a discriminator cannot tell from frequent ones (Gong et al., 2018, FRAGE).
-
-    D(e)  = sigmoid(<w, e> + b)                          how frequent a row looks
-    l_D   = (mean over S of -log D + mean over T of -log(1 - D)) / 2
-    l     = mean over T of log(1 - D)                    minus the discriminator's own loss on rare rows
-
-    w, b    `Discriminators.weight` and `.bias`, of each table and embedding set its own
-    S, T    the sampled frequent rows; the rare rows of the batch
-
-The discriminator takes one step of its own SGD a batch, before the rows are asked for their gradient. Both
-classes count the same, however many rows they have; a table without rare rows in the batch takes no step.
-
-Not for tables where the zeros of pruned entries give rare rows away: no gradient can remove those.
-
-CosReg: rows that point in all directions (Gao et al., 2019), in linear time.
-
-    l = 1/N sum_i sum_{j != i} cos(e_i, e_j) = (||sum_i e_i / ||e_i|| ||^2 - N) / N
-
-    N    the rows of a table that are in the batch, frequent and rare ones; rows of zeros are left out
-
-Its other side is a uniform distribution over the sphere, so it takes no frequent rows. A batch of pairs
-would be N x N; the sum of unit vectors is the same number.
-
-MMD: the distance of two samples by kernels of several widths (Gretton et al., 2012).
-
-l = mean k(x, x') - 2 mean k(x, y) + mean k(y, y')
-k(a, b) = mean over widths w of exp(-||a - b||^2 / (w * v))
-
-x, y    at most `sample` rare rows of the batch, and as many sampled frequent ones
-v       the mean of ||x - y||^2, a plain number: the kernels grow and shrink with the table
-
-Moments: rare rows with the mean, spread and further moments of frequent ones, column by column.
-
-    l = mean over columns of sum_k ( mean over T of z^k - mean over S of z^k )^2        z = (e - m) / s
-
-    m    the mean of the sampled frequent rows S, of each column
-    s    how far rows of both sides are from m, by the mean of the squares; a plain number
-    k    1 to `moments`: the mean, the spread, then what skewness and kurtosis are made of
-
-In units of s the loss does not depend on how large a table's rows are, and powers of z stay small.
-
-Relatives: a rare row is drawn to the weighted mean of its frequent relatives.
-
-    l = mean over T of 1/2 || e_i - sum_r w_ir e_r ||^2        sum_r w_ir = 1
-
-    r       the frequent relatives of item i: those that meet the same items as it does
-    w_ir    how much it is like each of them
-
-The other losses move rare rows to where frequent ones lie as a crowd; this one says to which of them. It
-needs relatives, which a selection by co-occurrence finds. Rows without any do not move.
-
-Sliced Wasserstein: rare and frequent rows compared in order, along random directions (Rabin et al., 2011).
-
-    l = mean over directions of mean over r of ( x_(r) - y(q_r) )^2        q_r = (r + 1/2) / n
-
-    x_(r)     projections of the n rare rows in ascending order, at most `sample` of the batch
-    y(q)      the q-th quantile of the projections of the sampled frequent rows
-
-With as many frequent rows as rare ones, they are paired in their order. Directions are new in each step.
+Shapes as in `transfer/batch.py`. In the formulas S are the sampled frequent rows and T the rare rows of the batch.
 """
 
 from abc import ABC, abstractmethod
@@ -83,12 +25,10 @@ __all__ = [
     "MMD",
     "Adversarial",
     "CosReg",
-    "Discriminators",
     "LossTables",
     "Moments",
     "Relatives",
     "RunningLoss",
-    "RunningRelatives",
     "SlicedWasserstein",
     "StatelessLoss",
     "TransferLoss",
@@ -97,18 +37,18 @@ __all__ = [
 
 @dataclass(frozen=True)
 class LossTables:
-    """The tables that a loss is started for."""
+    """The tables of one group."""
 
     names: tuple[str, ...]
-    """What they are called, F of them."""
+    """Their F names."""
     num_sets: int
     """Embedding sets side by side in a row: M."""
     width: int
-    """How wide a row of one set is: D."""
+    """The width of one set: D."""
     device: torch.device
     dtype: torch.dtype
     relatives: tuple[Tensor, Tensor] | None = None
-    """Ids in their table and weights of the frequent relatives of each row of the group, `(N, R)` both."""
+    """Ids and weights of the frequent relatives of each row of the group, `(N, R)` both."""
 
 
 class RunningLoss(ABC):
@@ -126,19 +66,19 @@ class RunningLoss(ABC):
         return losses.detach(), gradient
 
     def learn(self, batch: TransferBatch) -> Tensor | None:
-        """Take one step of what the loss itself learns, on rows without a history.
+        """Take one step of the loss's own training, on detached rows.
 
-        Returns the share of rows that a discriminator told right, `(F,)`, where there is one.
+        Returns the share of rows that a discriminator classified correctly, `(F,)`, where there is one.
         """
         del batch
         return None
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what the coming steps depend on."""
+        """Return the state that the next steps depend on."""
         return {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from what `state_dict` returned."""
+        """Resume from what `state_dict` returned."""
         del state
 
 
@@ -150,11 +90,11 @@ class TransferLoss(ABC):
 
     @abstractmethod
     def start(self, tables: LossTables) -> RunningLoss:
-        """Return the loss at work on some tables."""
+        """Return the running loss of a group of tables."""
 
 
 class StatelessLoss(TransferLoss, RunningLoss):
-    """A loss that remembers nothing."""
+    """A loss without state."""
 
     def start(self, tables: LossTables) -> RunningLoss:
         """Return the loss itself."""
@@ -163,25 +103,34 @@ class StatelessLoss(TransferLoss, RunningLoss):
 
 
 BOUND = 0.1
-"""Weights of a discriminator start between minus this and this."""
+"""Weights of a discriminator start between -BOUND and BOUND."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Adversarial(TransferLoss):
-    """Move rare rows to where a discriminator takes them for frequent ones.
+    """Move rare rows to where a discriminator takes them for frequent ones (Gong et al., 2018, FRAGE).
+
+        D(e)  = sigmoid(<w, e> + b)                          how frequent a row looks
+        l_D   = (mean over S of -log D + mean over T of -log(1 - D)) / 2
+        l     = mean over T of log(1 - D)                    minus the discriminator's own loss on rare rows
+
+    Each table and embedding set has its own w and b, `Discriminators.weight` and `.bias`, which take one step of
+    SGD per batch, before the rows get their gradient. Both classes count the same, however many rows they have;
+    a table without rare rows in the batch takes no step. Not for tables where the zeros of pruned entries give
+    rare rows away: no gradient can remove those.
 
     >>> Adversarial(lr=0.01)
     Adversarial(lr=0.01, weight_decay=0.0, seed=0)
     """
 
-    # NOTE[DIFF]: FRAGE has an output a class, 0.02 for language models and 0.01 for translation; of one
-    # output, whose weight is the difference of the two, the same step is twice the rate.
+    # NOTE[DIFF]: FRAGE has one output per class, and 0.02 for language models, 0.01 for translation; with a
+    # single output, whose weight is the difference of the two, the same step is twice the rate.
     lr: float = 0.02
     """The learning rate of the discriminators."""
     weight_decay: float = 0.0
     """Their weight decay."""
     seed: int = 0
-    """What their weights start from."""
+    """The seed of their weights."""
 
     def __post_init__(self) -> None:
         check_types(self)
@@ -228,29 +177,28 @@ class Discriminators(RunningLoss):
 
     @torch.no_grad()
     def learn(self, batch: TransferBatch) -> Tensor:
-        """Take one step; return the share of rows told right before it, both classes alike."""
+        """Take one step; return the share of rows classified correctly before it, both classes alike."""
         rows = batch.rows.detach()
         moved = self._logits(batch, rows)  # (U, M)
-        # the gradient of l_D, written out: autograd would add rows up one by one
+        # the gradient of l_D, written out: autograd would sum rows one by one
         looks = torch.sigmoid(moved).unsqueeze(-1)  # (U, M, 1)
         ours = batch.total(torch.cat([looks * rows, looks, (moved < 0).unsqueeze(-1)], dim=-1))
         share = batch.present * (-0.5 / batch.others.shape[1])
         theirs = self._sum_others(batch.others) * share.reshape(-1, 1, 1)
         both = torch.addcdiv(theirs, ours, batch.divisor.reshape(-1, 1, 1), value=0.5)
         self._descend(both[..., :-1])
-        # of rare rows those told right, less the frequent ones told wrong: from -1/2 to 1/2
+        # correct rare rows minus wrong frequent ones: from -1/2 to 1/2
         return both[..., -1].mean(dim=1) + 0.5
 
     def _sum_others(self, others: Tensor) -> Tensor:
         """Return sums over the sampled rows `(F, S, M, D)` of each discriminator, `(F, M, D + 2)`.
 
-        They are of the rows, each as often as it looks rare; of how rare it looks; and of those told wrong.
+        They are of the rows, weighted by how rare each looks; of these weights; and of wrong classifications.
         """
         flat = others.transpose(1, 2).flatten(0, 1)  # (F M, S, D)
         weight, bias = self.weight.detach().reshape(-1, flat.shape[2], 1), self.bias.detach()
-        minus = torch.baddbmm(
-            bias.reshape(-1, 1, 1), flat, weight, beta=-1, alpha=-1
-        )  # (F M, S, 1)
+        bias = bias.reshape(-1, 1, 1)
+        minus = torch.baddbmm(bias, flat, weight, beta=-1, alpha=-1)  # (F M, S, 1)
         looks = torch.sigmoid(minus)
         rows = torch.bmm(looks.transpose(1, 2), flat).squeeze(1)  # (F M, D)
         counts = torch.cat([looks, minus >= 0], dim=2).sum(dim=1)  # (F M, 2)
@@ -259,13 +207,13 @@ class Discriminators(RunningLoss):
     def _logits(self, batch: TransferBatch, rows: Tensor) -> Tensor:
         """Return how frequent each row looks to the discriminators of its table, `(U, M)`."""
         weight, bias = self.weight.detach(), self.bias.detach()
-        # against those of all tables, which is one product, and a row of each: (M, U, F)
+        # against those of all tables, which is one product: (M, U, F)
         logits = torch.baddbmm(bias.T.unsqueeze(1), rows.transpose(0, 1), weight.permute(1, 2, 0))
         table = batch.table.reshape(1, -1, 1).expand(len(logits), -1, 1)
         return logits.gather(2, table).squeeze(2).T
 
     def _descend(self, gradient: Tensor) -> None:
-        """Take the step of gradient descent that the optimizer's settings say."""
+        """Take the optimizer's step of gradient descent."""
         # by hand: on a GPU, a call of the optimizer takes as long as several of these
         settings = self.optimizer.param_groups[0]
         gradients = gradient[..., :-1], gradient[..., -1]
@@ -284,25 +232,31 @@ class Discriminators(RunningLoss):
 
     @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from weights and optimizer of the same tables."""
+        """Resume from weights and optimizer of the same tables."""
         for name, parameter in (("weight", self.weight), ("bias", self.bias)):
             if state[name].shape != parameter.shape:
                 raise TrainingError(
-                    f"the discriminators have a {name} of the shape {tuple(parameter.shape)}, the one "
-                    f"given is of the shape {tuple(state[name].shape)}; use the same model"
+                    f"the discriminators have a {name} of shape {tuple(parameter.shape)}, got one of shape "
+                    f"{tuple(state[name].shape)}; use the same model"
                 )
             parameter.copy_(state[name])
         self.optimizer.load_state_dict(dict(state["optimizer"]))
 
 
 def _mistake(batch: TransferBatch, logits: Tensor) -> Tensor:
-    """Return how wrong it is to take rare rows for so frequent; below zero is right."""
+    """Return how wrongly the logits classify the rows that move; below zero is right."""
     return -logits if batch.flipped else logits
 
 
 @dataclass(frozen=True, kw_only=True)
 class CosReg(StatelessLoss):
-    """Move rows apart until their cosines cancel out.
+    """Move rows apart until their cosines cancel out (Gao et al., 2019), in linear time.
+
+        l = 1/N sum_i sum_{j != i} cos(e_i, e_j) = (||sum_i e_i / ||e_i|| ||^2 - N) / N
+
+    N are the rows of a table in the batch, frequent and rare ones, without rows of zeros. Its target is a
+    uniform distribution over the sphere, so it takes no frequent rows. A batch of pairs would be N x N; the
+    sum of unit vectors is the same number.
 
     >>> CosReg()
     CosReg()
@@ -322,7 +276,13 @@ class CosReg(StatelessLoss):
 
 @dataclass(frozen=True, kw_only=True)
 class MMD(StatelessLoss):
-    """Move rare rows until their sample looks like one of frequent rows, by the kernel distance.
+    """Move rare rows until their sample looks like one of frequent rows, by kernels (Gretton et al., 2012).
+
+        l = mean k(x, x') - 2 mean k(x, y) + mean k(y, y')
+        k(a, b) = mean over widths w of exp(-||a - b||^2 / (w * v))
+
+    x and y are at most `sample` rare rows of the batch, and as many sampled frequent ones; v is the mean of
+    ||x - y||^2, a plain number: the kernels grow and shrink with the table.
 
     >>> MMD(sample=32).widths
     (0.25, 0.5, 1.0, 2.0, 4.0)
@@ -331,7 +291,7 @@ class MMD(StatelessLoss):
     widths: tuple[float, ...] = (0.25, 0.5, 1.0, 2.0, 4.0)
     """Widths of the kernels, in mean squared distances of a rare and a frequent row."""
     sample: int = 64
-    """Rows of each side and table that are held against each other; the cost is its square."""
+    """Rare and frequent rows of each table that are compared; the cost is its square."""
 
     def __post_init__(self) -> None:
         check_types(self)
@@ -373,14 +333,20 @@ def _mean(values: Tensor, first: Tensor, second: Tensor) -> Tensor:
 
 @dataclass(frozen=True, kw_only=True)
 class Moments(StatelessLoss):
-    """Move rare rows until their moments are those of frequent rows.
+    """Move rare rows until their moments are those of frequent rows, column by column.
+
+        l = mean over columns of sum_k ( mean over T of z^k - mean over S of z^k )^2        z = (e - m) / s
+
+    m is the mean of S in each column, s the root mean square distance of rows of S and T from m, a plain number,
+    and k goes from 1 to `moments`. In units of s the loss does not depend on the size of a table's rows, and
+    powers of z stay small.
 
     >>> Moments(moments=4)
     Moments(moments=4)
     """
 
     moments: int = 2
-    """How many moments count."""
+    """The number of moments: the mean, the spread, then those of skewness and kurtosis."""
 
     def __post_init__(self) -> None:
         check_types(self)
@@ -404,14 +370,20 @@ class Moments(StatelessLoss):
 
 @dataclass(frozen=True, kw_only=True)
 class Relatives(TransferLoss):
-    """Draw each rare row to its frequent relatives.
+    """Draw each rare row to the weighted mean of its frequent relatives.
+
+        l = mean over T of 1/2 || e_i - sum_r w_ir e_r ||^2        sum_r w_ir = 1
+
+    r are the frequent relatives of item i, those that meet the same items as it does, and w_ir how much it is like
+    each. The other losses move rare rows to where frequent ones lie as a crowd; this one chooses which of them. It
+    needs a selection by co-occurrence, which finds relatives. Rows without any do not move.
 
     >>> Relatives(sample=64)
     Relatives(sample=64)
     """
 
     sample: int = 256
-    """Rare rows of each table that are moved in a step."""
+    """Rare rows of each table that move in a step."""
 
     def __post_init__(self) -> None:
         check_types(self)
@@ -421,8 +393,8 @@ class Relatives(TransferLoss):
         """Return the loss with the relatives of the tables' rows."""
         if tables.relatives is None:
             raise SettingsError(
-                f"Relatives needs to know the relatives of {', '.join(tables.names)}; give "
-                "HarmlessTransfer a selection that has them, as select="
+                f"Relatives needs to know the relatives of {', '.join(tables.names)}; pass select= with a "
+                "selection by CoOccurrence, which finds them"
             )
         ids, weights = tables.relatives
         weights = weights.to(tables.device, tables.dtype)
@@ -430,7 +402,7 @@ class Relatives(TransferLoss):
 
 
 class RunningRelatives(RunningLoss):
-    """The relatives of each row of a group, and how much each of them counts."""
+    """The relatives of each row of a group, and their weights."""
 
     def __init__(self, sample: int, ids: Tensor, weights: Tensor) -> None:
         total = weights.sum(dim=1, keepdim=True)
@@ -444,35 +416,38 @@ class RunningRelatives(RunningLoss):
         numbers = batch.ids.index_select(0, picked.index.reshape(-1)).clamp(min=0)  # (F P,)
         weights = self.weights.index_select(0, numbers)  # (F P, R)
         has_relatives = weights.sum(dim=1) > 0
-        means = self._means(batch, numbers, weights)
+        # the weighted means of their relatives
+        tables, relatives = batch.num_tables, weights.shape[1]
+        ids = self.ids.index_select(0, numbers).reshape(tables, -1)  # (F, P R)
+        rows = batch.look_up(ids.T).transpose(0, 1).to(weights.dtype)  # (F, P R, M, D)
+        rows = rows.reshape(tables, -1, relatives, *rows.shape[2:])
+        means = torch.einsum("fprmd,fpr->fpmd", rows, weights.reshape(tables, -1, relatives))
         own = batch.rows_at(picked.index)  # (F, P, M, D)
         squares = 0.5 * (own - means.reshape(own.shape)).square().sum(dim=(2, 3))
         share = picked.weight * has_relatives.reshape(picked.weight.shape)
         return (share * squares).sum(dim=1)
 
-    def _means(self, batch: TransferBatch, numbers: Tensor, weights: Tensor) -> Tensor:
-        """Return the weighted mean of the relatives of these rows, `(F, P, M, D)`."""
-        tables, relatives = batch.num_tables, weights.shape[1]
-        ids = self.ids.index_select(0, numbers).reshape(tables, -1)  # (F, P R)
-        rows = batch.look_up(ids.T).transpose(0, 1).to(weights.dtype)  # (F, P R, M, D)
-        rows = rows.reshape(tables, -1, relatives, *rows.shape[2:])
-        return torch.einsum("fprmd,fpr->fpmd", rows, weights.reshape(tables, -1, relatives))
-
 
 DIRECTIONS = 1 << 31
-"""Where the places of random numbers begin that directions are drawn from."""
+"""The first place of the random numbers for directions."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SlicedWasserstein(StatelessLoss):
-    """Move rare rows until they are spread as frequent ones are in every direction.
+    """Move rare rows until they are spread as frequent ones in every direction (Rabin et al., 2011).
+
+        l = mean over directions of mean over r of ( x_(r) - y(q_r) )^2        q_r = (r + 1/2) / n
+
+    x_(r) are the projections of the n rare rows in ascending order, at most `sample` of the batch, and y(q) is the
+    q-th quantile of the projections of the sampled frequent rows: with n of them, both are paired in their order.
+    Directions are new in each step.
 
     >>> SlicedWasserstein(directions=16)
     SlicedWasserstein(directions=16, sample=256)
     """
 
     directions: int = 32
-    """Random directions of a step."""
+    """Random directions per step."""
     sample: int = 256
     """Rare rows of each table that are compared."""
 
@@ -496,7 +471,7 @@ class SlicedWasserstein(StatelessLoss):
         return (weight * squares).sum(dim=1).mean(dim=-1).sum(dim=-1)
 
     def _quantiles(self, number: Tensor, theirs: Tensor) -> Tensor:
-        """Return which frequent row each rare one is paired with, by their ranks, `(F, P, 1, 1)`."""
+        """Return the rank of the frequent row that each rare one is paired with, `(F, P, 1, 1)`."""
         ranks = torch.arange(self.sample, device=number.device)
         size = theirs.shape[1]
         # in whole numbers: floor of (r + 1/2) * size / n
@@ -504,7 +479,7 @@ class SlicedWasserstein(StatelessLoss):
         return place.clamp(max=size - 1)[..., None, None]
 
     def _directions(self, batch: TransferBatch) -> Tensor:
-        """Return unit vectors `(D, L)` that point anywhere with the same chance."""
+        """Return random unit vectors `(D, L)`."""
         shape = (batch.rows.shape[-1], self.directions)
         uniform = batch.draws.uniform(*shape, first=DIRECTIONS)
         normal = torch.special.ndtri(uniform.clamp(min=2.0**-54))

@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 
 import rarebit
 from rarebit.errors import CheckpointError
-from rarebit.storage.disk import Disk, file_lock, is_alive, open_file, open_folder, plain_words
+from rarebit.storage.disk import Disk, explain, file_lock, is_alive, open_file, open_folder
 
 HOLD = """
 import sys, time
@@ -130,13 +130,13 @@ def test_refused_files_are_closed_again(tmp_path):
         (OSError(errno.EROFS, ""), "read-only or not yours"),
         (OSError(errno.EACCES, ""), "read-only or not yours"),
         (OSError(errno.ENOTDIR, ""), "it is a file or lies below one"),
-        (OSError(errno.EIO, ""), "the system said 'Input/output error'"),
+        (OSError(errno.EIO, ""), "the system reports 'Input/output error'"),
         (SafetensorError("I/O error: No space left (os error 28)"), "the disk is full and 1,234"),
-        (SafetensorError("something else"), "the system said 'something else'"),
+        (SafetensorError("something else"), "the system reports 'something else'"),
     ],
 )
 def test_errors_are_said_plainly_with_what_to_do(error, words):
-    said = plain_words(error, 1234)
+    said = explain(error, 1234)
     assert said.startswith(words) or words in said
     assert "; " in said
 
@@ -149,7 +149,7 @@ def test_what_safetensors_says_when_a_file_cannot_grow_is_understood(tmp_path):
             Disk().save_tensors(tmp_path / "file", {"a": torch.zeros(10_000)})
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-    assert "the system said 'File too large'" in plain_words(caught.value, 0)
+    assert "the system reports 'File too large'" in explain(caught.value, 0)
 
 
 def test_processes_are_told_from_dead_ones():

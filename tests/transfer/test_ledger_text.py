@@ -6,7 +6,7 @@ from torch import nn
 
 import rarebit as rb
 from rarebit.diagnosis.report import Diagnosis
-from rarebit.diagnosis.transfer import barrier_cells, ledger_cells, ledger_notes
+from rarebit.transfer.ledger_text import explain_ledger
 
 
 def table(**changes):
@@ -27,15 +27,21 @@ def table(**changes):
     return values | changes
 
 
+def tables_of(ledger):
+    return [part for part in explain_ledger(ledger) if not isinstance(part, str)]
+
+
+def notes_of(ledger):
+    return [part for part in explain_ledger(ledger) if isinstance(part, str)]
+
+
 def ledger(**tables):
     return {"steps": 1200, "main_loss": 0.45678, "tables": tables}
 
 
 def test_figures_are_those_of_the_ledger():
-    headers, lines = ledger_cells(
-        ledger(**{"backbone.tables.user": table(), "item": table(rows=7)})
-    )
-    assert dict(zip(headers, lines[0], strict=True)) == {
+    found = tables_of(ledger(**{"backbone.tables.user": table(), "item": table(rows=7)}))[0]
+    assert dict(zip(found.header, found.rows[0], strict=True)) == {
         "table": "user",
         "rare": "1,234",
         "opposed": "25 %",
@@ -45,22 +51,22 @@ def test_figures_are_those_of_the_ledger():
         "loss": "-0.693",
         "told": "80 %",
     }
-    assert lines[1][:2] == ["item", "7"]
+    assert found.rows[1][:2] == ["item", "7"]
 
 
 def test_a_table_without_rare_rows_has_no_figures():
     nothing = dict.fromkeys(table(), None) | {"rows": 0, "not_finite": 0}
-    assert ledger_cells(ledger(item=nothing))[1] == [["item", "0", *["-"] * 6]]
-    assert barrier_cells(ledger(item=nothing))[1] == []
-    assert ledger_notes(ledger(item=nothing))[1:] == [
-        "item: no rare row with a main gradient was in any batch."
+    [found] = tables_of(ledger(item=nothing))
+    assert found.rows == [["item", "0", *["-"] * 6]]
+    assert notes_of(ledger(item=nothing))[1:] == [
+        "item: no batch had a rare row with a main gradient."
     ]
 
 
 def test_bins_of_lambda_are_added_up():
     ends = ("0", "0.25", "0.5", "0.75", "0.999", "1.001", "1.5", "2", "5", "20", "100", "inf")
     spread = {end: 0.01 * (place + 1) for place, end in enumerate(ends)}
-    [line] = barrier_cells(ledger(item=table(**{"lambda": spread})))[1]
+    [line] = tables_of(ledger(item=table(**{"lambda": spread})))[1].rows
     assert line == ["item", "1 %", "14 %", "6 %", "15 %", "42 %"]
 
 
@@ -68,7 +74,7 @@ def test_bins_are_those_of_a_real_ledger():
     model = nn.Sequential(nn.Embedding(200, 4), nn.Linear(4, 1))
     with rb.HarmlessTransfer(model, counts=torch.arange(200).flip(0)) as transfer:
         transfer.backward(model(torch.arange(100, 180)).square().mean())
-    [line] = barrier_cells(transfer.ledger.read())[1]
+    [line] = tables_of(transfer.ledger.read())[1].rows
     assert sum(float(cell.strip("<> %")) for cell in line[1:]) == pytest.approx(100, abs=3)
 
 
@@ -77,22 +83,23 @@ def test_bins_are_those_of_a_real_ledger():
     [
         ({"discriminator_accuracy": 0.54}, "the discriminator is at chance"),
         ({"discriminator_accuracy": 0.46}, "the discriminator is at chance"),
-        ({"transfer_norm": 0.004}, "the transfer gradient is negligible beside the main one"),
-        ({"not_finite": 1500}, "1,500 rows had a transfer gradient that was not finite"),
+        (
+            {"transfer_norm": 0.004},
+            "the transfer gradient is negligible compared with the main one",
+        ),
+        ({"not_finite": 1500}, "1,500 rows had a non-finite transfer gradient"),
     ],
 )
 def test_what_is_suspicious_is_said_of_its_table(changes, note):
-    first, *notes = ledger_notes(ledger(user=table(), item=table(**changes)))
-    assert first == "1,200 steps of transfer, with a mean main loss of 0.4568."
+    first, *notes = notes_of(ledger(user=table(), item=table(**changes)))
+    assert first == "1,200 transfer steps, mean main loss 0.4568."
     assert len(notes) == 1
     assert notes[0].startswith(f"item: {note}")
 
 
 def test_tables_that_took_no_part_are_told():
-    said = ledger_notes(ledger(user=table()) | {"left_out": ["backbone.tables.item"]})
-    assert said[1:] == [
-        "item: none of its frequent rows is there to learn from, so it took no part."
-    ]
+    said = notes_of(ledger(user=table()) | {"left_out": ["backbone.tables.item"]})
+    assert said[1:] == ["item: skipped, because it has no frequent rows to learn from."]
 
 
 @pytest.mark.parametrize(
@@ -100,13 +107,13 @@ def test_tables_that_took_no_part_are_told():
     [{"discriminator_accuracy": None}, {"discriminator_accuracy": 0.56}, {"transfer_norm": 0.006}],
 )
 def test_what_is_not_suspicious_is_not(changes):
-    assert len(ledger_notes(ledger(item=table(**changes)))) == 1
+    assert len(notes_of(ledger(item=table(**changes)))) == 1
 
 
 def test_a_diagnosis_tells_and_keeps_the_ledger():
     reports = {"harmless-transfer": ledger(item=table())}
     told = Diagnosis(tables=(), reports=reports)
-    for words in ("Harmless transfer", "lambda of", "1,234", "1,200 steps of transfer"):
+    for words in ("Harmless transfer", "lambda of", "1,234", "1,200 transfer steps"):
         assert words in str(told)
     assert told.to_mapping()["reports"] == reports
     assert "reports" not in Diagnosis(tables=()).to_mapping()

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy.stats import spearmanr
 
-from rarebit.diagnosis.measure import count_dead, norm_bins, spearman
+from rarebit.diagnosis.rows import count_dead, norm_bins, spearman
 
 small_counts = st.lists(st.integers(0, 40), min_size=1, max_size=30)
 

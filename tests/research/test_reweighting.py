@@ -13,16 +13,11 @@ from torch.testing import assert_close
 
 import rarebit as rb
 from rarebit.diagnosis.diagnose import diagnose
-from rarebit.diagnosis.reweighting import (
-    Reweighting,
-    UpdateSplit,
-    factorized_tables,
-    reweighting,
-    update_split,
-)
+from rarebit.diagnosis.measure import Reweighting, reweighting
 from rarebit.errors import DataError
 from rarebit.methods.mlet import MLET, FactorizedTable
 from rarebit.models.fm import FM
+from rarebit.research import UpdateSplit, factorized_tables, update_split
 from rarebit.tables import spectrum
 
 pytestmark = pytest.mark.filterwarnings("ignore:MLET with inner_dim:UserWarning")
