@@ -25,7 +25,6 @@ import hashlib
 import json
 import math
 import os
-import shutil
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, fields
@@ -504,7 +503,8 @@ def stored_selection(
         train.to("cpu"), counts, settings, fields=fields, data_checksum=data_checksum
     )
     if place is not None:
-        _keep(selection, place)
+        with suppress(DataError):  # the folder may be read-only
+            save_selection(selection, place)
     return selection
 
 
@@ -521,21 +521,6 @@ def _is_of(
         name in found.fields and torch.equal(found.fields[name].counts, count)
         for name, count in counts.items()
     )
-
-
-def _keep(selection: Selection, place: Path) -> None:
-    """Put a selection into its place, whole or not at all."""
-    partial = place.with_name(f".{place.name}.{os.getpid()}.partial")
-    try:
-        save_selection(selection, partial)
-        if place.exists():  # one that cannot be read, or is of other rows
-            save_selection(selection, place)
-        else:
-            partial.rename(place)
-    except (DataError, OSError):  # another process was first, or the folder is not ours to write to
-        pass
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
 
 
 def _field(index: int, tensors: Mapping[str, Tensor]) -> FieldSelection:

@@ -20,6 +20,7 @@ from rarebit.diagnosis.measure import SubEmbeddings, TableDiagnosis, short_names
 from rarebit.diagnosis.plots import draw_plots
 from rarebit.errors import ModelFileError, SettingsError
 from rarebit.settings import size, to_mapping
+from rarebit.storage.files import write_files
 from rarebit.technique import technique_class
 from rarebit.text import NOTHING, TextTable, percent
 
@@ -323,25 +324,9 @@ class Diagnosis:
         }
 
     def save(self, folder: str | os.PathLike[str], *, plots: bool = True) -> list[Path]:
-        """Write `diagnosis.json` and the plots to a folder; return the files.
-
-        Each file is written under another name and renamed, so a file under its own name is complete.
-        """
-        folder = Path(folder)
+        """Write `diagnosis.json` and the plots to a folder; return the files."""
         text = json.dumps(self.to_mapping(), indent=1, allow_nan=False) + "\n"
         files = {NUMBERS: text.encode()}
         if plots:
             files |= draw_plots(self.tables, self.sub_embeddings)
-        written = []
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-            for name, content in files.items():
-                partial = folder / f"{name}.partial"
-                partial.write_bytes(content)
-                written.append(partial.replace(folder / name))
-        except OSError as error:
-            raise ModelFileError(
-                f"cannot write the diagnosis to {str(folder)!r}: {error.strerror}; choose a folder "
-                "you may write to"
-            ) from None
-        return written
+        return write_files(Path(folder), files, error=ModelFileError)

@@ -29,6 +29,7 @@ from rarebit.pruning._prune import TICKETS, TicketFolder, read_scans
 from rarebit.pruning._run import PruneResult
 from rarebit.pruning._ticket import Ticket
 from rarebit.settings import check_types, from_mapping, to_mapping
+from rarebit.storage.files import write_files
 from rarebit.tables.find import FieldSite, Site, find_sites
 from rarebit.tables.table import home_of
 from rarebit.training.stages import STAGE
@@ -222,25 +223,12 @@ def write_insight(
     """
     from rarebit.pruning._plots import draw_insight
 
-    folder = Path(folder)
     try:
         text = json.dumps(insight.to_mapping(), indent=1, allow_nan=False) + "\n"
     except (TypeError, ValueError) as error:
         raise DataError(f"the facts of a ticket must be what JSON can hold: {error}") from None
     files = {NUMBERS: text.encode()} | (draw_insight(insight) if plots else {})
-    written = []
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        for name, content in files.items():
-            partial = folder / f"{name}.partial"
-            partial.write_bytes(content)
-            written.append(partial.replace(folder / name))
-    except OSError as error:
-        raise ModelFileError(
-            f"cannot write the insight to {str(folder)!r}: {error.strerror}; choose a folder you may "
-            "write to"
-        ) from None
-    return written
+    return write_files(Path(folder), files, error=ModelFileError)
 
 
 def _check(tickets: Sequence[Ticket], before: nn.Module | None, after: nn.Module | None) -> None:

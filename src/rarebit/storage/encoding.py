@@ -1,7 +1,7 @@
 """Nested states as JSON values and numbered tensors, unambiguously, and back to the bit.
 
-Plain values and lists stand for themselves. Every JSON object has exactly one key, which says what it
-is, so a user's dictionary that looks like one of them is told apart:
+Plain values and lists stand for themselves. Every JSON object has exactly one key, which names its kind,
+so no dictionary of a user is mistaken for one of them:
 
     {"dict": [[key, value], ...]}   {"tuple": [...]}       {"tensor": "12"}
     {"int": "0x..."}                beyond 64 bits         {"float": "7ff8000000000000"}   not finite

@@ -30,6 +30,7 @@ __all__ = [
     "make_folder",
     "own_checksum",
     "write_file",
+    "write_files",
     "write_json",
 ]
 
@@ -69,6 +70,17 @@ def write_file(
                 if os.path.lexists(old):
                     disk.remove(old)
     return path
+
+
+def write_files(
+    folder: Path, files: Mapping[str, bytes], *, error: type[RarebitError]
+) -> list[Path]:
+    """Write files to a folder, which is made if it is missing, each of them atomically."""
+    try:
+        make_folder(folder)
+    except OSError as failure:
+        raise error(f"cannot write {str(folder)!r}: {explain(failure)}") from None
+    return [write_file(folder / name, content, error=error) for name, content in files.items()]
 
 
 @contextmanager

@@ -49,17 +49,7 @@ MAX_DESCRIPTION_BYTES = 16 << 20
 
 @dataclass(frozen=True)
 class TensorFolder:
-    """How one kind of thing is stored in a folder.
-
-    >>> import tempfile
-    >>> import torch
-    >>> from rarebit.errors import DataError
-    >>> kind = TensorFolder("list", "list.json", DataError, "write it again")
-    >>> with tempfile.TemporaryDirectory() as place:
-    ...     _ = kind.write(place, {"list": ["a"]}, {"0": torch.arange(3)})
-    ...     kind.read(place)[1]
-    {'0': tensor([0, 1, 2])}
-    """
+    """How one kind of thing is stored in a folder."""
 
     what: str
     """The name of the kind, and a key that every description of it has."""

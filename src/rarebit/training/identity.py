@@ -1,14 +1,14 @@
 """What makes two trainings the same run, and what may change the last bits of one.
 
     run           model, data and settings: a resumed run needs the same ones
-    environment   versions, processor, threads: others are allowed, and their consequence is told
+    environment   versions, processor, threads: a change is allowed and reported with its consequence
 
-The data is compared by a checksum that depends on every value and its place. With 64-bit keys k
-that are odd, over the values x of each block and the blocks of each array:
+Data is compared by a checksum of every value and its position. With odd 64-bit keys k, over the values x
+of each block and the blocks of each array:
 
     checksum = sum over blocks b of  K_b · (sum over j of  k_j · x_bj)        modulo 2^64
 
-A single other value always changes it; so do exchanged ones, but for a chance below 2^-30.
+A change of one value always changes it; a swap of values does except with a chance below 2^-30.
 """
 
 import dataclasses
@@ -38,11 +38,11 @@ __all__ = [
 ]
 
 MAY_CHANGE = frozenset({"checkpoint_minutes", "epochs", "patience"})
-"""Settings that may be others when a run is resumed: how long to train, and how to keep it."""
+"""Settings that may change when a run resumes: how long to train, and how often to checkpoint."""
 BLOCK = 1 << 16
-"""Values of a checksum's block: few enough to stay in the processor's cache."""
+"""Values per block of a checksum: few enough for the processor's cache."""
 MOST_LINES = 5
-"""Lines on the tensors of a model: another model differs in hundreds of them."""
+"""Reported differences between models: another model differs in hundreds of tensors."""
 
 DATA_NAMES = {"train": "training data", "valid": "validation data"}
 
@@ -59,19 +59,13 @@ CONSEQUENCES = {
     "deterministic": LAST_BITS,
     "compiled row kernel": LAST_BITS,
 }
-"""What follows when a part of the environment is another one."""
+"""What may follow when a part of the environment changes."""
 
 
 def describe_run(
     model: nn.Module, train: Dataset, valid: Dataset | None, settings: Training
 ) -> dict[str, Any]:
-    """Return what must be equal for a resumed run to be the same run, as plain values.
-
-    >>> data = Dataset.from_columns({"user": [0, 1, 2]}, label=[0, 1, 0])
-    >>> run = describe_run(nn.Embedding(3, 2), data, None, Training(lr=0.1))
-    >>> run["model"]["parameters"], run["train"]["rows"], run["settings"]["lr"]
-    ({'weight': 'float32 (3, 2)'}, 3, 0.1)
-    """
+    """Return what must be equal for a resumed run to be the same run, as plain values."""
     return {
         "model": _describe_model(model),
         "train": _describe_data(train),
@@ -81,24 +75,22 @@ def describe_run(
 
 
 def differences(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """Return in what a saved run is another one than this, a line each; none for the same run.
-
-    >>> differences({"settings": {"lr": 0.1, "epochs": 2}}, {"settings": {"lr": 0.2, "epochs": 9}})
-    ['settings.lr was 0.1, now 0.2']
-    """
+    """Return how a saved run differs from this one, a line per difference; none for the same run."""
     lines = _model_differences(_part(saved, "model"), _part(now, "model"))
     for name in DATA_NAMES:
         lines += _data_differences(name, saved.get(name), now.get(name))
-    return lines + _settings_differences(_part(saved, "settings"), _part(now, "settings"))
+    # a setting that an older version did not have yet had the value that is now its default
+    settings = _part(now, "settings")
+    usual = {key: value for key, value in to_mapping(Training()).items() if key in settings}
+    pair = (usual | dict(_part(saved, "settings")), settings)
+    kept = [{k: v for k, v in one.items() if k not in MAY_CHANGE} for one in pair]
+    return lines + list(_changed_items("settings", *kept))
 
 
 def describe_environment(device: torch.device | str | None = None) -> dict[str, Any]:
-    """Return what the last bits of a training depend on beside the run, as plain values.
+    """Return what else the last bits of a training depend on, as plain values.
 
     Without a device, it is the current GPU where CUDA is in use, else the CPU.
-
-    >>> describe_environment()["threads"] == torch.get_num_threads()
-    True
     """
     from rarebit import __version__
 
@@ -117,11 +109,7 @@ def describe_environment(device: torch.device | str | None = None) -> dict[str, 
 
 
 def environment_warnings(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """Return what of the environment is another one, a line each, with what follows from it.
-
-    >>> environment_warnings({"threads": 2}, {"threads": 8})
-    ['threads was 2, now 8: the weights may differ in their last bits from an uninterrupted run']
-    """
+    """Return the changes of the environment, a line each, with what may follow."""
     return [
         f"{name} was {_spell(saved.get(name))}, now {_spell(now.get(name))}: {consequence}"
         for name, consequence in CONSEQUENCES.items()
@@ -148,7 +136,7 @@ def _describe_model(model: nn.Module) -> dict[str, Any]:
 
 
 def _describe_method(method: Any) -> dict[str, Any]:
-    """Return a method without its defaults: a new setting that has one is no other run."""
+    """Return a method without its defaults: a new setting with a default does not change the run."""
     fields = dataclasses.fields(method) if dataclasses.is_dataclass(method) else ()
     usual = {field.name: field.default for field in fields}
     values = to_mapping(method) if fields else {}
@@ -170,23 +158,20 @@ def _describe_data(data: Dataset) -> dict[str, Any]:
 
 
 def _checksum(arrays: Mapping[str, Tensor]) -> str:
-    """Return the checksum of all arrays. Nothing waits for the device but the number at the end."""
+    """Return the checksum of all arrays; it waits for the device once, at the end."""
     device = next(iter(arrays.values())).device
     total = torch.zeros((), dtype=torch.int64, device=device)
     for name, array in arrays.items():
         if array.numel() == 0:
             continue
-        rows = array.reshape(len(array), -1).view(torch.int32).split(_rows_of_a_block(array))
+        block_rows = max(BLOCK // (array.numel() // len(array)), 1)
+        rows = array.reshape(len(array), -1).view(torch.int32).split(block_rows)
         inner = _keys("value", rows[0].numel()).to(device)
         outer = _keys(name, len(rows)).tolist()
         for block, key in zip(rows, outer, strict=True):
             # sums of integers wrap around, so their order and the device do not matter
             total += (block.reshape(-1) * inner[: block.numel()]).sum() * key
     return f"{int(total) % (1 << 64):016x}"
-
-
-def _rows_of_a_block(array: Tensor) -> int:
-    return max(BLOCK // (array.numel() // len(array)), 1)
 
 
 def _keys(name: str, n: int) -> Tensor:
@@ -212,7 +197,7 @@ def _device_name(device: torch.device | str | None) -> str:
 
 
 def _part(run: Mapping[str, Any], name: str) -> Mapping[str, Any]:
-    """Return a part of a description; one that was read from a file may be anything."""
+    """Return a part of a description, which may be anything if it comes from a file."""
     part = run.get(name)
     return part if isinstance(part, Mapping) else {}
 
@@ -246,15 +231,6 @@ def _data_differences(name: str, saved: Any, now: Any) -> list[str]:
     if saved.get("checksum") != now.get("checksum"):
         return [f"{what} has as many rows as before, but its values differ or lie in another order"]
     return []
-
-
-def _settings_differences(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    # a setting that an older version did not have yet had the value that is now its default
-    saved = {key: value for key, value in to_mapping(Training()).items() if key in now} | dict(
-        saved
-    )
-    kept = [{k: v for k, v in side.items() if k not in MAY_CHANGE} for side in (saved, now)]
-    return list(_changed_items("settings", *kept))
 
 
 def _changed_items(place: str, saved: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[str]:
