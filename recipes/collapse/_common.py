@@ -23,8 +23,8 @@ from rarebit.models import build_model
 from rarebit.models._base import RankingModel
 from rarebit.settings import to_mapping
 from rarebit.tables.spectrum import abundance_of
-from rarebit.training.progress import EpochRecord
-from rarebit.training.run_settings import load_splits
+from rarebit.training.loop import EpochRecord
+from rarebit.training.settings import load_splits
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

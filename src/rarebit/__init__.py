@@ -27,10 +27,8 @@ from rarebit.methods.multi_embedding import MultiEmbedding
 from rarebit.methods.quantize import Quantize
 from rarebit.methods.shrinkage import Shrinkage
 from rarebit.pruning._prune import Pruning, prune, retrain
-from rarebit.pruning._thresholds import LearnedPruner, Pruner, set_threshold_, take_ticket
-from rarebit.pruning._ticket import Ticket, load_ticket, save_ticket
-from rarebit.pruning.masked import Masked
-from rarebit.pruning.pep import PEP
+from rarebit.pruning.masked import Masked, Ticket, load_ticket, save_ticket
+from rarebit.pruning.pep import PEP, LearnedPruner, Pruner, set_threshold_, take_ticket
 from rarebit.pruning.pruned import Pruned
 from rarebit.research.aligned_sets import AlignedSets
 from rarebit.research.frequency_decay import FrequencyDecay
@@ -44,9 +42,8 @@ from rarebit.row_gradients.seam import RowGradients, sum_losses
 from rarebit.study.plan import StudyPlan
 from rarebit.study.results import StudyResult
 from rarebit.study.study import study
-from rarebit.tables.apply import TableChanges, apply_, merge_
+from rarebit.tables.apply import TableChanges, apply_, check, merge_
 from rarebit.tables.find import TableInfo, find_tables
-from rarebit.tables.optimizer_state import check
 from rarebit.tables.spectrum import information_abundance
 from rarebit.tables.table import Method, Table
 from rarebit.technique import Rank
@@ -57,9 +54,8 @@ from rarebit.training.metrics import Evaluation, Metrics, evaluate, predict
 from rarebit.training.model_file import load_model, save_model
 from rarebit.training.optimizers import optimizer
 from rarebit.training.run import RunResult, run
-from rarebit.training.run_settings import PreparedLog, RunSettings
 from rarebit.training.score import Scored, score_log
-from rarebit.training.settings import Training
+from rarebit.training.settings import PreparedLog, RunSettings, Training
 from rarebit.training.step import clip_grad_norm_
 from rarebit.transfer.harmless_transfer import HarmlessTransfer
 from rarebit.transfer.losses import MMD, Adversarial, CosReg, Moments, Relatives, SlicedWasserstein

@@ -49,7 +49,7 @@ from rarebit.settings import (
 if TYPE_CHECKING:
     from rarebit.callbacks import Callback
     from rarebit.data.dataset import Dataset
-    from rarebit.training.stages import Trained, TrainingJob
+    from rarebit.training.run import Trained, TrainingJob
 
 __all__ = [
     "BASELINE",

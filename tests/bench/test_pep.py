@@ -6,8 +6,7 @@ import torch
 import rarebit as rb
 from rarebit.bench import pep
 from rarebit.bench._frame import measure
-from rarebit.pruning._thresholds import count_nonzero, threshold_parameters
-from rarebit.pruning.pep import PEP
+from rarebit.pruning.pep import PEP, count_nonzero, threshold_parameters
 
 
 @pytest.fixture

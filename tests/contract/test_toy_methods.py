@@ -9,7 +9,7 @@ from contract import method_checks as checks
 from torch import Tensor, nn
 
 import rarebit as rb
-from rarebit.tables.stack import LoopStack, Stack
+from rarebit.tables.collection import LoopStack, Stack
 from rarebit.tables.table import AnyTable, full_table, plain_like
 
 

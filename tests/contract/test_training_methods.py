@@ -14,9 +14,9 @@ import rarebit as rb
 from rarebit.errors import TrainingInterrupted, UnsupportedTableError
 from rarebit.row_gradients.lookups import is_watched
 from rarebit.technique import technique_name
-from rarebit.training.progress import Silence
-from rarebit.training.run_settings import RunSettings, load_splits
-from rarebit.training.stages import start_model, train_model
+from rarebit.training.loop import Silence
+from rarebit.training.run import start_model, train_model
+from rarebit.training.settings import RunSettings, load_splits
 
 SETTINGS = RunSettings(
     model="fm",

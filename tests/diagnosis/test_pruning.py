@@ -13,8 +13,8 @@ from rarebit.errors import DataError, ModelFileError, NoTableError, SettingsErro
 from rarebit.pruning import _insight as pruning
 from rarebit.pruning._frequency_groups import FrequencyGroups
 from rarebit.pruning._insight import pruning_insight, write_insight
-from rarebit.pruning._thresholds import set_threshold_, take_ticket
-from rarebit.pruning._ticket import Ticket
+from rarebit.pruning.masked import Ticket
+from rarebit.pruning.pep import set_threshold_, take_ticket
 from rarebit.tables.collection import TableCollection
 
 small_counts = st.lists(st.integers(0, 5), min_size=1, max_size=30)

@@ -11,7 +11,7 @@ from torch import nn
 from rarebit.errors import MissingExtraError
 from rarebit.pruning import _plots as plots
 from rarebit.pruning._insight import pruning_insight, write_insight
-from rarebit.pruning._ticket import Ticket
+from rarebit.pruning.masked import Ticket
 
 pytest.importorskip("matplotlib", reason="capability: package matplotlib: it is not installed")
 

@@ -17,11 +17,11 @@ from torch.testing import assert_close
 import rarebit as rb
 from rarebit.errors import DataError, OptimizerError, SettingsError, UnsupportedTableError
 from rarebit.methods.forgetting import Forgetting, forget_, restart_, stored_rows
-from rarebit.pruning._ticket import Ticket
+from rarebit.pruning.masked import Ticket
 from rarebit.tables.find import Site, find_sites, table_parameters
 from rarebit.tables.table import full_table
-from rarebit.training.run_settings import RunSettings
-from rarebit.training.stages import train_model
+from rarebit.training.run import train_model
+from rarebit.training.settings import RunSettings
 
 STEPS = 8
 """Steps of an epoch of 64 rows."""

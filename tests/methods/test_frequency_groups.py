@@ -10,7 +10,7 @@ import rarebit as rb
 from rarebit.errors import DataError, NoTableError
 from rarebit.models.deepfm import DeepFM
 from rarebit.pruning._frequency_groups import FrequencyGroups
-from rarebit.pruning._thresholds import set_threshold_, take_ticket, thresholded_tables
+from rarebit.pruning.pep import set_threshold_, take_ticket, thresholded_tables
 
 small_counts = st.lists(st.integers(0, 6), min_size=1, max_size=40)
 

@@ -18,8 +18,8 @@ from rarebit.technique import (
     technique_names,
     technique_text,
 )
-from rarebit.training.run_settings import RunSettings, load_splits
-from rarebit.training.stages import start_model, train_model
+from rarebit.training.run import start_model, train_model
+from rarebit.training.settings import RunSettings, load_splits
 
 SETTINGS = RunSettings(
     model="fm",

@@ -13,10 +13,8 @@ from torch.testing import assert_close
 import rarebit as rb
 from rarebit.errors import ModelFileError, NoTableError, TableError, UnsupportedTableError
 from rarebit.models.fm import FM
-from rarebit.pruning._thresholds import take_ticket
-from rarebit.pruning._ticket import Ticket, load_ticket, save_ticket
-from rarebit.pruning.masked import Masked, MaskedTable
-from rarebit.pruning.pep import PEP
+from rarebit.pruning.masked import Masked, MaskedTable, Ticket, load_ticket, save_ticket
+from rarebit.pruning.pep import PEP, take_ticket
 from rarebit.tables.table import full_table
 
 FIELDS = (

@@ -14,7 +14,7 @@ from rarebit.methods.multi_embedding import MultiEmbedding
 from rarebit.models import build_model, model_class, model_names
 from rarebit.sets.copies import ModelWithSets
 from rarebit.sets.sets import sets_of
-from rarebit.training.stages import start_model
+from rarebit.training.run import start_model
 
 M = 3
 USER = rb.Field(name="user", rows=6)

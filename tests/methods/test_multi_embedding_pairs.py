@@ -11,7 +11,7 @@ import rarebit as rb
 from rarebit.errors import ModelFileError, NoTableError, UnsupportedTableError
 from rarebit.methods.multi_embedding import MultiEmbedding
 from rarebit.models.dcn_v2 import DCNv2
-from rarebit.pruning._thresholds import count_nonzero, set_threshold_
+from rarebit.pruning.pep import count_nonzero, set_threshold_
 from rarebit.research.aligned_sets import AlignedSets
 from rarebit.research.shared_sets import SharedSets
 from rarebit.sets.sets import SetsStack, SetsTable, SplitSetsTable

@@ -13,14 +13,15 @@ from torch.testing import assert_close
 import rarebit as rb
 from rarebit.errors import SettingsError
 from rarebit.models.fm import FM
-from rarebit.pruning._thresholds import (
+from rarebit.pruning.pep import (
+    PEP,
     count_nonzero,
     set_threshold_,
+    soft_threshold,
     threshold_parameters,
     thresholded_tables,
 )
-from rarebit.pruning.pep import PEP, soft_threshold
-from rarebit.tables.stack import Stack
+from rarebit.tables.collection import Stack
 from rarebit.tables.table import full_table
 
 FIELDS = (

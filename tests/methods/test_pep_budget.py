@@ -10,7 +10,8 @@ from torch.testing import assert_close
 import rarebit as rb
 from rarebit.errors import NoTableError, SettingsError
 from rarebit.models.fm import FM
-from rarebit.pruning._thresholds import (
+from rarebit.pruning.pep import (
+    PEP,
     count_nonzero,
     kth_largest_magnitude,
     set_threshold_,
@@ -18,7 +19,6 @@ from rarebit.pruning._thresholds import (
     threshold_parameters,
     thresholded_tables,
 )
-from rarebit.pruning.pep import PEP
 from rarebit.tables.table import full_table
 
 FIELDS = (

@@ -11,8 +11,7 @@ from torch.testing import assert_close
 
 import rarebit as rb
 from rarebit.models.fm import FM
-from rarebit.pruning._thresholds import count_nonzero, threshold_parameters
-from rarebit.pruning.pep import PEP
+from rarebit.pruning.pep import PEP, count_nonzero, threshold_parameters
 
 
 def decayed(start: float, decay: float, steps: int, dtype: torch.dtype = torch.float64) -> Tensor:

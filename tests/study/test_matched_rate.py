@@ -14,7 +14,7 @@ from rarebit.models import build_model
 from rarebit.study.matched_rate import KnownRates, rate_multiplier
 from rarebit.study.plan import StudyPlan
 from rarebit.study.variants import RATE_FACTORS, sides_of
-from rarebit.training.run_settings import RunSettings
+from rarebit.training.settings import RunSettings
 
 MLET = rb.MLET(inner_dim=8, std=0.5)
 

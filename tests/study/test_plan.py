@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from rarebit.data.synthetic import SyntheticLog
 from rarebit.errors import SettingsError
 from rarebit.study.plan import StudyPlan, StudySettings, read_plan
-from rarebit.training.run_settings import PreparedLog, RunSettings
+from rarebit.training.settings import PreparedLog, RunSettings
 
 TOML = """
 methods = ["baseline", "low-rank", "hashing:buckets=1_000+low-rank"]

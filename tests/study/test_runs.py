@@ -16,8 +16,7 @@ from rarebit.methods.hashing import Hashing
 from rarebit.methods.low_rank import LowRank
 from rarebit.storage.files import write_json
 from rarebit.study.runs import RunFolder, identify, run_key
-from rarebit.training.run_settings import PreparedLog, RunSettings
-from rarebit.training.settings import Training
+from rarebit.training.settings import PreparedLog, RunSettings, Training
 
 BASE = RunSettings(model="fm", model_settings={"dim": 4}, methods=(LowRank(rank=2),))
 OTHER_TRAINING = {

@@ -19,7 +19,7 @@ from rarebit.study.plan import StudyPlan
 from rarebit.study.variants import LR_FACTORS, sides_of
 from rarebit.tables.apply import apply_
 from rarebit.tables.find import table_bytes, table_parameters
-from rarebit.training.stages import start_model
+from rarebit.training.run import start_model
 
 SCHEMA = Schema(
     (

@@ -23,8 +23,7 @@ from rarebit.study.runs import RunFolder
 from rarebit.study.statistics import delong
 from rarebit.study.worker import Worker
 from rarebit.training.run import run
-from rarebit.training.run_settings import RunSettings
-from rarebit.training.settings import Training
+from rarebit.training.settings import RunSettings, Training
 
 MODEL = {"dim": 4, "hidden": [8], "dropout": 0.2}
 PLAN = {

@@ -19,8 +19,8 @@ from rarebit.study.variants import sides_of
 from rarebit.study.worker import shortened
 from rarebit.technique import technique_text
 from rarebit.training.metrics import Evaluation, measure
-from rarebit.training.run_settings import RunSettings, load_splits
-from rarebit.training.stages import train_model
+from rarebit.training.run import train_model
+from rarebit.training.settings import RunSettings, load_splits
 
 SCHEMA = Schema((Field(name="user", rows=190), Field(name="item", rows=150)))
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from rarebit.tables.stack import GradientMemory, gather
+from rarebit.tables.collection import GradientMemory, gather
 
 
 @pytest.fixture

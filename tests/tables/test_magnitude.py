@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 import rarebit as rb
 from rarebit.errors import SettingsError
-from rarebit.pruning._ticket import keep_largest, kth_largest, row_chunks
+from rarebit.pruning.masked import keep_largest, kth_largest, row_chunks
 from rarebit.tables.table import CHUNK
 
 DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import rarebit as rb
 from rarebit.errors import ModelFileError, TableError
-from rarebit.pruning._ticket import (
+from rarebit.pruning.masked import (
     Ticket,
     load_ticket,
     save_ticket,

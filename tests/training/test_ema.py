@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves
 import rarebit as rb
 from rarebit.errors import OptimizerError, SettingsError, TrainingError
 from rarebit.training.ema import EMA
-from rarebit.training.rowwise import RowwiseAdam
+from rarebit.training.optimizers import RowwiseAdam
 from rarebit.training.step import recording
 
 TOLERANCE = {

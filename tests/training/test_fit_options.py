@@ -12,8 +12,8 @@ from rarebit.data.order import shuffled_order
 from rarebit.errors import NotEnoughMemoryError, TrainingError
 from rarebit.models.deepfm import DeepFM
 from rarebit.models.fm import FM
-from rarebit.pruning._thresholds import threshold_parameters
-from rarebit.training.progress import Silence
+from rarebit.pruning.pep import threshold_parameters
+from rarebit.training.loop import Silence
 
 SCHEMA = Schema(
     (

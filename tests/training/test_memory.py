@@ -10,8 +10,8 @@ from torch import nn
 from rarebit import Dataset, Field, Hashing, LowRank, Schema, Training, apply_, fit, optimizer
 from rarebit.errors import NotEnoughMemoryError, TrainingError
 from rarebit.models.deepfm import DeepFM
+from rarebit.training.loop import Silence
 from rarebit.training.memory import MemoryEstimate, available_memory, estimate_memory
-from rarebit.training.progress import Silence
 
 CPU = torch.device("cpu")
 SCHEMA = Schema((Field(name="user", rows=100), Field(name="item", rows=50)))

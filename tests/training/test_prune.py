@@ -15,9 +15,9 @@ import rarebit as rb
 from rarebit.errors import CheckpointError, SettingsError, TrainingError, TrainingInterrupted
 from rarebit.models.deepfm import DeepFM
 from rarebit.pruning._prune import TicketFolder, read_scans
-from rarebit.pruning._thresholds import count_nonzero, thresholded_tables
+from rarebit.pruning.pep import count_nonzero, thresholded_tables
 from rarebit.tables.table import full_table
-from rarebit.training.progress import Silence
+from rarebit.training.loop import Silence
 
 FIELDS = (
     rb.Field(name="user", rows=40),

@@ -16,8 +16,8 @@ from rarebit.pruning._insight import explain_pruning
 from rarebit.pruning._prune import TicketFolder, read_scans
 from rarebit.pruning._run import PruneSettings, prune_run, read_prune
 from rarebit.tables.table import full_table
-from rarebit.training.progress import Silence
-from rarebit.training.run_settings import RunSettings, load_splits
+from rarebit.training.loop import Silence
+from rarebit.training.settings import RunSettings, load_splits
 
 LOG = rb.SyntheticLog(rows=1200)
 TABLE_ROWS = 12_003 + 2503 + 303 + 43 + 103 + 8 + 27 + 103

@@ -13,7 +13,7 @@ from torch.testing import assert_close
 import rarebit as rb
 from rarebit.errors import NoTableError, SettingsError
 from rarebit.models.fm import FM
-from rarebit.pruning._thresholds import (
+from rarebit.pruning.pep import (
     LearnedPruner,
     Pruner,
     count_nonzero,

@@ -24,8 +24,7 @@ from rarebit.errors import (
 from rarebit.models.deepfm import DeepFM
 from rarebit.storage.disk import Disk
 from rarebit.training.checkpoints import CheckpointFolder, Checkpoints
-from rarebit.training.loop import TrainingLoop
-from rarebit.training.progress import Silence
+from rarebit.training.loop import Silence, TrainingLoop
 from rarebit.training.step import Steps, TrainingStep
 from rarebit.training.stopping import StopRequests
 

@@ -9,7 +9,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from rarebit import RowGradients, clip_grad_norm_, optimizer, sum_losses
 from rarebit.errors import OptimizerError, SettingsError
-from rarebit.training.rowwise import RowwiseAdam, RowwiseSGD
+from rarebit.training.optimizers import RowwiseAdam, RowwiseSGD
 
 KINDS = ["adam", "adagrad", "sgd"]
 

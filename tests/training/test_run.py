@@ -14,9 +14,9 @@ from rarebit.errors import ModelFileError, TrainingInterrupted
 from rarebit.tables.find import table_bytes
 from rarebit.tables.table import full_table
 from rarebit.technique import technique_to_mapping
-from rarebit.training.progress import Silence
-from rarebit.training.run_settings import RunSettings
-from rarebit.training.stages import finish_model, num_parameters, start_model
+from rarebit.training.loop import Silence
+from rarebit.training.run import finish_model, num_parameters, start_model
+from rarebit.training.settings import RunSettings
 
 SCHEMA = rb.Schema((rb.Field(name="user", rows=30), rb.Field(name="item", rows=20)))
 D, ROWS = 4, 30 + 20

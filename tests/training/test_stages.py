@@ -20,9 +20,9 @@ from rarebit.errors import TrainingInterrupted
 from rarebit.pruning._prune import OTHER_DRAW, TicketFolder
 from rarebit.pruning.pruned import SharedPruning
 from rarebit.tables.table import full_table
-from rarebit.training.progress import Silence
-from rarebit.training.run_settings import RunSettings, load_splits
-from rarebit.training.stages import start_model, train_model
+from rarebit.training.loop import Silence
+from rarebit.training.run import start_model, train_model
+from rarebit.training.settings import RunSettings, load_splits
 
 ROWS, KEEP = 1200, 3000
 LOG = rb.SyntheticLog(rows=ROWS)

@@ -17,13 +17,13 @@ from rarebit.callbacks import Callback, TrainingMethod
 from rarebit.errors import CheckpointError, SettingsError
 from rarebit.methods.harmless_transfer import Transfer
 from rarebit.pruning._run import PruneSettings, prune_run
-from rarebit.pruning._ticket import load_ticket, save_ticket
+from rarebit.pruning.masked import load_ticket, save_ticket
 from rarebit.pruning.pruned import SharedPruning
 from rarebit.training.checkpoints import CheckpointFolder
 from rarebit.training.fit import _Backward
-from rarebit.training.progress import Silence
-from rarebit.training.run_settings import RunSettings, load_splits
-from rarebit.training.stages import TrainingJob, train_model
+from rarebit.training.loop import Silence
+from rarebit.training.run import TrainingJob, train_model
+from rarebit.training.settings import RunSettings, load_splits
 
 SETTINGS = RunSettings(
     model="fm",

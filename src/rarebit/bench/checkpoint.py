@@ -15,8 +15,7 @@ from pathlib import Path
 from rarebit.bench._frame import BenchResult, Say, measure, timing_figures
 from rarebit.bench._steps import NextStep, lazy_deepfm
 from rarebit.training.checkpoints import CheckpointFolder, Checkpoints
-from rarebit.training.loop import TrainingLoop
-from rarebit.training.progress import Silence
+from rarebit.training.loop import Silence, TrainingLoop
 from rarebit.training.settings import Training
 from rarebit.training.step import Steps
 from rarebit.training.stopping import StopRequests

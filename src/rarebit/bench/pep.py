@@ -19,8 +19,7 @@ from rarebit.bench.train import HIDDEN, LR, ROWS, sliced
 from rarebit.data.dataset import Dataset
 from rarebit.data.synthetic import SyntheticLog, generate
 from rarebit.models.deepfm import DeepFM
-from rarebit.pruning._thresholds import set_threshold_
-from rarebit.pruning.pep import PEP
+from rarebit.pruning.pep import PEP, set_threshold_
 from rarebit.tables.apply import apply_
 from rarebit.training.optimizers import optimizer
 from rarebit.training.step import TrainingStep

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from rarebit.bench._frame import BenchResult, OtherLoad, Say, measure, timing_figures
-from rarebit.tables.sparse import lookups_of
+from rarebit.tables.rows import lookups_of
 from rarebit.training import row_updates
 from rarebit.training.row_kernel import row_kernel
 

@@ -20,8 +20,8 @@ from rarebit.study.plan import StudyPlan
 from rarebit.study.study import study
 from rarebit.training.fit import fit
 from rarebit.training.metrics import evaluate
-from rarebit.training.run_settings import load_splits
-from rarebit.training.stages import start_model
+from rarebit.training.run import start_model
+from rarebit.training.settings import load_splits
 
 __all__ = ["run"]
 

@@ -26,7 +26,7 @@ from rarebit.diagnosis.report import Diagnosis
 from rarebit.errors import DataError, ModelFileError, SettingsError
 from rarebit.training.model_file import load_model
 from rarebit.training.run import read_reports, read_run
-from rarebit.training.run_settings import load_splits
+from rarebit.training.settings import load_splits
 
 __all__ = ["diagnose_command", "show_diagnosis"]
 

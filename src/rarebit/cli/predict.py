@@ -16,8 +16,8 @@ from rarebit.settings import suggest
 from rarebit.training.metrics import evaluate, predict
 from rarebit.training.model_file import load_model
 from rarebit.training.run import read_run
-from rarebit.training.run_settings import load_splits
 from rarebit.training.score import bad_rows_file, score_log
+from rarebit.training.settings import load_splits
 
 __all__ = ["predict_"]
 

@@ -14,7 +14,7 @@ from rarebit.pruning._insight import explain_pruning
 from rarebit.pruning._run import PruneResult, PruneSettings, prune_run, read_prune
 from rarebit.settings import from_mapping, read_toml, require, size
 from rarebit.technique import technique_name
-from rarebit.training.run_settings import RunSettings, load_splits
+from rarebit.training.settings import RunSettings, load_splits
 
 __all__ = ["prune"]
 

@@ -23,8 +23,8 @@ from rich.text import Text
 
 from rarebit.study.pool import StudyLines
 from rarebit.study.runs import RunRecord
+from rarebit.training.loop import EpochRecord
 from rarebit.training.metrics import Evaluation
-from rarebit.training.progress import EpochRecord
 
 __all__ = [
     "WIDE",

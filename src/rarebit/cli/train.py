@@ -16,7 +16,7 @@ from rarebit.cli.show import (
 )
 from rarebit.settings import read_toml, size
 from rarebit.training.run import read_run, run
-from rarebit.training.run_settings import PreparedLog, RunSettings
+from rarebit.training.settings import PreparedLog, RunSettings
 
 __all__ = ["epoch_hint", "train"]
 

@@ -24,8 +24,8 @@ from rarebit.errors import DataError, NoTableError
 from rarebit.methods.hashing import HashedTable
 from rarebit.sets.sets import SplitSetsTable
 from rarebit.settings import require
+from rarebit.tables.collection import Stack, stack_tables
 from rarebit.tables.find import find_sites
-from rarebit.tables.stack import Stack, stack_tables
 from rarebit.tables.table import AnyTable, Method, Table, home_of, num_weights, wrap
 
 __all__ = [

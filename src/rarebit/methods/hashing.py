@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from rarebit.methods._sizing import plain_weights, too_small
 from rarebit.settings import check_types, require
-from rarebit.tables.stack import Stack, stack_tables
+from rarebit.tables.collection import Stack, stack_tables
 from rarebit.tables.table import (
     AnyTable,
     Method,

@@ -29,7 +29,7 @@ from torch.nn import functional as F
 
 from rarebit.errors import UnsupportedTableError
 from rarebit.settings import check_types
-from rarebit.tables.stack import Stack, take_rows
+from rarebit.tables.collection import Stack, take_rows
 from rarebit.tables.table import CHUNK, AnyTable, Method, Table, full_table, methods_of
 from rarebit.technique import Rank
 

@@ -34,7 +34,7 @@ from rarebit.methods._counts import (
     by_table_name,
 )
 from rarebit.settings import check_types, require
-from rarebit.tables.stack import Stack
+from rarebit.tables.collection import Stack
 from rarebit.tables.table import AnyTable, Table, is_trainable, plain_like
 from rarebit.technique import Rank, Technique, technique_name
 

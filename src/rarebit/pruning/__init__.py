@@ -13,10 +13,8 @@ from rarebit.pruning._insight import (
 )
 from rarebit.pruning._prune import Pruning, prune, retrain
 from rarebit.pruning._run import PruneResult, PruneSettings, prune_run
-from rarebit.pruning._thresholds import LearnedPruner, Pruner, set_threshold_, take_ticket
-from rarebit.pruning._ticket import Ticket, load_ticket, save_ticket
-from rarebit.pruning.masked import Masked
-from rarebit.pruning.pep import PEP
+from rarebit.pruning.masked import Masked, Ticket, load_ticket, save_ticket
+from rarebit.pruning.pep import PEP, LearnedPruner, Pruner, set_threshold_, take_ticket
 from rarebit.pruning.pruned import Pruned
 
 __all__ = [

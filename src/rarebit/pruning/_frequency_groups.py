@@ -13,9 +13,8 @@ from torch import Tensor, nn
 
 from rarebit.errors import DataError
 from rarebit.methods.hashing import HashedTable
-from rarebit.pruning._thresholds import thresholded_tables
-from rarebit.pruning._ticket import row_chunks
-from rarebit.pruning.pep import ThresholdedTable
+from rarebit.pruning.masked import row_chunks
+from rarebit.pruning.pep import ThresholdedTable, thresholded_tables
 from rarebit.tables.find import find_sites
 from rarebit.tables.table import CHUNK, AnyTable, home_of
 

@@ -27,12 +27,12 @@ from rarebit.errors import DataError, ModelFileError, NoTableError, SettingsErro
 from rarebit.pruning._frequency_groups import FrequencyGroup, FrequencyGroups
 from rarebit.pruning._prune import TICKETS, TicketFolder, read_scans
 from rarebit.pruning._run import PruneResult
-from rarebit.pruning._ticket import Ticket
+from rarebit.pruning.masked import Ticket
 from rarebit.settings import check_types, from_mapping, to_mapping
 from rarebit.storage.files import write_files
 from rarebit.tables.find import FieldSite, Site, find_sites
 from rarebit.tables.table import home_of
-from rarebit.training.stages import STAGE
+from rarebit.training.run import STAGE
 
 __all__ = [
     "FieldInteractions",

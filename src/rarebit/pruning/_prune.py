@@ -31,16 +31,22 @@ from rarebit.data.dataset import Dataset
 from rarebit.data.order import batch_bounds
 from rarebit.errors import CheckpointError, DataError, NoTableError, TrainingError
 from rarebit.pruning._frequency_groups import FrequencyGroups
-from rarebit.pruning._thresholds import (
+from rarebit.pruning.masked import (
+    DESCRIPTION,
+    Masked,
+    Ticket,
+    keep_largest,
+    load_ticket,
+    save_ticket,
+)
+from rarebit.pruning.pep import (
+    PEP,
     LearnedPruner,
     pruner_of,
     threshold_parameters,
     thresholded_tables,
     usual_interval,
 )
-from rarebit.pruning._ticket import DESCRIPTION, Ticket, keep_largest, load_ticket, save_ticket
-from rarebit.pruning.masked import Masked
-from rarebit.pruning.pep import PEP
 from rarebit.pruning.pruned import Pruned, SharedPruning
 from rarebit.settings import require, updated
 from rarebit.storage.disk import file_lock
@@ -49,10 +55,10 @@ from rarebit.tables.find import find_sites
 from rarebit.tables.table import AnyTable, Method, full_table
 from rarebit.technique import Technique, technique_name, technique_text
 from rarebit.training.fit import History, fit, measured
+from rarebit.training.loop import LineProgress, Progress, Silence
 from rarebit.training.metrics import evaluate
-from rarebit.training.progress import LineProgress, Progress, Silence
+from rarebit.training.run import CHECKPOINTS, STAGE, Trained, TrainingJob
 from rarebit.training.settings import Training
-from rarebit.training.stages import CHECKPOINTS, STAGE, Trained, TrainingJob
 
 __all__ = [
     "TICKETS",

@@ -28,16 +28,17 @@ from rarebit.pruning.pruned import (
 from rarebit.settings import check_types, from_mapping, require, to_mapping
 from rarebit.storage.files import write_json
 from rarebit.tables.find import TableInfo, find_tables
-from rarebit.training.progress import Progress
+from rarebit.training.loop import Progress
 from rarebit.training.run import (
+    STAGE,
     RunResult,
     make_folder,
     run,
+    start_model,
     stored_settings,
     with_checksum,
 )
-from rarebit.training.run_settings import RunSettings, load_splits
-from rarebit.training.stages import STAGE, start_model
+from rarebit.training.settings import RunSettings, load_splits
 
 __all__ = ["PruneResult", "PruneSettings", "prune_run", "read_prune"]
 

@@ -1,4 +1,12 @@
-"""Masked: a table of which only some entries are left, for good (stage two of Liu et al., ICLR 2021).
+"""Tickets: which entries of a model's tables survive and where they start, in memory and as a folder.
+
+    ticket.json                   the tables by name, and facts
+    tensors-<name>.safetensors    a mask per table, with its first values and thresholds where there are any
+
+`keep_largest` takes a ticket of the largest entries of several tables. It works on looked-up chunks on the tables' device:
+no copy of a table is made.
+
+Masked: a table of which only some entries are left, for good (stage two of Liu et al., ICLR 2021).
 
     e(i) = m_i ⊙ V_i
 
@@ -12,30 +20,258 @@ the numbers that are stored for them; merged, they are zero in the table.
 Not for finding a mask: see `pep`.
 """
 
-from collections.abc import Mapping, Sequence
+import os
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import ClassVar
+from pathlib import Path
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
-from rarebit.errors import NoTableError, UnsupportedTableError
-from rarebit.pruning._ticket import Ticket, load_ticket
-from rarebit.settings import check_types
-from rarebit.tables.stack import Stack, stack_tables, take_rows
+from rarebit.errors import ModelFileError, NoTableError, TableError, UnsupportedTableError
+from rarebit.settings import check_types, require
+from rarebit.storage.folder import TensorFolder
+from rarebit.tables.collection import Stack, stack_tables, take_rows
 from rarebit.tables.table import (
+    CHUNK,
     AnyTable,
     Method,
     Table,
     full_table,
+    home_of,
     num_weights,
     plain_like,
     wrap,
 )
 from rarebit.technique import Rank
 
-__all__ = ["Masked", "MaskedStack", "MaskedTable"]
+__all__ = [
+    "DESCRIPTION",
+    "Masked",
+    "MaskedStack",
+    "MaskedTable",
+    "Ticket",
+    "keep_largest",
+    "kth_largest",
+    "load_ticket",
+    "row_chunks",
+    "save_ticket",
+]
+
+DESCRIPTION = "ticket.json"
+PARTS = ("kept", "start", "levels")
+"""What a ticket may hold of a table; the mask is never missing."""
+FOLDER = TensorFolder("ticket", DESCRIPTION, ModelFileError, "save the ticket again")
+
+
+class Ticket:
+    """The surviving entries of tables, by the names the tables have in their model.
+
+    >>> ticket = Ticket({"user": torch.tensor([[True, False], [False, False]])}, facts={"step": 300})
+    >>> ticket
+    Ticket(1 table, 1 of 4 entries, step=300)
+    """
+
+    def __init__(
+        self,
+        kept: Mapping[str, Tensor],
+        *,
+        start: Mapping[str, Tensor] | None = None,
+        levels: Mapping[str, Tensor] | None = None,
+        facts: Mapping[str, Any] | None = None,
+    ) -> None:
+        self.kept = dict(kept)
+        """For each table, which entries survive, `(N, D)` of bools."""
+        self.start = dict(start or {})
+        """First values of tables `(N, D)`, for some of them, all or none."""
+        self.levels = dict(levels or {})
+        """The learned thresholds that cut the tables, where there were any."""
+        self.facts = dict(facts or {})
+        """What else is to be known of it, such as the step it was taken at: plain values."""
+        if not self.kept:
+            raise TableError("a ticket needs the mask of at least one table, got none")
+        for name, mask in self.kept.items():
+            _check_mask(name, mask)
+        for name, values in self.start.items():
+            _check_start(name, values, self.kept.get(name))
+        for name in self.levels:
+            if name not in self.kept:
+                raise TableError(f"there are thresholds of {name!r}, but no mask; leave them out")
+
+    @property
+    def num_kept(self) -> int:
+        """How many entries survive in all tables."""
+        return sum(int(torch.count_nonzero(mask)) for mask in self.kept.values())
+
+    @property
+    def num_entries(self) -> int:
+        """How many entries the tables have."""
+        return sum(mask.numel() for mask in self.kept.values())
+
+    def of(self, name: str) -> "Ticket":
+        """Return the ticket of one of its tables."""
+        start, levels = (
+            {name: found[name]} if name in found else None for found in (self.start, self.levels)
+        )
+        return Ticket({name: self.kept[name]}, start=start, levels=levels, facts=self.facts)
+
+    def with_start(self, start: Mapping[str, Tensor] | None) -> "Ticket":
+        """Return the same ticket with other first values of its tables, or with none."""
+        return Ticket(self.kept, start=start, levels=self.levels, facts=self.facts)
+
+    def __repr__(self) -> str:
+        tables = "1 table" if len(self.kept) == 1 else f"{len(self.kept)} tables"
+        facts = [f"{key}={value!r}" for key, value in self.facts.items()]
+        entries = f"{self.num_kept:,} of {self.num_entries:,} entries"
+        return f"Ticket({', '.join([tables, entries, *facts])})"
+
+
+def save_ticket(ticket: Ticket, folder: str | os.PathLike[str]) -> Path:
+    """Write a ticket to a folder, which is made if need be, and return the folder.
+
+    >>> import tempfile
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     saved = save_ticket(Ticket({"user": torch.eye(3).bool()}), folder)
+    ...     load_ticket(saved)
+    Ticket(1 table, 3 of 9 entries)
+    """
+    names = list(ticket.kept)
+    tensors = {
+        f"{index}.{part}": found[name]
+        for index, name in enumerate(names)
+        for part in PARTS
+        if name in (found := getattr(ticket, part))
+    }
+    return FOLDER.write(folder, {"ticket": names, "facts": ticket.facts}, tensors)
+
+
+def load_ticket(folder: str | os.PathLike[str]) -> Ticket:
+    """Read a ticket from a folder.
+
+    >>> load_ticket("nowhere")
+    Traceback (most recent call last):
+    rarebit.errors.ModelFileError: 'nowhere' holds no ticket: ticket.json is missing
+    """
+    description, tensors = FOLDER.read(folder)
+    names, facts = description["ticket"], description.get("facts")
+    are_names = isinstance(names, list) and all(isinstance(name, str) for name in names)
+    if not are_names or not isinstance(facts, dict):
+        raise FOLDER.not_described(folder)
+    try:
+        kept, start, levels = (
+            {
+                name: tensors[f"{index}.{part}"]
+                for index, name in enumerate(names)
+                if part == PARTS[0] or f"{index}.{part}" in tensors
+            }
+            for part in PARTS
+        )
+        return Ticket(kept, start=start, levels=levels, facts=facts)
+    except (LookupError, TableError) as error:
+        raise FOLDER.unreadable(folder, error) from None
+
+
+def _check_mask(name: str, mask: Tensor) -> None:
+    if mask.dim() != 2 or mask.dtype != torch.bool:
+        raise TableError(
+            f"the mask of {name!r} must be rows x width of torch.bool, got {tuple(mask.shape)} of "
+            f"{mask.dtype}"
+        )
+
+
+def _check_start(name: str, values: Tensor, mask: Tensor | None) -> None:
+    if mask is None:
+        raise TableError(f"there are first values of {name!r}, but no mask; leave them out")
+    if values.shape != mask.shape or not values.is_floating_point():
+        raise TableError(
+            f"the first values of {name!r} must be {tuple(mask.shape)} of floats as its mask is, got "
+            f"{tuple(values.shape)} of {values.dtype}"
+        )
+
+
+DIGIT = 16
+"""Bits of a number that are looked at in one pass, when the k-th largest one is sought."""
+INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+"""Integers of as many bytes as a number has."""
+
+
+def kth_largest(tables: Sequence[AnyTable], k: int) -> Tensor:
+    """Return the k-th largest magnitude of all entries, exactly, as a tensor on the tables' device.
+
+    The bits of a number that is not negative, read as an integer, are in the order of the numbers. So a
+    few passes suffice, each counting how many of the numbers that agree in the bits found so far have
+    which next bits: nothing is sorted, and no copy of a table is made. Padding rows count as zeros.
+
+    >>> from torch import nn
+    >>> kth_largest([nn.Embedding.from_pretrained(torch.tensor([[3.0, -4.0, 0.5]]))], 2)
+    tensor(3.)
+    """
+    total = _num_entries(tables)
+    require(1 <= k <= total, f"k must be from 1 to {total:,}, the entries there are, got k={k}")
+    dtype = next(tables[0].parameters()).dtype
+    bits, found = dtype.itemsize * 8, 0
+    for shift in range(bits - DIGIT, -1, -DIGIT):
+        counts = torch.zeros(1 << DIGIT, dtype=torch.int64)
+        for codes in _magnitude_codes(tables, dtype):
+            # of the top digit, nothing is known yet
+            alike = codes if shift == bits - DIGIT else codes[codes >> (shift + DIGIT) == found]
+            digits = (alike >> shift) & ((1 << DIGIT) - 1)
+            counts += torch.bincount(digits, minlength=1 << DIGIT).cpu()
+        # numbers with this digit or a larger one, largest first
+        at_least = counts.flip(0).cumsum(0)
+        place = int(torch.searchsorted(at_least, k))
+        k -= int(at_least[place - 1]) if place else 0
+        found = found << DIGIT | ((1 << DIGIT) - 1 - place)
+    code = torch.tensor(found, dtype=INTEGERS[dtype.itemsize], device=home_of(tables[0]))
+    return code.view(dtype)
+
+
+def keep_largest(tables: Mapping[str, AnyTable], k: int, **facts: Any) -> Ticket:
+    """Return the ticket of the k largest entries of all tables, with facts that JSON can hold.
+
+    Of entries that are equal at the border none is kept, so that there are never more than k.
+
+    >>> from torch import nn
+    >>> table = nn.Embedding.from_pretrained(torch.tensor([[3.0, -4.0], [0.5, 2.0]]))
+    >>> keep_largest({"item": table}, 2).kept["item"].tolist()
+    [[True, True], [False, False]]
+    """
+    require(k >= 1, f"at least one entry must be kept, got {k}")
+    every = list(tables.values())
+    border = None if k >= _num_entries(every) else kth_largest(every, k + 1)
+    kept = {}
+    for name, table in tables.items():
+        masks = [
+            (rows != 0 if border is None else rows.abs() > border).cpu()
+            for rows in row_chunks(table)
+        ]
+        kept[name] = torch.cat(masks)
+    return Ticket(kept, facts=facts)
+
+
+@torch.no_grad()
+def row_chunks(table: AnyTable) -> Iterator[Tensor]:
+    """Yield the rows of a table in chunks; the padding row is zero."""
+    ids = torch.arange(table.num_embeddings, device=home_of(table))
+    for chunk in ids.split(CHUNK):
+        rows = table(chunk)
+        if table.padding_idx is not None:
+            # a plain table hands its padding row out as it is stored
+            rows = rows.masked_fill((chunk == table.padding_idx).unsqueeze(-1), 0.0)
+        yield rows
+
+
+def _num_entries(tables: Sequence[AnyTable]) -> int:
+    return sum(table.num_embeddings * table.embedding_dim for table in tables)
+
+
+def _magnitude_codes(tables: Sequence[AnyTable], dtype: torch.dtype) -> Iterator[Tensor]:
+    """Yield the bits of |V| as integers, in the order of the magnitudes, some at a time."""
+    for table in tables:
+        for rows in row_chunks(table):
+            yield rows.abs().to(dtype).view(INTEGERS[dtype.itemsize]).reshape(-1)
 
 
 @dataclass(frozen=True)

@@ -17,15 +17,14 @@ from typing import TYPE_CHECKING, ClassVar, Literal, Self
 
 from rarebit.codes.packed import Pack
 from rarebit.methods._sizing import check_share
-from rarebit.pruning._ticket import keep_largest
-from rarebit.pruning.masked import Masked, MaskedStack, MaskedTable
+from rarebit.pruning.masked import Masked, MaskedStack, MaskedTable, keep_largest
 from rarebit.settings import check_types, require
-from rarebit.tables.stack import Stack
+from rarebit.tables.collection import Stack
 from rarebit.tables.table import AnyTable, Method, Table, stored_tensors
 from rarebit.technique import Control, Rank, SharedStage, Technique, technique_name, technique_text
 
 if TYPE_CHECKING:
-    from rarebit.training.stages import Trained, TrainingJob
+    from rarebit.training.run import Trained, TrainingJob
 
 __all__ = ["Pruned", "PrunedBy", "PrunedStart", "SharedPruning"]
 

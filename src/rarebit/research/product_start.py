@@ -20,7 +20,7 @@ from torch import Tensor
 
 from rarebit.methods.mlet import fold, fresh_factors
 from rarebit.settings import check_types, require
-from rarebit.tables.stack import Stack, stack_tables
+from rarebit.tables.collection import Stack, stack_tables
 from rarebit.tables.table import AnyTable, Method, Table, plain_like
 from rarebit.technique import Rank
 

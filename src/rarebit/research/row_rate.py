@@ -27,7 +27,7 @@ from torch.autograd.function import once_differentiable
 from rarebit.errors import UnsupportedTableError
 from rarebit.methods._counts import CountedMethod, CountedStack, CountedTable, Evidence
 from rarebit.settings import check_types, require
-from rarebit.tables.stack import Stack
+from rarebit.tables.collection import Stack
 from rarebit.tables.table import AnyTable, Table, full_table, plain_like
 from rarebit.technique import Rank
 

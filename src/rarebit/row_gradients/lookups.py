@@ -40,9 +40,9 @@ from torch.utils.hooks import RemovableHandle
 from rarebit.errors import NoTableError, TrainingError, UnsupportedTableError
 from rarebit.row_gradients.processes import gather_ranks, world_size
 from rarebit.tables.bag import Bag, pool_rows
-from rarebit.tables.distinct import NO_ROW
+from rarebit.tables.collection import Stack
 from rarebit.tables.find import FieldSite, ModuleSite, Site, TableInfo, find_sites, lookup_refusal
-from rarebit.tables.stack import Stack
+from rarebit.tables.rows import NO_ROW
 from rarebit.tables.table import Table
 
 __all__ = [

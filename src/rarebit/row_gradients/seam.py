@@ -57,9 +57,9 @@ from rarebit.row_gradients.lookups import (
 )
 from rarebit.row_gradients.processes import gather_counts, ignore_in_ddp, keep_from_ddp, world_size
 from rarebit.row_gradients.recorded import Recorded, aside, is_recording, join
-from rarebit.tables.distinct import Distinct, find_distinct
+from rarebit.tables.collection import PlainStack, take_rows
 from rarebit.tables.find import TableInfo, refuse_wrapped_model
-from rarebit.tables.stack import PlainStack, take_rows
+from rarebit.tables.rows import Distinct, find_distinct
 
 __all__ = ["GroupRule", "RowGradients", "RowStep", "Rule", "sum_losses"]
 

@@ -22,7 +22,7 @@ from rarebit.study.statistics import PairedAUC, delong
 from rarebit.study.variants import Side, sides_of
 from rarebit.technique import technique_text
 from rarebit.training.metrics import evaluate_scores
-from rarebit.training.run_settings import PreparedLog, RunSettings, load_splits
+from rarebit.training.settings import PreparedLog, RunSettings, load_splits
 
 __all__ = ["Cell", "PlannedRun"]
 

@@ -21,8 +21,8 @@ from rarebit.study.runs import run_key
 from rarebit.tables.find import find_sites
 from rarebit.tables.table import full_table
 from rarebit.training.fit import fit
-from rarebit.training.run_settings import RunSettings
-from rarebit.training.stages import start_model
+from rarebit.training.run import start_model
+from rarebit.training.settings import RunSettings
 
 __all__ = ["KnownRates", "rate_multiplier"]
 

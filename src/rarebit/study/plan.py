@@ -26,7 +26,7 @@ from rarebit.data.synthetic import SyntheticLog
 from rarebit.errors import SettingsError
 from rarebit.settings import check_types, from_mapping, read_toml, require, suggest, to_mapping
 from rarebit.technique import Expression, parse_techniques
-from rarebit.training.run_settings import RunSettings
+from rarebit.training.settings import RunSettings
 
 __all__ = ["StudyPlan", "StudySettings", "read_plan", "section_tables"]
 

@@ -31,8 +31,7 @@ from rarebit.settings import from_mapping, require, to_mapping
 from rarebit.storage.files import write_file, write_json
 from rarebit.technique import technique_text
 from rarebit.training.metrics import Evaluation
-from rarebit.training.run_settings import PreparedLog, RunSettings
-from rarebit.training.settings import Training
+from rarebit.training.settings import PreparedLog, RunSettings, Training
 
 __all__ = ["RunFolder", "RunRecord", "identify", "run_key", "stage_key"]
 

@@ -24,7 +24,7 @@ from rarebit.study.plan import StudyPlan
 from rarebit.study.pool import Answer, Pool, StudyLines, StudyProgress, StudySilence, Task
 from rarebit.study.results import RESULTS, StudyResult
 from rarebit.study.runs import stage_key
-from rarebit.training.stages import STAGE
+from rarebit.training.run import STAGE
 
 __all__ = ["study"]
 

@@ -49,8 +49,8 @@ from rarebit.technique import (
     technique_names,
     technique_text,
 )
-from rarebit.training.run_settings import RunSettings
-from rarebit.training.stages import finish_model, start_model
+from rarebit.training.run import finish_model, start_model
+from rarebit.training.settings import RunSettings
 
 __all__ = [
     "BASELINE",

@@ -39,17 +39,16 @@ from rarebit.tables.find import find_sites, table_bytes
 from rarebit.tables.spectrum import information_abundance
 from rarebit.tables.table import full_table, methods_of
 from rarebit.technique import Rank, SharedStage
-from rarebit.training.loop import History
+from rarebit.training.loop import EpochRecord, History, Silence
 from rarebit.training.metrics import evaluate, evaluate_scores, predict
 from rarebit.training.model_file import save_model
-from rarebit.training.progress import EpochRecord, Silence
-from rarebit.training.run_settings import RunSettings, load_splits
-from rarebit.training.stages import (
+from rarebit.training.run import (
     STAGE,
     finish_model,
     num_parameters,
     train_model,
 )
+from rarebit.training.settings import RunSettings, load_splits
 
 __all__ = ["Log", "make_run", "mean_abundance", "open_log", "shortened"]
 

@@ -24,7 +24,7 @@ from rarebit.technique import Technique
 
 if TYPE_CHECKING:
     from rarebit.tables.apply import TableChanges
-    from rarebit.tables.stack import Stack
+    from rarebit.tables.collection import Stack
 
 __all__ = [
     "AnyTable",
@@ -172,7 +172,7 @@ class Method(Technique):
 
     def stack(self, tables: Sequence[Table], lengths: Sequence[int]) -> "Stack":
         """Return these tables behind one lookup; override where one batched operation will do."""
-        from rarebit.tables.stack import LoopStack
+        from rarebit.tables.collection import LoopStack
 
         return LoopStack(tables, lengths)
 

@@ -16,18 +16,17 @@ from rarebit.data.order import batch_bounds
 from rarebit.errors import CheckpointError, DataError, NotFiniteError, TrainingError
 from rarebit.row_gradients.lookups import is_watched
 from rarebit.settings import require, updated
-from rarebit.tables.optimizer_state import check
-from rarebit.tables.sparse import row_gradients_kept
+from rarebit.tables.apply import check
+from rarebit.tables.rows import row_gradients_kept
 from rarebit.training.checkpoints import CheckpointFolder, Checkpoints
 from rarebit.training.ema import EMA
 from rarebit.training.identity import describe_run
-from rarebit.training.loop import History, NoKeeper, TrainingLoop
+from rarebit.training.loop import History, LineProgress, NoKeeper, Progress, Silence, TrainingLoop
 from rarebit.training.memory import estimate_memory
 from rarebit.training.metrics import Forward, check_labels, check_schema, device_of, evaluate
 from rarebit.training.not_finite import find_source
 from rarebit.training.optimizers import Kind
 from rarebit.training.optimizers import optimizer as build_optimizer
-from rarebit.training.progress import LineProgress, Progress, Silence
 from rarebit.training.settings import Training
 from rarebit.training.step import (
     Backward,

@@ -1,4 +1,6 @@
-"""The random numbers to come: the states of all global generators, as plain values and bytes.
+"""How training tells what it is doing.
+
+The random numbers to come: the states of all global generators, as plain values and bytes.
 
     torch     the CPU's generator; CUDA's, one a device, where CUDA is in use
     python    the module `random`
@@ -17,6 +19,7 @@ they are the only thing that differs after a break.
 
 import dataclasses
 import random
+import sys
 import time
 from collections.abc import Mapping
 from contextlib import nullcontext
@@ -35,19 +38,88 @@ from rarebit.data.order import batch_bounds
 from rarebit.errors import TrainingError
 from rarebit.training.ema import EMA
 from rarebit.training.metrics import Metrics, evaluate
-from rarebit.training.progress import EpochRecord, Progress
 from rarebit.training.settings import Training
 from rarebit.training.step import Steps, TrainingStep
 
 __all__ = [
     "Best",
+    "EpochRecord",
     "History",
     "Keeper",
+    "LineProgress",
     "NoKeeper",
+    "Progress",
+    "Silence",
     "TrainingLoop",
     "random_state",
     "set_random_state",
 ]
+
+
+@dataclass(frozen=True, kw_only=True)
+class EpochRecord:
+    """What one epoch did."""
+
+    epoch: int
+    """From 1."""
+    steps: int
+    train_loss: float
+    """Mean over the epoch's rows, while the weights were changing."""
+    lr: float
+    """Learning rate of the first group."""
+    seconds: float
+    """Time spent in training steps, evaluation left out."""
+    samples_per_second: float
+    valid: Metrics | None = None
+
+
+class Progress(Protocol):
+    """What `fit` calls as it goes."""
+
+    def say(self, line: str) -> None:
+        """Tell something worth knowing."""
+
+    def start_epoch(self, epoch: int, epochs: int, rows: int) -> None:
+        """Tell that an epoch of so many rows begins."""
+
+    def advance(self, rows: int) -> None:
+        """Tell that so many more rows are done."""
+
+    def finish_epoch(self, record: EpochRecord) -> None:
+        """Tell what the epoch gave."""
+
+
+class Silence:
+    """Tells nothing."""
+
+    def say(self, line: str) -> None:
+        """Tell nothing."""
+
+    def start_epoch(self, epoch: int, epochs: int, rows: int) -> None:
+        """Tell nothing."""
+
+    def advance(self, rows: int) -> None:
+        """Tell nothing."""
+
+    def finish_epoch(self, record: EpochRecord) -> None:
+        """Tell nothing."""
+
+
+class LineProgress(Silence):
+    """Prints a line an epoch to standard error."""
+
+    def say(self, line: str) -> None:
+        """Print it."""
+        sys.stderr.write(f"{line}\n")
+
+    def finish_epoch(self, record: EpochRecord) -> None:
+        """Print what the epoch gave."""
+        valid = "" if record.valid is None else f", valid {record.valid}"
+        sys.stderr.write(
+            f"epoch {record.epoch}: train loss {record.train_loss:.5f}{valid}, "
+            f"{record.samples_per_second:,.0f} samples/s\n"
+        )
+
 
 WORDS = 624
 """32-bit words of a Mersenne twister, which Python and numpy share."""

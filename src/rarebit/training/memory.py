@@ -29,9 +29,9 @@ from rarebit.data.dataset import Dataset
 from rarebit.errors import ModelFileError, NotEnoughMemoryError
 from rarebit.settings import size
 from rarebit.tables.find import table_bytes
-from rarebit.tables.sparse import row_gradients_kept, set_row_gradients
+from rarebit.tables.rows import row_gradients_kept, set_row_gradients
 from rarebit.training.metrics import device_of
-from rarebit.training.rowwise import RowwiseOptimizer
+from rarebit.training.optimizers import RowwiseOptimizer
 from rarebit.training.settings import Training
 
 __all__ = [

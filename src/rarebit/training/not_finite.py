@@ -12,11 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from rarebit.errors import NotFiniteError
-from rarebit.tables.collection import TableCollection
-from rarebit.tables.sparse import lookups_of
-from rarebit.tables.stack import PlainStack
-from rarebit.training.loop import NoKeeper, TrainingLoop
-from rarebit.training.progress import Silence
+from rarebit.tables.collection import PlainStack, TableCollection
+from rarebit.tables.rows import lookups_of
+from rarebit.training.loop import NoKeeper, Silence, TrainingLoop
 from rarebit.training.step import Steps
 
 __all__ = ["find_source", "raise_if_weights_are_not_finite"]

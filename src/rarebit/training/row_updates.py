@@ -12,8 +12,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from rarebit.tables.distinct import find_distinct
-from rarebit.tables.stack import take_rows
+from rarebit.tables.collection import take_rows
+from rarebit.tables.rows import find_distinct
 
 __all__ = ["adagrad", "adam", "merge", "sgd"]
 

@@ -23,11 +23,10 @@ from torch.optim import Optimizer
 from rarebit.data.dataset import Batch, Dataset
 from rarebit.errors import NotFiniteError, RarebitError
 from rarebit.settings import require
-from rarebit.tables.distinct import find_distinct
-from rarebit.tables.sparse import lookups_of, row_gradient
-from rarebit.tables.stack import PlainStack
+from rarebit.tables.collection import PlainStack
+from rarebit.tables.rows import find_distinct, lookups_of, row_gradient
 from rarebit.training.metrics import Forward, device_of, score
-from rarebit.training.rowwise import RowwiseAdagrad, RowwiseSGD
+from rarebit.training.optimizers import RowwiseAdagrad, RowwiseSGD
 from rarebit.training.settings import Precision
 
 __all__ = [
