@@ -23,8 +23,8 @@ from rarebit import PEP, Dataset, Masked, RunSettings, apply_, evaluate, fit, pr
 from rarebit.data.order import batch_bounds
 from rarebit.machine import machine
 from rarebit.training.metrics import auc
-from rarebit.training.settings import load_splits
 from rarebit.training.run import start_model
+from rarebit.training.settings import load_splits
 
 BATCH = 1024
 PRUNING_EPOCHS = 15
