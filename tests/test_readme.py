@@ -160,10 +160,22 @@ def test_named_make_targets_exist(page):
     assert named_targets(page.read_text("utf-8")) - targets == set()
 
 
+def anchors(page: Path) -> set[str]:
+    """Return the anchors that the headings of a page give."""
+    headings = re.findall(r"^#+ (.*)$", CODE.sub("", page.read_text("utf-8")), re.MULTILINE)
+    words = [re.sub(r"[^\w -]", "", heading.lower()) for heading in headings]
+    return {f"#{heading.replace(' ', '-')}" for heading in words}
+
+
 @each_page
 def test_links_lead_somewhere(page):
-    links = re.findall(r"\]\((?!https?://)([^)#]+)", CODE.sub("", page.read_text("utf-8")))
-    assert [link for link in links if not (page.parent / link).exists()] == []
+    links = re.findall(
+        r"\]\((?!https?://)([^)#]*)(#[^)]+)?\)", CODE.sub("", page.read_text("utf-8"))
+    )
+    for path, anchor in links:
+        target = page.parent / path if path else page
+        assert target.exists(), path
+        assert not anchor or anchor in anchors(target), f"{path}{anchor}"
 
 
 @each_page
