@@ -41,12 +41,6 @@ class FrequencyGroups:
     counts     how often training saw each id, `(rows,)`, by the name of the table or its last part: the field
     names      the tables, by the names they have in their model
     padding    the padding rows of tables that have one, which belong to no group
-
-    >>> groups = FrequencyGroups({"user": torch.tensor([7, 0, 1])}, ["tables.user"])
-    >>> [(group.least, group.most, group.rows) for group in groups.groups]
-    [(0, 0, 1), (1, 1, 1), (7, 7, 1)]
-    >>> groups.shares({"tables.user": torch.tensor([[True, True], [False, False], [True, False]])})
-    [0.0, 0.5, 1.0]
     """
 
     def __init__(
@@ -74,16 +68,7 @@ class FrequencyGroups:
 
     @classmethod
     def of(cls, model: nn.Module, counts: Mapping[str, Tensor]) -> "FrequencyGroups":
-        """Return the groups of the tables of a model that have `PEP`; of a hashed one, those of its buckets.
-
-        >>> from rarebit.methods.hashing import Hashing
-        >>> from rarebit.pruning.pep import PEP
-        >>> from rarebit.tables.apply import apply_
-        >>> model = nn.ModuleDict({"user": nn.Embedding(4, 8)})
-        >>> changes = [apply_(model, method, verbose=False) for method in (Hashing(buckets=2), PEP())]
-        >>> FrequencyGroups.of(model, {"user": torch.tensor([5, 1, 0, 2])}).counts
-        {'user': tensor([5, 3])}
-        """
+        """Return the groups of the tables of a model that have `PEP`; of a hashed one, those of its buckets."""
         chosen = thresholded_tables(model)
         sites = {site.info.name: site.table for site in find_sites(model)}
         by_table = {name: _stored_counts(sites[name], _counts_of(name, counts)) for name in chosen}

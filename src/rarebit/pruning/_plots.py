@@ -41,11 +41,7 @@ NEVER_SEEN, EMPTY = "#9a9a9a", "#dddddd"
 
 
 def draw_insight(insight: PruningInsight) -> dict[str, bytes]:
-    """Return the plots there are figures for, as PNG images by file name.
-
-    >>> draw_insight(PruningInsight(groups=(), tickets=()))
-    {}
-    """
+    """Return the plots there are figures for, as PNG images by file name."""
     if not insight.groups:  # tables without rows
         return {}
     figures: dict[str, Figure] = {}

@@ -203,10 +203,6 @@ def kth_largest(tables: Sequence[AnyTable], k: int) -> Tensor:
     The bits of a number that is not negative, read as an integer, are in the order of the numbers. So a
     few passes suffice, each counting how many of the numbers that agree in the bits found so far have
     which next bits: nothing is sorted, and no copy of a table is made. Padding rows count as zeros.
-
-    >>> from torch import nn
-    >>> kth_largest([nn.Embedding.from_pretrained(torch.tensor([[3.0, -4.0, 0.5]]))], 2)
-    tensor(3.)
     """
     total = _num_entries(tables)
     require(1 <= k <= total, f"k must be from 1 to {total:,}, the entries there are, got k={k}")
@@ -232,11 +228,6 @@ def keep_largest(tables: Mapping[str, AnyTable], k: int, **facts: Any) -> Ticket
     """Return the ticket of the k largest entries of all tables, with facts that JSON can hold.
 
     Of entries that are equal at the border none is kept, so that there are never more than k.
-
-    >>> from torch import nn
-    >>> table = nn.Embedding.from_pretrained(torch.tensor([[3.0, -4.0], [0.5, 2.0]]))
-    >>> keep_largest({"item": table}, 2).kept["item"].tolist()
-    [[True, True], [False, False]]
     """
     require(k >= 1, f"at least one entry must be kept, got {k}")
     every = list(tables.values())

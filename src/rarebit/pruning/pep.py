@@ -322,11 +322,7 @@ class _SoftThreshold(torch.autograd.Function):
 
 
 def soft_threshold(rows: Tensor, thresholds: Tensor) -> Tensor:
-    """Return sign(V) · relu(|V| - t), with the gradients of equation 11; t must not be negative.
-
-    >>> soft_threshold(torch.tensor([0.5, -2.0, 1.0]), torch.tensor(1.0))
-    tensor([ 0., -1.,  0.])
-    """
+    """Return sign(V) · relu(|V| - t), with the gradients of equation 11; t must not be negative."""
     if torch.compiler.is_compiling():
         # the same gradients; the compiler keeps no more than it needs
         return _cut(rows, thresholds)
@@ -381,15 +377,7 @@ def set_threshold_(model: nn.Module, value: float | Tensor) -> None:
 
 
 def threshold_parameters(model: nn.Module) -> list[nn.Parameter]:
-    """Return the learned thresholds of a model, each once.
-
-    >>> from rarebit.pruning.pep import PEP
-    >>> from rarebit.tables.apply import apply_
-    >>> model = nn.Sequential(nn.Embedding(100, 8))
-    >>> changes = apply_(model, PEP(granularity="dimension"), verbose=False)
-    >>> [tuple(parameter.shape) for parameter in threshold_parameters(model)]
-    [(8,)]
-    """
+    """Return the learned thresholds of a model, each once."""
     found = {
         id(parameter): parameter
         for part in model.modules()
@@ -400,15 +388,7 @@ def threshold_parameters(model: nn.Module) -> list[nn.Parameter]:
 
 
 def thresholded_tables(model: nn.Module) -> dict[str, ThresholdedTable]:
-    """Return the tables of a model that have `PEP`, by name; of a hashed table, that of its buckets.
-
-    >>> from rarebit.pruning.pep import PEP
-    >>> from rarebit.tables.apply import apply_
-    >>> model = nn.Sequential(nn.Embedding(100, 8))
-    >>> changes = apply_(model, PEP(), verbose=False)
-    >>> thresholded_tables(model)["0"].levels
-    Embedding(100, 8)
-    """
+    """Return the tables of a model that have `PEP`, by name; of a hashed table, that of its buckets."""
     found = {}
     for site in find_sites(model):
         parts = [part for part in site.table.modules() if isinstance(part, ThresholdedTable)]
@@ -420,15 +400,7 @@ def thresholded_tables(model: nn.Module) -> dict[str, ThresholdedTable]:
 
 
 def count_nonzero(model: nn.Module) -> int:
-    """Return how many entries the thresholds have left in all tables with `PEP`.
-
-    >>> from rarebit.pruning.pep import PEP
-    >>> from rarebit.tables.apply import apply_
-    >>> model = nn.Sequential(nn.Embedding(100, 8))
-    >>> changes = apply_(model, PEP(), verbose=False)
-    >>> count_nonzero(model)
-    800
-    """
+    """Return how many entries the thresholds have left in all tables with `PEP`."""
     counts = [
         torch.count_nonzero(rows)
         for table in thresholded_tables(model).values()
@@ -443,13 +415,6 @@ def kth_largest_magnitude(model: nn.Module, k: int) -> Tensor:
     Set as the threshold, it leaves the entries above it: k - 1 of them, or fewer where some are equal to
     it, as happens among millions. So a budget of k entries is met, and never missed, with the one after:
     `kth_largest_magnitude(model, k + 1)`.
-
-    >>> from rarebit.pruning.pep import PEP
-    >>> from rarebit.tables.apply import apply_
-    >>> model = nn.Sequential(nn.Embedding.from_pretrained(torch.tensor([[3.0, -4.0, 0.5]]), freeze=False))
-    >>> changes = apply_(model, PEP(schedule="given"), verbose=False)
-    >>> kth_largest_magnitude(model, 2)
-    tensor(3.)
     """
     return kth_largest([table.inner for table in thresholded_tables(model).values()], k)
 
@@ -630,9 +595,5 @@ def pruner_of(
 
 
 def usual_interval(steps: int) -> int:
-    """Return the steps between two looks at the tables in a pruning of so many steps.
-
-    >>> usual_interval(100_000), usual_interval(80), usual_interval(7)
-    (200, 2, 1)
-    """
+    """Return the steps between two looks at the tables in a pruning of so many steps."""
     return max(min(EVERY, steps // LOOKS), 1)

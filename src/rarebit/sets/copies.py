@@ -62,9 +62,6 @@ def mean_of_features(features: Sequence[Any]) -> Any:
     """Return the mean of tensors, or of tuples, lists and dicts of them, tensor by tensor.
 
     What is no floating point is the same for all sets, as a mask is: it is taken from the first.
-
-    >>> mean_of_features([{"a": torch.tensor([1.0])}, {"a": torch.tensor([3.0])}])
-    {'a': tensor([2.])}
     """
     first = features[0]
     if isinstance(first, Tensor):
@@ -124,12 +121,6 @@ def draw_anew_(module: nn.Module, name: str = "") -> None:
 
     Tables keep the spread of their rows: models often start them smaller than torch does. A part comes
     after what it is made of, so that a backbone may draw the weights of its layers itself.
-
-    >>> layer = nn.Linear(2, 1)
-    >>> before = layer.weight.clone()
-    >>> draw_anew_(layer)
-    >>> bool((layer.weight == before).any())
-    False
     """
     for place, part in reversed(list(module.named_modules(prefix=name))):
         reset = getattr(part, "reset_parameters", None) or getattr(part, "_reset_parameters", None)

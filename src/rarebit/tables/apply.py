@@ -1,6 +1,6 @@
-"""Keep an optimizer in step with a model whose tables were exchanged.
+"""Change the tables of a model in place: `apply_` a method, `merge_` it back to plain tables.
 
-Change the tables of a model in place: `apply_` a method, `merge_` it back to plain tables.
+An optimizer that is passed along holds the new parameters afterwards, with the state that still fits.
 """
 
 from collections import defaultdict
@@ -326,16 +326,7 @@ def merge_(
 
 
 def end_training_(model: nn.Module) -> None:
-    """Fold what only training needs, so that tables are as small as they are served.
-
-    >>> from rarebit import MLET, Hashing
-    >>> model = nn.Sequential(nn.Embedding(1000, 8))
-    >>> for method in (Hashing(buckets=100), MLET(inner_dim=16)):
-    ...     changes = apply_(model, method, verbose=False)
-    >>> end_training_(model)
-    >>> [(info.methods, info.num_parameters) for info in find_tables(model)]
-    [(('Hashing(buckets=100)',), 800)]
-    """
+    """Fold what only training needs, so that tables are as small as they are served."""
     refuse_wrapped_model(model)
     sites = [
         site

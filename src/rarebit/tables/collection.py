@@ -1,28 +1,17 @@
-"""Rows of a table, and their gradient: dense in memory that stays, or one row a lookup.
+"""The tables of a model's fields behind one lookup per step, yet each field is a table of its own.
 
-torch allocates a dense gradient afresh in every step. Beyond 32 MB the C library gets such memory
-from the system each time and gives it back each time, so every step pays for having all its pages
-mapped and cleared again: at 968k rows of 16 numbers, a third of a training step on two cores.
+    TableCollection      ids (B, S) to rows (B, F, D); multi-valued fields pooled; one stack per kind of table
+    └── Stack            ids (..., S), per field, one column per slot, to rows (..., S, D)
+        └── gather       rows of a plain table, with a dense gradient in memory that stays, or one row per lookup
 
-What the compiler must leave alone: it does not know gradients by rows.
-
-A file of its own, imported while a model is compiled: to say so loads the compiler, which takes a
-second and 70 MB that nobody else should pay.
-
-The tables of several fields behind one lookup.
-
-A stack takes ids `(..., S)`, per field, one column a slot (a multi-valued field has several slots),
-and returns rows `(..., S, D)`. Offsets belong to the stack and are never stored. Stacks nest as
-tables nest: a method's stack holds the stack of its tables' inner tables.
-
-Any stack equals the loop over its tables; a contract test holds each method's stack to that. Only
-padding is left to the collection, which leaves it out when it pools a multi-valued field.
-
-All tables of a model's fields: one lookup a step, yet each field is a table of its own.
-
-A collection keeps one stack per kind of table. Changing some fields splits a stack; merging them
-joins equal stacks again. A field of another width than the model's has a projection of its own,
+Changing some fields splits a stack; merging them joins equal stacks again. Offsets belong to the stack and are never
+stored. Stacks nest as tables nest: a method's stack holds the stack of its tables' inner tables, and any stack equals the
+loop over its tables (a contract test). A field of another width than the model's has its own projection
 `v_i = P_i row_i`, applied to all fields of that width in one batched product.
+
+torch allocates a dense gradient in every step. Beyond 32 MB the C library gets such memory from the system each time and
+gives it back each time, so every step pays for mapping and clearing all its pages: at 968k rows of 16 numbers, a third of
+a training step on two cores. `GradientMemory` keeps it.
 """
 
 from abc import ABC, abstractmethod
@@ -50,7 +39,7 @@ __all__ = [
     "TableCollection",
     "TableInit",
     "gather",
-    "gather_uncompiled",
+    "gather_eagerly",
     "stack_key",
     "stack_tables",
     "take_rows",
@@ -92,7 +81,7 @@ def gather(table: nn.Embedding, ids: Tensor, memory: GradientMemory) -> Tensor:
     if not table.sparse and (ids.device.type != "cpu" or compiling):
         return F.embedding(ids, table.weight)
     if compiling:
-        from rarebit.tables.collection import gather_uncompiled
+        from rarebit.tables.uncompiled import gather_uncompiled
 
         uncompiled: Tensor = gather_uncompiled(table, ids, memory)
         return uncompiled
@@ -155,9 +144,6 @@ class _Gather(torch.autograd.Function):
         index = ids.reshape(-1, 1).long().expand(-1, ctx.weight.shape[1])
         gradient = ctx.memory.take(ctx.weight)
         return gradient.scatter_add_(0, index, rows.reshape(index.shape)), None, None
-
-
-gather_uncompiled = torch.compiler.disable(gather_eagerly)
 
 
 class Stack(nn.Module, ABC):
@@ -263,13 +249,7 @@ class RowMove(NamedTuple):
 
 
 class TableCollection(nn.Module):
-    """The tables of several fields: ids `(B, S)` to rows `(B, F, D)`, multi-valued fields pooled.
-
-    >>> fields = (Field(name="user", rows=9), Field(name="tags", kind="multi", rows=5, max_length=3))
-    >>> tables = TableCollection(fields, dim=4)
-    >>> tables(torch.tensor([[8, 1, 4, 0]])).shape
-    torch.Size([1, 2, 4])
-    """
+    """The tables of several fields: ids `(B, S)` to rows `(B, F, D)`, multi-valued fields pooled."""
 
     slot_order: Tensor | None
     """The slots in the order the stacks read them; None when one stack reads them as they lie."""

@@ -1,4 +1,4 @@
-"""The distinct rows of a batch: which lookups went to the same row, and the sums over them.
+"""Gradients by rows: the distinct rows of a batch, and the sums over the lookups of each.
 
 A batch looks the same row up many times. Optimizers and row rules work on each distinct row once:
 
@@ -10,10 +10,8 @@ The number of distinct rows is only known after looking. Where that would make t
 device, all T slots are kept: the first U hold rows, the rest hold the id -1 and zeros. On the CPU sums
 are taken in the order of the lookups, so two runs give the same bits on any number of threads.
 
-Which tables give their gradient by rows: torch's sparse gradients, switched on and off.
-
-A plain table's gradient is either a tensor of the table's size, zero nearly everywhere, or a sparse
-one with a row for each lookup. Only the second costs what the batch costs.
+A plain table's gradient is either a tensor of the table's size, zero nearly everywhere, or a sparse one with a row per
+lookup; only the second costs what the batch costs. `set_row_gradients` switches between them.
 """
 
 from collections.abc import Iterator
@@ -88,12 +86,6 @@ def find_distinct(ids: Tensor, *, static: bool | None = None, most: int | None =
 
     `static` keeps all T slots, so that no size depends on the values: the default on a GPU. Where there
     cannot be so many distinct ids, no row counting as one, `most` slots are kept.
-
-    >>> rows = find_distinct(torch.tensor([7, 3, 7, 3, 9]))
-    >>> rows.ids, rows.sum(torch.tensor([[1.0], [2.0], [3.0], [4.0], [5.0]])).flatten()
-    (tensor([3, 7, 9]), tensor([6., 4., 5.]))
-    >>> find_distinct(torch.tensor([7, 3, 7]), static=True).ids
-    tensor([ 3,  7, -1])
     """
     static = ids.is_cuda if static is None else static
     ids, order = torch.sort(ids, stable=True)

@@ -225,11 +225,7 @@ def home_of(module: nn.Module) -> torch.device:
 
 
 def stored_tensors(module: nn.Module) -> list[Tensor]:
-    """Return all that a module stores, each once: its weights, and the buffers that are saved too.
-
-    >>> [tuple(tensor.shape) for tensor in stored_tensors(nn.Embedding(9, 4))]
-    [(9, 4)]
-    """
+    """Return all that a module stores, each once: its weights, and the buffers that are saved too."""
     buffers = (
         buffer
         for part in module.modules()

@@ -325,11 +325,7 @@ def available_memory(
     proc: Path = Path("/proc"),
     control_groups: Path = Path("/sys/fs/cgroup"),
 ) -> int | None:
-    """Return the bytes that can be allocated on a device now; None where the system does not say.
-
-    >>> available_memory(torch.device("meta")) is None
-    True
-    """
+    """Return the bytes that can be allocated on a device now; None where the system does not say."""
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
         unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
@@ -412,13 +408,7 @@ FACTORIES = (
 
 
 class AllocationLimit(TorchFunctionMode):
-    """Refuses tensors beyond `limit` bytes in all, and beyond the memory there is.
-
-    >>> with AllocationLimit(1 << 20):
-    ...     torch.zeros(1 << 40)
-    Traceback (most recent call last):
-    rarebit.errors.ModelFileError: it asks for larger weights than the folder holds; take an older copy of it
-    """
+    """Refuses tensors beyond `limit` bytes in all, and beyond the memory there is."""
 
     def __init__(self, limit: int | None) -> None:
         super().__init__()

@@ -75,11 +75,7 @@ def measure(logits: Tensor, labels: Tensor) -> Metrics:
 
 
 def auc(scores: Tensor, labels: Tensor) -> float | None:
-    """Return the area under the ROC curve; None when only one class is there.
-
-    >>> auc(torch.tensor([0.1, 0.4, 0.4, 0.8]), torch.tensor([0.0, 0.0, 1.0, 1.0]))
-    0.875
-    """
+    """Return the area under the ROC curve; None when only one class is there."""
     ties = _tied_groups(scores, labels)
     positives, negatives = int(ties.positives.sum()), int(ties.negatives.sum())
     if positives == 0 or negatives == 0:
@@ -91,11 +87,7 @@ def auc(scores: Tensor, labels: Tensor) -> float | None:
 
 
 def average_precision(scores: Tensor, labels: Tensor) -> float | None:
-    """Return the area under the precision-recall curve as a step function; None without a click.
-
-    >>> average_precision(torch.tensor([0.1, 0.4, 0.8]), torch.tensor([1.0, 0.0, 1.0]))
-    0.8333333333333333
-    """
+    """Return the area under the precision-recall curve as a step function; None without a click."""
     ties = _tied_groups(scores, labels)
     positives = ties.positives.flip(0).double()  # best scores first
     if int(positives.sum()) == 0:
@@ -106,11 +98,7 @@ def average_precision(scores: Tensor, labels: Tensor) -> float | None:
 
 
 def logloss(logits: Tensor, labels: Tensor) -> float:
-    """Return the mean cross entropy of logits against labels, in nats.
-
-    >>> round(logloss(torch.tensor([0.0]), torch.tensor([1.0])), 6)
-    0.693147
-    """
+    """Return the mean cross entropy of logits against labels, in nats."""
     return float(F.binary_cross_entropy_with_logits(logits.double(), labels.double()))
 
 

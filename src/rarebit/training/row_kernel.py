@@ -52,21 +52,12 @@ FUNCTIONS: dict[str, tuple[Any, ...]] = {
 
 @functools.cache
 def row_kernel() -> "RowKernel | None":
-    """Return the kernel, compiled and loaded at the first call; None where that is not possible.
-
-    >>> kernel = row_kernel()
-    >>> kernel is None or kernel.merge(torch.tensor([7, 3, 7]), torch.ones(3, 1))[0].tolist() == [3, 7]
-    True
-    """
+    """Return the kernel, compiled and loaded at the first call; None where that is not possible."""
     return load_row_kernel(os.environ)
 
 
 def suits(*tensors: Tensor) -> bool:
-    """Return whether the kernel can take these: plain float32 tensors on the CPU, contiguous.
-
-    >>> suits(torch.zeros(5, 2)), suits(torch.zeros(5, 2).T), suits(torch.zeros(5).double())
-    (True, False, False)
-    """
+    """Return whether the kernel can take these: plain float32 tensors on the CPU, contiguous."""
     return all(is_plain(tensor, torch.float32) for tensor in tensors)
 
 
@@ -223,11 +214,7 @@ def _check_table(values: Tensor, weight: Tensor, *states: Tensor) -> None:
 
 
 def load_row_kernel(environment: Mapping[str, str]) -> RowKernel | None:
-    """Return a kernel from the cache or the compiler that an environment names; None without one.
-
-    >>> load_row_kernel({"RAREBIT_COMPILE": "0"}) is None
-    True
-    """
+    """Return a kernel from the cache or the compiler that an environment names; None without one."""
     return load_compiled(SOURCE, _tried, environment)
 
 

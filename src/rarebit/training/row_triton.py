@@ -31,11 +31,7 @@ SHORT_IDS = torch.iinfo(torch.int32).max
 
 
 def suits(*tensors: Tensor) -> bool:
-    """Return whether the kernels can take these: contiguous float32 on a GPU that Triton knows.
-
-    >>> suits(torch.zeros(5, 2))
-    False
-    """
+    """Return whether the kernels can take these: contiguous float32 on a GPU that Triton knows."""
     return triton is not None and all(
         tensor.is_cuda and tensor.dtype == torch.float32 and tensor.is_contiguous()
         for tensor in tensors

@@ -26,10 +26,6 @@ def merge(ids: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
 
     On a GPU a row may still come several times, each time with its whole sum: that leaves every size
     known in advance, and writing the same result several times does no harm.
-
-    >>> merge(torch.tensor([7, 3, 7]), torch.tensor([[1.0], [2.0], [3.0]]))
-    (tensor([3, 7]), tensor([[2.],
-            [4.]]))
     """
     found = find_distinct(ids)
     sums = found.sum(values)

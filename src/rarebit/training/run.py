@@ -77,11 +77,6 @@ def start_model(settings: RunSettings, schema: Schema, *, say: Say = print) -> R
 
     The seed draws the weights before any method does, so variants of one seed start from the same tables. It is
     set again afterwards, so what training draws does not depend on what methods drew.
-
-    >>> from rarebit.data import Field
-    >>> schema = Schema((Field(name="user", rows=9), Field(name="item", rows=7)))
-    >>> type(start_model(RunSettings(model="fm"), schema)).__name__
-    'FM'
     """
     torch.manual_seed(settings.training.seed)
     model = build_model(settings.model, schema, settings.model_settings)
@@ -164,14 +159,7 @@ def train_model(
     say: Say = print,
     shared: SharedStage | None = None,
 ) -> Trained:
-    """Build and train the model of a run; the folder is that of its checkpoints.
-
-    >>> from rarebit.data.synthetic import SyntheticLog, generate
-    >>> settings = RunSettings.from_mapping({"model": {"name": "fm", "dim": 2}, "training": {"epochs": 1}})
-    >>> splits = generate(SyntheticLog(rows=2000))
-    >>> train_model(settings, splits.train, splits.valid, progress=False).history.best_epoch
-    1
-    """
+    """Build and train the model of a run; the folder is that of its checkpoints."""
     job = TrainingJob(
         settings=settings,
         train=train,
@@ -208,11 +196,7 @@ def finish_model(settings: RunSettings, model: nn.Module, *, say: Say = print) -
 
 
 def num_parameters(model: nn.Module) -> int:
-    """Return how many weights a model has, including those its tables store as integers.
-
-    >>> num_parameters(nn.Sequential(nn.Embedding(10, 4), nn.Linear(4, 1)))
-    45
-    """
+    """Return how many weights a model has, including those its tables store as integers."""
     tables = sum(info.num_parameters for info in find_tables(model))
     trained = sum(parameter.numel() for parameter in table_parameters(model).values())
     return sum(parameter.numel() for parameter in model.parameters()) - trained + tables
@@ -301,12 +285,7 @@ def read_run(folder: str | os.PathLike[str]) -> RunSettings:
 
 
 def read_reports(folder: str | os.PathLike[str]) -> dict[str, Any]:
-    """Return what the methods that took part in a run tell of it, by their names; none of an older run.
-
-    >>> read_reports("nowhere")
-    Traceback (most recent call last):
-    rarebit.errors.ModelFileError: 'nowhere' holds no run: run.json is missing; train one with rarebit train
-    """
+    """Return what the methods that took part in a run tell of it, by their names; none of an older run."""
     try:
         return dict(_read_values(folder).get("reports", {}))
     except (ValueError, TypeError) as error:

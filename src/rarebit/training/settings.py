@@ -188,11 +188,7 @@ class RunSettings:
 def load_splits(
     log: SyntheticLog | PreparedLog, *, progress: Callable[[int, int], None] | None = None
 ) -> Splits:
-    """Generate a click log, or open a prepared one, whose checksums are compared first.
-
-    >>> len(load_splits(SyntheticLog(rows=100)).test)
-    10
-    """
+    """Generate a click log, or open a prepared one, whose checksums are compared first."""
     if isinstance(log, SyntheticLog):
         return generate(log, progress=progress)
     if log.checksum and PreparedFolder(log.folder).checksum != log.checksum:

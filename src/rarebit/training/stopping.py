@@ -42,12 +42,6 @@ def stop_requests() -> Iterator[StopRequests]:
 
     Only the main thread can do so; in another one nothing is ever requested. A signal that is
     ignored stays ignored, as in a background job of a shell.
-
-    >>> with stop_requests() as stop:
-    ...     before = stop.requested
-    ...     signal.raise_signal(signal.SIGTERM)
-    ...     print(before, stop.requested, stop.signal == signal.SIGTERM)
-    False True True
     """
     stop = StopRequests()
     if threading.current_thread() is not threading.main_thread():
