@@ -203,10 +203,10 @@ def started(
     with ExitStack() as stack:
         with torch.random.fork_rng(devices=list(devices)):
             for one in callbacks:
-                text = technique_text(one) if isinstance(one, Technique) else one.name
                 callback = one.callback() if isinstance(one, Technique) else one
                 if callback is None:
                     continue
+                text = technique_text(one) if isinstance(one, Technique) else callback.name
                 name = text.partition(":")[0]
                 if name in found:
                     raise SettingsError(f"{name} is there twice; use one")

@@ -266,10 +266,10 @@ def technique_class(name: str) -> type[Technique]:
     if len(imported) > 1:
         raise SettingsError(f"{name!r} names {len(imported)} methods; give each an entry point")
     if not imported:
-        advice = suggest(name.replace("_", "-"), technique_names())
+        advice = suggest(name.replace("_", "-"), [BASELINE, *technique_names()])
         raise SettingsError(
-            f"unknown method {name!r}{advice}; a method from another package needs an entry point in the "
-            f"group {GROUP!r}, or an import before it is used"
+            f"unknown method {name!r}{advice}. A method of another package needs an entry point in the group "
+            f"{GROUP!r}, or its module must be imported first"
         )
     return imported[0]
 
@@ -341,7 +341,7 @@ def refusal(
     ):
         return None
     if first.composition_rank == then.composition_rank:
-        return f"both are {first.composition_rank.name.lower()}; use one of them"
+        return f"both are {first.composition_rank.name.lower()}; use one of them, or merge first"
     return f"{other} goes before {name}: write {other}+{name}, or merge first"
 
 

@@ -115,7 +115,7 @@ def test_a_right_toy_passes():
     checks.check_knobs(Declared())
     checks.check_share(Declared())
     checks.check_shape_after(Declared())
-    checks.check_pairs_declared([Declared])
+    checks.check_composition_declared([Declared])
     checks.check_pair(Declared(), Declared(level=2))
 
 

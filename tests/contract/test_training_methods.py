@@ -1,4 +1,4 @@
-"""What every method that takes part in training promises of a run, whatever it does there."""
+"""What every training method promises, whatever it does around training."""
 
 import os
 import signal
@@ -60,7 +60,7 @@ def test_there_is_one():
 @every_training_method
 def test_it_cannot_be_applied_to_a_table(name):
     model = nn.Sequential(nn.Embedding(200, 4))
-    with pytest.raises(UnsupportedTableError, match="takes part in training and changes no table"):
+    with pytest.raises(UnsupportedTableError, match="which acts around training; pass it to fit"):
         rb.apply_(model, method_of(name), verbose=False)
 
 

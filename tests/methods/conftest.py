@@ -13,6 +13,7 @@ from typing import Literal
 
 from rarebit.settings import check_types
 from rarebit.tables.table import Method
+from rarebit.technique import Rank
 """
 
 FILES = {
@@ -21,7 +22,7 @@ __all__ = ["ToyWords"]
 
 @dataclass(frozen=True, kw_only=True)
 class ToyWords(Method):
-    pairs = {"hashing": Pair(allowed=True, words="words of the buckets")}
+    composition_rank = Rank.EVIDENCE
 
     word: str = "plain"
     rate: float = 1.0

@@ -183,10 +183,10 @@ def test_it_is_typed_with_when_it_is_applied():
         "low-rank:after_training=true:rank=4,low-rank:after_training=true"
     )
     assert late.text == "low-rank:rank=4:after_training=true"
-    assert late.methods([(1000, 8)], 1.0) == (rb.LowRank(rank=4, after_training=True),)
+    assert late.build([(1000, 8)], 1.0) == (rb.LowRank(rank=4, after_training=True),)
     early = rb.LowRank.for_share([(1000, 8)], 0.5)
     sized = rb.LowRank(rank=early.rank, after_training=True)
-    assert unsized.methods([(1000, 8)], 0.5) == (sized,)
+    assert unsized.build([(1000, 8)], 0.5) == (sized,)
 
 
 def test_a_product_is_cut_as_it_would_be_merged():

@@ -171,7 +171,7 @@ def test_what_changed_is_told(capsys):
         "MultiEmbedding(num_sets=3): 2 of 4 tables, 52 -> 156 weights stored",
         "  backbone.tables.user  6 x 4, 24 -> 72",
         "  backbone.tables.tags  7 x 4, 28 -> 84",
-        "  left alone, outside of the backbone: wide.tables.user, wide.tables.tags",
+        "  left alone, outside the backbone: wide.tables.user, wide.tables.tags",
     ]
     assert [info.methods for info in changes.after] == [("MultiEmbedding(num_sets=3)",)] * 2
 
@@ -200,7 +200,7 @@ def test_models_that_are_linear_in_their_embeddings_are_refused_with_the_reason(
 def test_a_model_with_sets_gets_no_others():
     with pytest.raises(SettingsError, match="DCNv2 has 2 embedding sets already; build it without"):
         rb.apply_(make(num_sets=2), MultiEmbedding())
-    with pytest.raises(UnsupportedTableError, match="a model has one kind of sets"):
+    with pytest.raises(UnsupportedTableError, match="multi-embedding is there twice; use one"):
         with_sets_of(with_sets_of(make()))
 
 

@@ -194,7 +194,7 @@ def test_what_changed_is_told_for_all_sets_together(capsys):
         "MultiEmbedding(num_sets=3): 2 of 3 tables, 64 -> 192 weights stored",
         "  backbone.user  9 x 4, 36 -> 108",
         "  backbone.item  7 x 4, 28 -> 84",
-        "  left alone, outside of the backbone: bias",
+        "  left alone, outside the backbone: bias",
     ]
     assert [info.num_bytes for info in changes.after] == [4 * 108, 4 * 84]
 
@@ -328,7 +328,7 @@ def test_tied_and_frozen_tables_are_refused():
 def test_sets_of_tables_with_a_method_or_with_sets_are_refused():
     model = Model()
     rb.apply_(model, rb.Hashing(buckets=5), verbose=False)
-    with pytest.raises(UnsupportedTableError, match="give the model its sets first"):
+    with pytest.raises(UnsupportedTableError, match="multi-embedding goes before hashing"):
         with_sets(model)
     with pytest.raises(UnsupportedTableError, match="Model has several embedding sets already"):
         with_sets(with_sets(Model()))

@@ -208,7 +208,7 @@ def test_an_optimizer_follows_a_method_on_the_sets():
 def test_sets_after_a_method_are_refused():
     model = DCNv2(SCHEMA, dim=K, hidden=(8,))
     rb.apply_(model, rb.Hashing(buckets=7), verbose=False)
-    with pytest.raises(UnsupportedTableError, match="give the model its sets first"):
+    with pytest.raises(UnsupportedTableError, match="multi-embedding goes before hashing"):
         rb.apply_(model, SETS[0])
     assert model.backbone.num_sets is None
 

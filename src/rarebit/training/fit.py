@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.optim import Optimizer
 
-from rarebit.callbacks import Callback, Callbacks, TrainingData, started
+from rarebit.callbacks import Callback, Callbacks, TrainingData, TrainingMethod, started
 from rarebit.data.dataset import Dataset
 from rarebit.data.order import batch_bounds
 from rarebit.errors import CheckpointError, DataError, NotFiniteError, TrainingError
@@ -63,7 +63,7 @@ def fit(
     loss: Loss = F.binary_cross_entropy_with_logits,
     forward: Forward | None = None,
     backward: Backward | None = None,
-    callbacks: Sequence[Callback] = (),
+    callbacks: Sequence[Callback | TrainingMethod] = (),
     folder: str | os.PathLike[str] | None = None,
     resume: bool = False,
     progress: Progress | bool = True,
@@ -73,7 +73,7 @@ def fit(
 
     Any setting of `Training` can be given by name. With validation data the weights of the best epoch are kept.
     `forward=lambda model, batch: ...` calls a model that does not take a batch; `backward=rows.backward` trains with
-    row gradients. `callbacks` act around training (`Callback`), and their state is part of the checkpoints. With a
+    row gradients. `callbacks` act around training (`Callback`, or the settings of a `TrainingMethod`), and their state is part of the checkpoints. With a
     `folder`, checkpoints are written there, Ctrl-C and SIGTERM stop after the step with nothing lost, and
     `resume=True` resumes from the newest one, to the same bits as without the interruption.
 

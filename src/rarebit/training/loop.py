@@ -21,7 +21,7 @@ import dataclasses
 import random
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -413,10 +413,9 @@ class TrainingLoop:
         if self.ema is not None:
             self.ema.load_training_state(state["ema"])
         self.best.load(state["best"], best_weights)
-        if "callbacks" in state:
-            self.callbacks.load_state_dict(_on(self.steps.device, state["callbacks"]))
-        elif state.get("others"):  # what older versions wrote
-            self.callbacks.load_state_dict(_on(self.steps.device, state["others"][0]))
+        if "callbacks" not in state:
+            state = {**state, "callbacks": _older_states(state.get("others", []), self.callbacks)}
+        self.callbacks.load_state_dict(_on(self.steps.device, state["callbacks"]))
         records = [_record(values) for values in state["history"]["epochs"]]
         self.history = History(records, stopped_early=state["history"]["stopped_early"])
         self.epoch, self.batch = state["position"]["epoch"], state["position"]["batch"]
@@ -480,6 +479,22 @@ class Best:
                 self.weights[name].copy_(weight)
             else:
                 self.weights[name] = weight.detach().clone()
+
+
+def _older_states(states: Sequence[Mapping[str, Any]], callbacks: Callbacks) -> dict[str, Any]:
+    """Return the states of callbacks as versions wrote them that had only methods, or one object, beside the model.
+
+    Those versions wrote no state for a callback that has none.
+    """
+    now = callbacks.state_dict()
+    found = {name: part for name, part in now.items() if not part["state"]}
+    if not states:
+        return found
+    [state] = states
+    if all(isinstance(p, Mapping) and p.keys() == {"settings", "state"} for p in state.values()):
+        return found | dict(state)
+    [*names] = [name for name in now if name not in found] or ["a callback"]
+    return found | {names[0]: {"settings": callbacks.settings.get(names[0], ""), "state": state}}
 
 
 def _on(device: torch.device, tree: Any) -> Any:

@@ -1,6 +1,7 @@
-"""Methods that take part in training: when they are called, what is written down, what is shared."""
+"""Callbacks and training methods: when they are called, what a checkpoint keeps of them, what runs share."""
 
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -11,11 +12,13 @@ import pytest
 import torch
 from capabilities import slow_after
 from torch import nn
+from watching import Watch
 
 import rarebit as rb
 from rarebit.callbacks import Callback, TrainingMethod
-from rarebit.errors import CheckpointError, SettingsError
+from rarebit.errors import CheckpointError, SettingsError, TrainingInterrupted
 from rarebit.methods.harmless_transfer import Transfer
+from rarebit.models.fm import FM
 from rarebit.pruning._run import PruneSettings, prune_run
 from rarebit.pruning.masked import load_ticket, save_ticket
 from rarebit.pruning.pruned import SharedPruning
@@ -172,26 +175,107 @@ def test_without_validation_rows_the_last_word_is_not_measured():
 
 def test_another_method_does_not_go_on_with_the_state_of_this_one(tmp_path):
     train(Toy(), folder=tmp_path / "run")
-    with pytest.raises(CheckpointError, match="with Toy, and now there is Toy:name=three; use the"):
+    with pytest.raises(
+        CheckpointError, match="has Toy, and this training has Toy:name=three; use the"
+    ):
         train(Toy(name="three"), folder=tmp_path / "run", resume=True)
 
 
 def test_a_run_with_and_one_without_are_not_taken_for_each_other(tmp_path):
     train(Toy(), folder=tmp_path / "with")
-    with pytest.raises(CheckpointError, match=r"state of 1 things .* and now there are 0"):
+    with pytest.raises(
+        CheckpointError, match="checkpoint has Toy, and this training has no callbacks"
+    ):
         train(folder=tmp_path / "with", resume=True)
     train(folder=tmp_path / "without")
-    with pytest.raises(CheckpointError, match=r"state of 0 things .* and now there are 1"):
+    with pytest.raises(
+        CheckpointError, match="checkpoint has no callbacks, and this training has Toy"
+    ):
         train(Toy(), folder=tmp_path / "without", resume=True)
 
 
-def test_a_checkpoint_from_before_there_were_others_still_loads(tmp_path):
-    whole, _ = train(folder=tmp_path / "run")
-    folder = CheckpointFolder(tmp_path / "run")
-    state = folder.newest("at-").state
-    assert state.pop("others") == []
+def stopped(path, *methods):
+    """Stop a training in its second epoch, and return the folder and state of its newest checkpoint."""
+
+    class Stop(Silence):
+        calls = 0
+
+        def advance(self, rows):
+            del rows
+            self.calls += 1
+            if self.calls == 4:
+                os.kill(os.getpid(), signal.SIGTERM)
+
+    with pytest.raises(TrainingInterrupted):
+        train(*methods, folder=path, progress=Stop())
+    folder = CheckpointFolder(path)
+    return folder, folder.newest("at-").state
+
+
+@pytest.mark.parametrize("methods", [(), (Transfer(),)])
+def test_a_checkpoint_of_an_older_version_resumes(tmp_path, methods):
+    whole, history = train(*methods)
+    folder, state = stopped(tmp_path / "run", *methods)
+    states = state.pop("callbacks")
+    folder.write("at-999999-0000000000", state | {"others": [states] if methods else []})
+    again = train(*methods, folder=tmp_path / "run", resume=True)
+    assert_same_weights(again.model, whole)
+    assert again.history.reports == history.reports
+
+
+def test_a_checkpoint_from_before_methods_had_a_state_resumes(tmp_path):
+    whole, _ = train()
+    folder, state = stopped(tmp_path / "run")
+    assert state.pop("callbacks") == {}
     folder.write("at-999999-0000000000", state)
     assert_same_weights(train(folder=tmp_path / "run", resume=True)[0], whole)
+
+
+def rewritten(path, states, number=1):
+    """Write the newest checkpoint again, as an older version did."""
+    folder = CheckpointFolder(path)
+    state = folder.newest("at-").state
+    state.pop("callbacks", None)
+    folder.write(f"at-999999-000000000{number}", state | {"others": states})
+
+
+class Halving:
+    """Turns the loss into gradients, and counts."""
+
+    def __init__(self):
+        self.steps = 0
+
+    def backward(self, loss):
+        self.steps += 1
+        (loss / (1 + self.steps)).backward()
+
+    def state_dict(self):
+        return {"steps": self.steps}
+
+    def load_state_dict(self, state):
+        self.steps = state["steps"]
+
+
+def test_an_older_state_of_the_owner_of_a_backward_is_read(tmp_path):
+    options = {"batch_size": 64, "progress": False, "folder": tmp_path / "run", "patience": None}
+    first, then = Halving(), Halving()
+    model = FM(TRAIN.schema, dim=4)
+    rb.fit(model, TRAIN, backward=first.backward, epochs=1, **options)
+    rewritten(tmp_path / "run", [first.state_dict()])
+    rb.fit(model, TRAIN, backward=then.backward, epochs=2, resume=True, **options)
+    assert then.steps == 2 * first.steps == STEPS
+    rewritten(tmp_path / "run", [then.state_dict()], number=2)
+    with pytest.raises(CheckpointError, match="this training has no callbacks; use the same"):
+        rb.fit(model, TRAIN, epochs=3, resume=True, **options)
+
+
+def test_an_older_checkpoint_says_nothing_of_callbacks_without_a_state(tmp_path):
+    options = {"batch_size": 64, "progress": False, "folder": tmp_path / "run", "patience": None}
+    model, seen = FM(TRAIN.schema, dim=4), []
+    rb.fit(model, TRAIN, epochs=1, callbacks=[Watch(seen.append)], **options)
+    rewritten(tmp_path / "run", [])
+    rb.fit(model, TRAIN, epochs=2, callbacks=[Watch(seen.append)], resume=True, **options)
+    assert seen == list(range(1, STEPS + 1))
 
 
 class Keeps:
@@ -225,7 +309,7 @@ import os, signal, sys
 from dataclasses import replace
 from pathlib import Path
 sys.path.insert(0, sys.argv[2])
-from training.test_taking_part import SETTINGS, TRAIN, VALID, Silence, Transfer, train_model
+from test_callbacks import SETTINGS, TRAIN, VALID, Silence, Transfer, train_model
 
 class Kill(Silence):
     calls = 0
@@ -242,7 +326,7 @@ train_model(settings, TRAIN, VALID, folder=Path(sys.argv[1]), progress=Kill(), s
 
 def test_a_killed_process_with_a_discriminator_goes_on_to_the_same_bits(tmp_path):
     folder = tmp_path / "run"
-    tests = Path(__file__).parents[1]
+    tests = Path(__file__).parent
     done = subprocess.run(
         [sys.executable, "-c", KILLED, str(folder), str(tests)],
         env=os.environ | {"PYTHONPATH": str(SRC), "OMP_NUM_THREADS": "1"},
@@ -268,7 +352,7 @@ def test_the_state_in_a_checkpoint_is_what_makes_the_bits_the_same(tmp_path):
     whole, _ = train(Transfer(lr=1.0))
     folder = CheckpointFolder(tmp_path / "run")
     state = folder.newest("at-").state
-    [losses] = state["others"][0]["harmless-transfer"]["state"]["losses"].values()
+    [losses] = state["callbacks"]["harmless-transfer"]["state"]["losses"].values()
     losses["weight"] = torch.ones_like(losses["weight"])
     folder.write("at-999999-0000000000", state)
     other, _ = train(Transfer(lr=1.0), folder=tmp_path / "run", resume=True)
@@ -334,15 +418,15 @@ def test_a_first_stage_that_is_there_is_not_made_again(tmp_path):
     }
 
 
-def test_a_rising_threshold_leaves_no_room_for_tables_that_take_part():
+def test_a_rising_threshold_leaves_no_room_for_tables_with_a_callback():
     class Shrinking(rb.Shrinkage):
-        """The same with a part of its own in training."""
+        """The same with a callback."""
 
-        def attach(self, model, data):
-            del data
-            return Noted(Toy(), model)
+        def callback(self):
+            return Noted(Toy())
 
-    with pytest.raises(SettingsError, match="no room for; use pruned with by='magnitude'"):
+    message = "Shrinking acts around training, .* no room for that; use pruned with by='magnitude'"
+    with pytest.raises(SettingsError, match=message):
         train(Shrinking(), PRUNED)
 
 
