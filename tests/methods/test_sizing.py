@@ -112,7 +112,7 @@ def test_a_method_that_does_not_know_its_size_asks_for_it(toy_methods):
 def test_a_combination_keeps_at_most_the_share(shapes, share):
     [expression] = parse_techniques("hashing+low-rank")
     try:
-        methods = expression.methods(shapes, share)
+        methods = expression.build(shapes, share)
     except SettingsError:
         assume(False)
     # the second may be left with no table that it suits, which apply_ tells
@@ -124,7 +124,7 @@ def test_a_combination_keeps_at_most_the_share(shapes, share):
 def test_parts_share_what_is_kept_evenly():
     shapes = [(1000, 16)]
     [expression] = parse_techniques("hashing+low-rank")
-    hashing, low_rank = expression.methods(shapes, 0.25)
+    hashing, low_rank = expression.build(shapes, 0.25)
     assert hashing == rb.Hashing(buckets=500)
     assert low_rank == rb.LowRank.for_share([(500, 16)], 0.5)
     assert kept(shapes, hashing, low_rank) == (500 + 16) * 7 / 16000
@@ -133,7 +133,7 @@ def test_parts_share_what_is_kept_evenly():
 @pytest.mark.parametrize("given_part", ["hashing:buckets=40+low-rank", "hashing+low-rank:rank=2"])
 def test_a_part_that_is_given_is_not_sized(given_part):
     [expression] = parse_techniques(given_part)
-    hashing, low_rank = expression.methods([(100, 8), (60, 8)], 0.5)
+    hashing, low_rank = expression.build([(100, 8), (60, 8)], 0.5)
     expected = {
         "hashing:buckets=40+low-rank": (
             rb.Hashing(buckets=40),
@@ -153,4 +153,4 @@ def test_the_share_is_checked_before_it_is_divided():
     ):
         [expression] = parse_techniques(text)
         with pytest.raises(SettingsError, match="share must be above 0 and at most 1"):
-            expression.methods([(100, 8)], share)
+            expression.build([(100, 8)], share)

@@ -73,9 +73,9 @@ def fit(
 
     Any setting of `Training` can be given by name. With validation data the weights of the best epoch are kept.
     `forward=lambda model, batch: ...` calls a model that does not take a batch; `backward=rows.backward` trains with
-    row gradients. `callbacks` act around training (`Callback`, or the settings of a `TrainingMethod`), and their state is part of the checkpoints. With a
-    `folder`, checkpoints are written there, Ctrl-C and SIGTERM stop after the step with nothing lost, and
-    `resume=True` resumes from the newest one, to the same bits as without the interruption.
+    row gradients. `callbacks` act around training (`Callback`, or the settings of a `TrainingMethod`), and their state
+    is part of the checkpoints. With a `folder`, checkpoints are written there, Ctrl-C and SIGTERM stop after the step
+    with nothing lost, and `resume=True` resumes from the newest one, to the same bits as without the interruption.
 
     >>> from rarebit.models.fm import FM
     >>> data = Dataset.from_columns({"user": [0, 1, 2, 1]}, label=[0, 1, 0, 1])
