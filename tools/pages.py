@@ -62,6 +62,7 @@ from rarebit.study.statistics import Comparison, judge
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks/results"
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 
 NUMBER = r"[-+]?\d[\d,]*(?:\.\d+)?"
 SHAPE = re.compile(
@@ -80,23 +81,25 @@ LABEL = "-"
 def main() -> None:
     """Refresh the pages, or check them."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
-    parser.add_argument(
-        "--check", action="store_true", help="change nothing; print a diff and fail"
-    )
-    parser.add_argument("pages", nargs="*", type=Path, help="by default README.md and docs/*.md")
-    options = parser.parse_args()
-    problems = []
-    for path in options.pages or [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]:
-        old = path.read_text("utf-8")
-        new = refreshed(old)
-        problems += [f"{path.name}: {problem}" for problem in problems_of(new)]
-        if options.check:
-            lines = (old.splitlines(), new.splitlines(), path.name, "stored results")
-            problems += difflib.unified_diff(*lines, lineterm="", n=0)
-        else:
-            path.write_text(new, encoding="utf-8")
+    parser.add_argument("--check", action="store_true", help="only print what differs, and fail")
+    if not parser.parse_args().check:
+        for path in PAGES:
+            path.write_text(refreshed(path.read_text("utf-8")), encoding="utf-8")
+    problems = [f"{path.name}: {line}" for path in PAGES for line in problems_of(path)]
     if problems:
         sys.exit("\n".join([*problems, "refresh the figures with python tools/pages.py"]))
+
+
+def problems_of(path: Path) -> list[str]:
+    """Return a diff to the stored results, four-decimal numbers without source, and the reverse."""
+    page = path.read_text("utf-8")
+    lines = page.splitlines(), refreshed(page).splitlines()
+    rest = FIGURE.sub("", TABLE.sub("", CODE.sub("", page)))
+    return [
+        *difflib.unified_diff(*lines, "page", "stored results", lineterm="", n=0),
+        *(f"{number} has no source" for number in re.findall(r"[-+]?\d\.\d{4}\b", rest)),
+        *(f"{text} has no figure" for text in re.findall("<!--.*?-->", rest, re.DOTALL)),
+    ]
 
 
 def refreshed(page: str) -> str:
@@ -110,13 +113,6 @@ def refreshed(page: str) -> str:
         new += "\n".join(lines) + "\n"
         end = found.end()
     return new + _text(page[end:])
-
-
-def problems_of(page: str) -> list[str]:
-    """Return the numbers with four decimals without a source, and the sources without a number."""
-    rest = FIGURE.sub("", TABLE.sub("", CODE.sub("", page)))
-    numbers = [f"{number} has no source" for number in re.findall(r"[-+]?\d\.\d{4}\b", rest)]
-    return numbers + [f"{text} has no figure" for text in re.findall("<!--.*?-->", rest, re.DOTALL)]
 
 
 def _text(text: str) -> str:
@@ -151,9 +147,11 @@ def rewritten(text: str, source: str) -> str:
     source = " ".join(source.split())
     try:
         whole = _as_text(source)
+        if whole is None and not SHAPE.search(text):
+            sys.exit(f"<!-- {source} -->: {text!r} has no number to replace")
         return whole or SHAPE.sub(lambda found: _filled(found, source), text, count=1)
     except (LookupError, ValueError, StopIteration) as error:
-        sys.exit(f"<!-- {source} --> is not in the stored results: {error!r}")
+        sys.exit(f"cannot read <!-- {source} -->: {error!r}")
 
 
 def _filled(found: re.Match[str], source: str) -> str:
@@ -177,9 +175,25 @@ def _like(written: str, number: float) -> str:
 # Sources
 
 
+def _split(source: str) -> tuple[str, list[str]]:
+    """Return address and options of a source."""
+    address, *options = source.split(" | ")
+    known = {*RUN_FIGURES, *OPERATIONS, *OTHER_OPTIONS}
+    for option in options:
+        if option not in known and option.split()[0] not in known:
+            raise ValueError(f"unknown option {option!r}")
+    return address, options
+
+
+OTHER_OPTIONS = {
+    *("alone", "averaged", "below", "between", "claim", "decile", "ledger", "max", "mean, wins"),
+    *("model", "one control", "seeds", "size", "verdict", "wins"),
+}
+
+
 def value(source: str, part: str) -> float:
     """Return the mean, low, high or spread that a source names."""
-    address, *options = source.split(" | ")
+    address, options = _split(source)
     if address in FIGURES:
         found = FIGURES[address]()[part]
     elif ": " in address:
@@ -276,7 +290,7 @@ def _compared(cell: "Cell", variant: str, control: str, options: Sequence[str]) 
 
 def _as_text(source: str) -> str | None:
     """Return what a source gives as a text; None if it is a number."""
-    address, *options = source.split(" | ")
+    address, options = _split(source)
     cells, variant, control = _addressed(address) if ": " in address else ([], "", "")
     for option in options:
         name, _, number = option.partition(" ")
@@ -311,7 +325,7 @@ def judged(found: Comparison, at_least: float) -> str:
 # Studies
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Cell:
     """The runs of a study on one model and log."""
 
@@ -356,16 +370,23 @@ class Cell:
 
         Each other method is compared with its own control if this one is, and else with this control.
         """
-        controls = {one["name"]: one["control"] for one in self.values["sides"] if one["control"]}
-        if one_control or controls[variant] != control:
-            controls = {name: control for name in controls if name != control}
-        pairs = {name: self.differences(name, other) for name, other in controls.items()}
-        return judge(pairs, minimum_effect=self.minimum_effect)[variant]
+        own = {one["name"]: one["control"] for one in self.values["sides"]}[variant]
+        return _family(self, None if control == own and not one_control else control)[variant]
 
     def ledger(self, variant: str, figure: Callable[[Mapping[str, Any]], float]) -> list[float]:
         """Return a figure of the ledger of a transfer for each table, as a mean over seeds."""
         ledgers = [run["reports"]["harmless-transfer"]["tables"] for run in self.runs(variant)]
         return [statistics.fmean(figure(one[table]) for one in ledgers) for table in ledgers[0]]
+
+
+@functools.cache
+def _family(cell: Cell, control: str | None) -> Mapping[str, Comparison]:
+    """Return all methods compared with their own controls, or with one control."""
+    controls = {one["name"]: one["control"] for one in cell.values["sides"] if one["control"]}
+    if control is not None:
+        controls = {name: control for name in controls if name != control}
+    pairs = {name: cell.differences(name, other) for name, other in controls.items()}
+    return judge(pairs, minimum_effect=cell.minimum_effect)
 
 
 LEDGER: Mapping[str, Callable[[Mapping[str, Any]], float]] = {
