@@ -1,20 +1,11 @@
-"""How training tells what it is doing.
+"""The training loop, which can stop between any two steps and resume to the same bits.
 
-The random numbers to come: the states of all global generators, as plain values and bytes.
+    state()        everything that decides how training continues, as tensors and plain values
+    load(state)    continue from there: the same weights to the last bit as without the interruption
 
-    torch     the CPU's generator; CUDA's, one a device, where CUDA is in use
-    python    the module `random`
-    numpy     `np.random`, the global state of old
-
-Whole words are stored as uint8 tensors, so that a file of tensors can hold them bit by bit.
-
-The training loop as something that can be put down between any two steps and taken up again.
-
-    state()        everything that decides how training goes on, as tensors and plain values
-    load(state)    go on from there: the same weights to the last bit as without the break
-
-The order of the rows needs no saving: seed and epoch decide it. Times are measured, not computed, so
-they are the only thing that differs after a break.
+The order of the rows needs no saving: seed and epoch decide it. Times are measured, so they are the only thing that differs
+after a resume. `random_state` covers the global generators of torch (CPU and CUDA), Python and numpy; their words are stored
+as uint8 tensors, so that a file of tensors holds them bit by bit.
 """
 
 import dataclasses
@@ -58,7 +49,7 @@ __all__ = [
 
 @dataclass(frozen=True, kw_only=True)
 class EpochRecord:
-    """What one epoch did."""
+    """The result of one epoch."""
 
     epoch: int
     """From 1."""
@@ -74,46 +65,46 @@ class EpochRecord:
 
 
 class Progress(Protocol):
-    """What `fit` calls as it goes."""
+    """What `fit` calls to report its progress."""
 
     def say(self, line: str) -> None:
-        """Tell something worth knowing."""
+        """Report a message."""
 
     def start_epoch(self, epoch: int, epochs: int, rows: int) -> None:
-        """Tell that an epoch of so many rows begins."""
+        """Report the start of an epoch of so many rows."""
 
     def advance(self, rows: int) -> None:
-        """Tell that so many more rows are done."""
+        """Report that so many more rows are done."""
 
     def finish_epoch(self, record: EpochRecord) -> None:
-        """Tell what the epoch gave."""
+        """Report the result of an epoch."""
 
 
 class Silence:
-    """Tells nothing."""
+    """Reports nothing."""
 
     def say(self, line: str) -> None:
-        """Tell nothing."""
+        """Do nothing."""
 
     def start_epoch(self, epoch: int, epochs: int, rows: int) -> None:
-        """Tell nothing."""
+        """Do nothing."""
 
     def advance(self, rows: int) -> None:
-        """Tell nothing."""
+        """Do nothing."""
 
     def finish_epoch(self, record: EpochRecord) -> None:
-        """Tell nothing."""
+        """Do nothing."""
 
 
 class LineProgress(Silence):
-    """Prints a line an epoch to standard error."""
+    """Prints one line per epoch to standard error."""
 
     def say(self, line: str) -> None:
-        """Print it."""
+        """Print a message."""
         sys.stderr.write(f"{line}\n")
 
     def finish_epoch(self, record: EpochRecord) -> None:
-        """Print what the epoch gave."""
+        """Print the result of an epoch."""
         valid = "" if record.valid is None else f", valid {record.valid}"
         sys.stderr.write(
             f"epoch {record.epoch}: train loss {record.train_loss:.5f}{valid}, "
@@ -127,10 +118,20 @@ WORDS = 624
 
 def random_state() -> dict[str, Any]:
     """Return the states of the global generators: dictionaries of numbers and uint8 tensors."""
+    version, (*words, position), gauss = random.getstate()
+    python = {"version": version, **_twister(words, position, gauss)}
+    numpy = np.random.get_state(legacy=False)  # noqa: NPY002  # libraries still draw from it
+    if numpy["bit_generator"] != "MT19937":
+        raise TrainingError(
+            f"numpy's global generator is {numpy['bit_generator']}, whose state cannot be stored; use numpy's "
+            "own MT19937"
+        )
+    words, position = numpy["state"]["key"], int(numpy["state"]["pos"])
+    gauss = float(numpy["gauss"]) if numpy["has_gauss"] else None
     state: dict[str, Any] = {
         "torch": torch.get_rng_state(),
-        "python": _python_state(),
-        "numpy": _numpy_state(),
+        "python": python,
+        "numpy": _twister(words, position, gauss),
     }
     if torch.cuda.is_initialized():
         generators = torch.cuda.get_rng_state_all()
@@ -139,15 +140,19 @@ def random_state() -> dict[str, Any]:
 
 
 def set_random_state(state: Mapping[str, Any]) -> None:
-    """Go on with the random numbers that would have followed when `random_state` was called.
+    """Restore what `random_state` returned; CUDA devices that are not there are left out.
 
-    States of CUDA devices that are not there are left out. A state that cannot be one is refused.
+    >>> set_random_state({})
+    Traceback (most recent call last):
+    rarebit.errors.TrainingError: the random state is damaged: 'python'; start from another checkpoint
     """
     before = torch.get_rng_state()
     try:
-        # all are read before one is set: half a state would be neither run
-        python, numpy = _read_python(state["python"]), _read_numpy(state["numpy"])
-        cuda = {int(device): _bytes(words) for device, words in state.get("cuda", {}).items()}
+        # everything is read before anything is set: half a state would belong to neither run
+        words, position, gauss = _read_twister(state["python"])
+        python = (state["python"]["version"], (*words.tolist(), position), gauss)
+        words, position, gauss = _read_twister(state["numpy"])
+        cuda = {int(device): _bytes(value) for device, value in state.get("cuda", {}).items()}
         torch.set_rng_state(_bytes(state["torch"]))
         random.setstate(python)
     except (AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
@@ -155,75 +160,33 @@ def set_random_state(state: Mapping[str, Any]) -> None:
         raise TrainingError(
             f"the random state is damaged: {error}; start from another checkpoint"
         ) from None
-    np.random.set_state(numpy)  # noqa: NPY002  # the global state is what is restored
-    for device, words in cuda.items():
-        if device < torch.cuda.device_count():
-            torch.cuda.set_rng_state(words, device)
-
-
-def _python_state() -> dict[str, Any]:
-    version, numbers, gauss = random.getstate()
-    *words, position = numbers
-    return {
-        "version": version,
-        "words": _to_bytes(np.array(words, dtype=np.uint32)),
-        "position": position,
-        "gauss": gauss,
-    }
-
-
-def _read_python(state: Mapping[str, Any]) -> tuple[Any, ...]:
-    numbers = (*_to_words(state["words"]).tolist(), _position(state))
-    return (state["version"], numbers, _gauss(state["gauss"]))
-
-
-def _numpy_state() -> dict[str, Any]:
-    state = np.random.get_state(legacy=False)  # noqa: NPY002  # libraries still draw from it
-    if state["bit_generator"] != "MT19937":
-        raise TrainingError(
-            f"numpy's global generator is {state['bit_generator']}, whose state cannot be stored; "
-            "leave numpy's own in its place"
-        )
-    return {
-        "words": _to_bytes(np.asarray(state["state"]["key"], dtype=np.uint32)),
-        "position": int(state["state"]["pos"]),
-        "gauss": float(state["gauss"]) if state["has_gauss"] else None,
-    }
-
-
-def _read_numpy(state: Mapping[str, Any]) -> dict[str, Any]:
-    gauss = _gauss(state["gauss"])
-    return {
+    numpy = {
         "bit_generator": "MT19937",
-        "state": {"key": _to_words(state["words"]), "pos": _position(state)},
+        "state": {"key": words, "pos": position},
         "has_gauss": int(gauss is not None),
         "gauss": gauss or 0.0,
     }
+    np.random.set_state(numpy)  # noqa: NPY002  # the global state is what is restored
+    for device, value in cuda.items():
+        if device < torch.cuda.device_count():
+            torch.cuda.set_rng_state(value, device)
 
 
-def _position(state: Mapping[str, Any]) -> int:
-    position = state["position"]
-    # numpy does not check it, and would read beyond its words
-    if type(position) is not int or not 0 <= position <= WORDS:
-        raise ValueError(f"a position must lie in [0, {WORDS}], got {position!r}")
-    return position
+def _twister(words: Any, position: int, gauss: float | None) -> dict[str, Any]:
+    as_bytes = torch.from_numpy(np.array(words, dtype="<u4").view(np.uint8))
+    return {"words": as_bytes, "position": position, "gauss": gauss}
 
 
-def _gauss(value: object) -> float | None:
-    if value is not None and not isinstance(value, float):
-        raise ValueError(f"a stored draw must be a number, got {value!r}")
-    return value
-
-
-def _to_bytes(words: "np.ndarray[Any, np.dtype[np.uint32]]") -> Tensor:
-    return torch.from_numpy(words.astype("<u4").view(np.uint8))
-
-
-def _to_words(values: Tensor) -> "np.ndarray[Any, np.dtype[np.uint32]]":
-    words = _bytes(values)
+def _read_twister(state: Mapping[str, Any]) -> tuple[Any, int, float | None]:
+    words, position, gauss = _bytes(state["words"]), state["position"], state["gauss"]
     if words.shape != (4 * WORDS,):
         raise ValueError(f"a generator has {4 * WORDS} bytes, got {tuple(words.shape)}")
-    return words.numpy().view("<u4").astype(np.uint32)
+    # numpy does not check the position, and would read beyond its words
+    if type(position) is not int or not 0 <= position <= WORDS:
+        raise ValueError(f"a position must lie in [0, {WORDS}], got {position!r}")
+    if gauss is not None and not isinstance(gauss, float):
+        raise ValueError(f"a stored draw must be a number, got {gauss!r}")
+    return words.numpy().view("<u4").astype(np.uint32), position, gauss
 
 
 def _bytes(values: object) -> Tensor:
@@ -240,7 +203,7 @@ LOOK_EVERY = 100
 
 @dataclass
 class History:
-    """What training did, epoch by epoch, and which epoch's weights the model has."""
+    """The epochs of a training, and which epoch's weights the model has."""
 
     epochs: list[EpochRecord] = field(default_factory=list)
     best_epoch: int | None = None
@@ -248,7 +211,7 @@ class History:
     stopped_early: bool = False
     """Whether training ended before its last step."""
     reports: dict[str, Any] = field(default_factory=dict)
-    """What the methods that took part in it tell of it, by their names."""
+    """The reports of callbacks, by name."""
 
     @property
     def samples_per_second(self) -> float:
@@ -258,13 +221,13 @@ class History:
 
 
 class Keeper(Protocol):
-    """What the loop asks between steps: whether to write itself down, or to stop."""
+    """Decides between steps whether to write a checkpoint, or to stop."""
 
     def after_step(self, loop: "TrainingLoop") -> None:
-        """Look at a loop that has just made a step."""
+        """Act after a step."""
 
     def after_epoch(self, loop: "TrainingLoop") -> None:
-        """Look at a loop that has just finished an epoch."""
+        """Act after an epoch."""
 
 
 class NoKeeper:
@@ -361,7 +324,7 @@ class TrainingLoop:
         self.tell.advance(untold)
 
     def _finish_epoch(self) -> None:
-        """Validate, note what the epoch gave, and move on to the next."""
+        """Validate, record the epoch, and move on to the next."""
         lr = float(self.step.optimizer.param_groups[0]["lr"])
         metrics = self._validate()
         rows = self.bounds[self.batch - 1][1]
@@ -389,7 +352,7 @@ class TrainingLoop:
         return metrics
 
     def state(self) -> dict[str, Any]:
-        """Return everything that decides how training goes on; the best weights are kept apart."""
+        """Return everything that decides how training continues; the best weights are kept apart."""
         return {
             "position": {"epoch": self.epoch, "batch": self.batch, "seconds": self.seconds},
             "model": dict(self.step.model.state_dict()),
@@ -406,7 +369,7 @@ class TrainingLoop:
         }
 
     def load(self, state: Mapping[str, Any], best_weights: Mapping[str, Tensor] | None) -> None:
-        """Go on from a state that `state` returned, and the weights of its best epoch."""
+        """Continue from what `state` returned, and the weights of its best epoch."""
         self.step.model.load_state_dict(state["model"])
         self.step.optimizer.load_state_dict(state["optimizer"])
         self.step.load(state["step"])
@@ -442,7 +405,7 @@ class Best:
             )
 
     def has_stalled(self, epoch: int, value: float) -> bool:
-        """Take note of an epoch's validation metric; return whether to stop."""
+        """Record an epoch's validation metric; return whether to stop."""
         value *= self.sign
         if value > self.value:
             self.value, self.epoch = value, epoch
@@ -464,7 +427,7 @@ class Best:
         return {"value": self.value, "epoch": self.epoch, "plateau": plateau}
 
     def load(self, state: Mapping[str, Any], weights: Mapping[str, Tensor] | None) -> None:
-        """Go on from a state, and the weights of its epoch."""
+        """Continue from a state, and the weights of its epoch."""
         self.value, self.epoch = state["value"], state["epoch"]
         if self.plateau is not None and state["plateau"] is not None:
             self.plateau.load_state_dict(state["plateau"])
