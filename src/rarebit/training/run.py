@@ -1,21 +1,19 @@
-"""From the settings of a run to its trained model.
+"""One training run from settings to a folder: data, model, methods, training, test (`rarebit train`).
 
-start_model     the model before training, with the methods of training applied
-train_model     train it, or let a method drive the training, as pruning does in two stages
-finish_model    the model for inference: merged, and with the methods that come after training
+    start_model     the model before training, with the methods of training applied
+    train_model     train it, or let a method drive the training, as pruning does in two stages
+    finish_model    the model for inference: merged, and with the methods that come after training
+    run             all of it, measured on the test split and written
 
-One training run from settings to a folder: data, model, methods, training, test.
-
-What `rarebit train` does, as one function. The folder it leaves holds the model
-(`model.json`, `weights-<hash>.safetensors`), what the run was and gave (`run.json`), and its checkpoints.
+The folder of a run holds the model (`model.json`, `weights-<hash>.safetensors`), settings and results (`run.json`), and
+checkpoints.
 """
 
-import dataclasses
 import json
 import os
 import platform
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -207,7 +205,7 @@ RUN_FILE = "run.json"
 
 @dataclass(frozen=True, kw_only=True)
 class RunResult:
-    """What a run gave."""
+    """The result of a run."""
 
     model: nn.Module
     history: History
@@ -233,15 +231,15 @@ def run(
 ) -> RunResult:
     """Generate or open the data, build and train the model, measure it on the test split, and write it.
 
-    With a folder, training writes checkpoints there, and `resume` goes on from the newest. `shared` is a
-    first stage of pruning that this run has together with others.
+    With a folder, training writes checkpoints there, and `resume` resumes from the newest. `shared` is a first stage of
+    training that this run shares with others.
 
     >>> small = RunSettings.from_mapping({
     ...     "model": {"name": "fm", "dim": 2}, "data": {"rows": 2000}, "training": {"epochs": 1}})
     >>> run(small, progress=False, say=lambda line: None).test.overall.rows
     200
     """
-    # a prepared log that cannot be used is told before anything is written
+    # report a prepared log that cannot be used before writing anything
     settings = with_checksum(settings)
     prepared = load_splits(settings.data) if isinstance(settings.data, PreparedLog) else None
     out = None if folder is None else make_folder(Path(folder))
@@ -285,7 +283,7 @@ def read_run(folder: str | os.PathLike[str]) -> RunSettings:
 
 
 def read_reports(folder: str | os.PathLike[str]) -> dict[str, Any]:
-    """Return what the methods that took part in a run tell of it, by their names; none of an older run."""
+    """Return the reports of the callbacks of a run, by name; none from an older run."""
     try:
         return dict(_read_values(folder).get("reports", {}))
     except (ValueError, TypeError) as error:
@@ -313,16 +311,16 @@ def _damaged(folder: str | os.PathLike[str], error: Exception) -> ModelFileError
 
 
 def with_checksum(settings: RunSettings) -> RunSettings:
-    """Return the settings with which log it is that lies in the folder now."""
+    """Return the settings with the checksum of the prepared log."""
     log = settings.data
     if isinstance(log, SyntheticLog) or log.checksum:
         return settings
-    found = dataclasses.replace(log, checksum=PreparedFolder(log.folder).checksum)
-    return dataclasses.replace(settings, data=found)
+    found = replace(log, checksum=PreparedFolder(log.folder).checksum)
+    return replace(settings, data=found)
 
 
 def stored_settings(settings: RunSettings) -> dict[str, Any]:
-    """Return the settings for a file: a folder of data is found from anywhere."""
+    """Return the settings for a file, with absolute paths."""
     values = settings.to_mapping()
     if isinstance(settings.data, PreparedLog):
         values["data"]["folder"] = str(Path(settings.data.folder).absolute())
@@ -332,11 +330,11 @@ def stored_settings(settings: RunSettings) -> dict[str, Any]:
 def _describe(settings: RunSettings, result: RunResult) -> dict[str, Any]:
     from rarebit import __version__
 
-    history = dataclasses.asdict(result.history)
+    history = asdict(result.history)
     reports = history.pop("reports")
     return {
         "settings": stored_settings(settings),
-        "test": dataclasses.asdict(result.test),
+        "test": asdict(result.test),
         "history": history,
         "reports": reports,
         "num_parameters": result.num_parameters,
@@ -350,16 +348,16 @@ def _describe(settings: RunSettings, result: RunResult) -> dict[str, Any]:
 
 
 def _refuse_used(folder: Path) -> None:
-    """Raise when a folder holds the checkpoints of another run, before anything of it is changed."""
+    """Raise when a folder holds the checkpoints of another run."""
     if (folder / CHECKPOINTS).exists() or (folder / STAGE).exists():
         raise ModelFileError(
-            f"{str(folder)!r} holds a run already; go on with it by resume "
+            f"{str(folder)!r} holds a run already; resume it "
             f"(rarebit train --resume {folder}), or choose another folder"
         )
 
 
 def make_folder(folder: Path) -> Path:
-    """Make the folder before hours of training, not after: it may not be writable."""
+    """Make the folder before training, and raise where it is not writable."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         probe = folder / ".writable"

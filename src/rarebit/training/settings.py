@@ -1,7 +1,4 @@
-"""How to train: every dial of `fit`.
-
-What a run depends on, and the log it is made on.
-"""
+"""Settings: how to train (every dial of `fit`), and everything that a run depends on."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -30,14 +27,14 @@ class Training:
     """
 
     epochs: int = 10
-    """Most passes over the data."""
+    """Maximum epochs."""
     batch_size: int = 1024
-    """Rows a step."""
+    """Rows per step."""
     optimizer: Kind = "adam"
-    """Adam, SGD or Adagrad: torch's own, fused."""
+    """Adam, SGD or Adagrad: torch's fused optimizers."""
     tables: TableMode = "dense"
-    """"dense": the optimizer walks every row in every step, as papers do. "rowwise": only the rows that
-    the step looked up, so that a step costs what its batch costs; Adam is then lazy."""
+    """"dense": the optimizer updates every row in every step, as papers do. "rowwise": only the rows that the step
+    looked up, so a step costs what its batch costs; Adam is then lazy."""
     lr: float = 1e-3
     """Learning rate."""
     table_lr: float | None = None
@@ -53,26 +50,26 @@ class Training:
     momentum: float = 0.0
     """Momentum, for SGD."""
     clip_norm: float | None = None
-    """Scale gradients down to this norm, over network and tables together; None never does."""
+    """Maximum gradient norm over network and tables together; None: no clipping."""
     ema_decay: float | None = None
-    """Measure and keep an exponential average of the weights with this decay, such as 0.999."""
+    """Decay of an exponential moving average of the weights, which is evaluated and kept; such as 0.999."""
     precision: Precision = "float32"
     """Precision of the network's products; tables and loss stay in float32."""
     compile: bool = False
-    """Compile the network with `torch.compile`: a faster step after some ten seconds of waiting."""
+    """Compile the network with `torch.compile`: faster steps after some ten seconds."""
     cuda_graph: bool = True
-    """On a GPU, record the step once and replay it: the host's share of a step goes away."""
+    """On a GPU, capture the step as a CUDA graph and replay it."""
     monitor: Literal["auc", "logloss"] = "auc"
     """The validation metric that picks the best epoch."""
     patience: int | None = 2
-    """Stop after so many epochs in a row without a better one; None never stops early."""
+    """Stop early after so many epochs without improvement; None: never."""
     plateau_factor: float = 1.0
-    """Multiply the learning rate by this after `plateau_patience` epochs without a better one."""
+    """Multiply the learning rate by this after `plateau_patience` epochs without improvement."""
     plateau_patience: int = 1
-    """Epochs without a better one before the learning rate is cut."""
+    """Epochs without improvement before the learning rate is reduced."""
     checkpoint_minutes: float = 10.0
-    """Write a checkpoint so often, where there is a folder for them, besides one after each epoch that ends
-    later than a sixtieth of this after the last one."""
+    """Minutes between two checkpoints, where there is a folder for them. An epoch that ends later than a sixtieth of
+    this after the last checkpoint writes one as well."""
     seed: int = 0
     """Order of the rows, with the epoch."""
 
@@ -112,7 +109,7 @@ class PreparedLog:
     folder: str
     """The folder."""
     checksum: str = ""
-    """Of the log as a run read it; another log in the folder is refused. Empty: any log will do."""
+    """Checksum of the log that the run read; another log in the folder is refused. Empty: any log."""
 
     def __post_init__(self) -> None:
         check_types(self, where="data")
@@ -138,7 +135,7 @@ class RunSettings:
     model_settings: Mapping[str, Any] = field(default_factory=dict)
     """What the model is built with, such as `dim`."""
     data: SyntheticLog | PreparedLog = SyntheticLog()
-    """The click log: generated, or prepared from one's own."""
+    """The click log: generated, or prepared from your own."""
     training: Training = Training()
     """How to train. Its seed also draws the initial weights."""
     methods: tuple[Technique, ...] = ()
@@ -188,13 +185,13 @@ class RunSettings:
 def load_splits(
     log: SyntheticLog | PreparedLog, *, progress: Callable[[int, int], None] | None = None
 ) -> Splits:
-    """Generate a click log, or open a prepared one, whose checksums are compared first."""
+    """Generate a click log, or open a prepared one after verifying its checksums."""
     if isinstance(log, SyntheticLog):
         return generate(log, progress=progress)
     if log.checksum and PreparedFolder(log.folder).checksum != log.checksum:
         raise DataError(
-            f"the log in {log.folder!r} was prepared anew since the run, so its rows and ids may be "
-            "others; train a new run on it, or prepare the log again as it was"
+            f"the log in {log.folder!r} was prepared again since the run, so its rows and ids may differ; train a "
+            "new run on it, or prepare the log as it was"
         )
     splits = Dataset.open(log.folder, verify=True).splits
     if not len(splits.test):
