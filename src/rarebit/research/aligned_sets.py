@@ -1,17 +1,15 @@
-"""Aligned sets: multi-embedding whose interactions are held alike (a control; see `multi_embedding`).
+"""Aligned sets: multi-embedding with similar interactions in all sets (a control for `multi_embedding`).
 
     loss + weight · P        P = mean over l, i, j of  Var_m( ‖W_ij^(m,l)‖² )
 
-    W_ij^(m,l)   the block of layer l's matrix in set m that field j meets field i in, K x K;
-                 all of them are the cross network's `weight`, M x L x N K x N K
+    W_ij^(m,l)   the K x K block of layer l's matrix in set m for the fields i and j;
+                 together they are the cross network's `weight`, M x L x N K x N K
     weight       `AlignedSets.weight`
     Var_m        the variance over the M sets, divided by M - 1
 
-The interaction pattern of a set is how strongly each field meets each other one. Multi-embedding lets the
-sets find patterns of their own; here all are drawn to one. If that costs nothing, patterns of their own are
-not what multi-embedding lives by. Only for models with such a matrix: `dcn_v2`.
-
-Not for use by itself: it is there to be compared with.
+The interaction pattern of a set is how strongly each pair of fields interacts. Multi-embedding lets every set learn its own
+pattern; here a penalty makes all patterns similar. If that costs nothing, separate patterns are not the reason why
+multi-embedding works. Only for models with such a matrix (`dcn_v2`), and only for comparisons.
 """
 
 import math
@@ -33,23 +31,23 @@ __all__ = ["AlignedInteraction", "AlignedSets", "pattern_variance", "squared_pat
 
 @dataclass(frozen=True, kw_only=True)
 class AlignedSets(SetsMethod):
-    """Give a model several embedding sets, and draw their interaction patterns to one.
+    """Give a model several embedding sets with similar interaction patterns.
 
     >>> AlignedSets(num_sets=10)
     AlignedSets(num_sets=10, weight=1.0)
     """
 
-    title: ClassVar[str] = "several embedding sets whose interaction patterns are held alike"
+    title: ClassVar[str] = "several embedding sets with similar interaction patterns"
     control: ClassVar[str] = "multi-embedding"
     cost: ClassVar[str] = (
-        "that of multi-embedding, and a sum over the interaction's weights in each step"
+        "that of multi-embedding, and a sum over the interaction's weights per step"
     )
     applies: ClassVar[str] = (
-        "beside multi-embedding on dcn_v2, to tell whether patterns of their own matter; not by itself"
+        "to see in a study with dcn_v2 whether multi-embedding needs separate patterns"
     )
 
     weight: float = 1.0
-    """What the variance of the patterns is multiplied by before it is added to the loss."""
+    """The factor of the variance of the patterns in the loss."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -75,22 +73,22 @@ class AlignedSets(SetsMethod):
 
 
 class AlignedInteraction(nn.Module):
-    """An interaction whose patterns are drawn to one while it is trained; its features are the same.
+    """An interaction with a penalty on different patterns in training; its features are the same.
 
-    The penalty has a gradient and no value: the loss that is told stays the model's own, and any loop
-    trains with it. It counts once for each backward of an unscaled loss.
+    The penalty has a gradient and no value: the reported loss is that of the model, and every training loop works
+    unchanged. It counts once per backward of an unscaled loss.
     """
 
     def __init__(self, interaction: nn.Module, name: str, num_fields: int, weight: float) -> None:
         super().__init__()
         self.interaction = interaction
         self.name = name
-        """Which weight of the interaction holds the patterns."""
+        """The weight of the interaction that holds the patterns."""
         self.num_fields = num_fields
         self.weight = weight
 
     def penalty(self) -> Tensor:
-        """Return what is added to the loss."""
+        """Return the term of the loss."""
         matrices = self.interaction.get_parameter(self.name)
         exact = matrices.to(torch.promote_types(matrices.dtype, torch.float32))
         return self.weight * pattern_variance(exact, self.num_fields)
@@ -105,7 +103,7 @@ class AlignedInteraction(nn.Module):
 
 
 class _WithPenalty(torch.autograd.Function):
-    """Features as they are, and a gradient of one for the penalty."""
+    """The same features, and a gradient of one for the penalty."""
 
     @staticmethod
     def forward(ctx: Any, features: Tensor, penalty: Tensor) -> Tensor:
@@ -120,30 +118,21 @@ class _WithPenalty(torch.autograd.Function):
 
 
 def squared_patterns(weight: Tensor, num_fields: int) -> Tensor:
-    """Return ‖W_ij‖² for each pair of fields, `(..., N K, N K)` to `(..., N, N)`.
-
-    >>> squared_patterns(torch.tensor([[1.0, 2.0], [0.0, 3.0]]), num_fields=2)
-    tensor([[1., 4.],
-            [0., 9.]])
-    """
+    """Return ‖W_ij‖² for each pair of fields, `(..., N K, N K)` to `(..., N, N)`."""
     blocks = weight.unflatten(-1, (num_fields, -1)).unflatten(-3, (num_fields, -1))
     summed: Tensor = blocks.square().sum(dim=(-3, -1))  # (..., N, K, N, K)
     return summed
 
 
 def pattern_variance(weight: Tensor, num_fields: int) -> Tensor:
-    """Return the variance over sets of ‖W_ij‖², its mean over layers and pairs: `(M, L, N K, N K)` to one.
-
-    >>> pattern_variance(torch.tensor([[[[1.0]]], [[[2.0]]]]), num_fields=1)  # of 1 and 4
-    tensor(4.5000)
-    """
+    """Return the variance of ‖W_ij‖² over sets, averaged over layers and pairs; from `(M, L, N K, N K)`."""
     if len(weight) == 1:
         return weight.sum() * 0.0
     return squared_patterns(weight, num_fields).var(dim=0).mean()
 
 
 def _cross_weight(model: nn.Module) -> tuple[str, int] | None:
-    """Return the weight of the cross network, by its name in the interaction, and the fields it is for."""
+    """Return the name of the cross network's weight in the interaction, and its number of fields."""
     backbone: Any = model.backbone
     num_fields = len(model.schema.fields)  # type: ignore[union-attr, arg-type]  # models of ours have a schema
     width = num_fields * backbone.tables.dim

@@ -1,19 +1,16 @@
-"""Fresh tables: rows are drawn anew in every epoch, and the network is kept (Liu et al.; a neighbour of `shrinkage`).
+"""Fresh tables: redraw all rows before every epoch, and keep the network (Liu et al.; a neighbour of `shrinkage`).
 
 https://arxiv.org/abs/2305.19531
 
     row' = keep · row + (1 - keep) · fresh        fresh ~ N(mean, std²) of the table at the start
 
-    keep   `FreshTables.keep`: 0 draws rows wholly anew, 1 leaves them alone
+    keep   `FreshTables.keep`: 0 redraws rows completely, 1 leaves them unchanged
 
-A network that goes over the same rows again finds tables that remember the labels, and learns to trust them. With
-fresh tables every epoch is a first one for the tables, and the network learns to use what one pass can teach.
+In a second epoch the network finds tables that remember the labels, and learns to trust them. With fresh tables every epoch is
+the first one for the tables, and the network learns to use what one pass can teach.
 
-Rows are drawn when the first step of an epoch has been made, for the step before it ends with the epoch's
-validation. What the optimizer remembers of them is forgotten, whatever `keep` is below 1; the network, and what a
-method learns beside rows, such as a prior, goes on. An average of the weights takes fresh rows for trained ones.
-
-Not by itself: it is there to be compared with.
+The optimizer restarts for the tables unless `keep` is 1; the network, and what a method learns besides rows, such as a
+prior, continue. An average of the weights mixes fresh rows with trained ones. Only for comparisons.
 """
 
 from collections.abc import Mapping
@@ -21,11 +18,11 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from rarebit.callbacks import Callback, TrainingData
-from rarebit.methods.forgetting import StoredRows, restart_, stored_rows
+from rarebit.methods.forgetting import restart_, stored_rows
 from rarebit.research._neighbours import Neighbour
 from rarebit.settings import check_types, require
 from rarebit.tables.table import CHUNK
@@ -33,23 +30,23 @@ from rarebit.tables.table import CHUNK
 __all__ = ["FreshTables"]
 
 STRIDE = 1_000_003
-"""Seeds of the draws of two epochs are so far apart that other seeds do not meet them."""
+"""Distance between the seeds of two epochs, so that close seeds of runs do not collide."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class FreshTables(Neighbour):
-    """Draw the rows of all tables anew in every epoch, or in part.
+    """Redraw the rows of all tables before every epoch, fully or in part.
 
     >>> FreshTables(keep=0.5)
     FreshTables(keep=0.5)
     """
 
-    title: ClassVar[str] = "rows drawn anew in every epoch, with the network kept"
+    title: ClassVar[str] = "rows redrawn before every epoch; the network is kept"
     paper: ClassVar[str] = (
         "Liu et al., Multi-Epoch Learning for Deep Click-Through Rate Prediction Models, 2023"
     )
     control: ClassVar[str] = "baseline"
-    cost: ClassVar[str] = "nothing in a step; all rows are written once an epoch"
+    cost: ClassVar[str] = "nothing per step; writes all rows once per epoch"
     applies: ClassVar[str] = (
         "logs on which every model is best after one epoch; not where tables learn for many epochs"
     )
@@ -64,54 +61,41 @@ class FreshTables(Neighbour):
     }
 
     keep: float = 0.0
-    """How much of a row is kept; the rest is fresh."""
+    """How much of a row stays; the rest is fresh."""
 
     def __post_init__(self) -> None:
         check_types(self)
         require(0 <= self.keep <= 1, f"keep must be from 0 to 1, got keep={self.keep}")
 
     def callback(self) -> "_Refreshing":
-        """Return what redraws rows before every epoch but the first."""
+        """Return the callback that redraws rows."""
         return _Refreshing(self.keep)
 
 
-class _Start:
-    """Rows of a table and what they were drawn from."""
-
-    def __init__(self, rows: StoredRows) -> None:
-        self.weight, self.padding = rows.weight, rows.padding
-        self.mean = float(self.weight.mean())
-        self.std = float(self.weight.std()) if self.weight.numel() > 1 else 0.0
-
-    def draw(self, keep: float, generator: torch.Generator) -> None:
-        """Let fresh rows take the place of a part of each row."""
-        for rows in self.weight.split(CHUNK):
-            fresh = torch.randn(
-                rows.shape, generator=generator, device=rows.device, dtype=rows.dtype
-            )
-            rows.mul_(keep).add_(fresh.mul_(self.std).add_(self.mean), alpha=1 - keep)
-        if self.padding is not None:
-            self.weight[self.padding] = 0.0
-
-
 class _Refreshing(Callback):
-    """Redraws rows between two epochs."""
-
     def __init__(self, keep: float) -> None:
         self.keep = keep
 
     def start(self, model: nn.Module, data: TrainingData) -> None:
-        """Look up how the rows were drawn."""
         self.rows, self.seed = stored_rows(model, "fresh-tables"), data.seed
-        self.tables = [_Start(rows) for rows in self.rows]
+        self.starts = [_mean_and_std(rows.weight) for rows in self.rows]
 
     @torch.no_grad()
     def between_epochs(self, epoch: int, optimizer: Optimizer) -> None:
-        """Redraw rows, and restart the optimizer for them."""
         if self.keep == 1:
             return
-        generator = torch.Generator(self.tables[0].weight.device)
+        generator = torch.Generator(self.rows[0].weight.device)
         generator.manual_seed(self.seed + STRIDE * (epoch - 1))
-        for table in self.tables:
-            table.draw(self.keep, generator)
+        for table, (mean, std) in zip(self.rows, self.starts, strict=True):
+            for rows in table.weight.split(CHUNK):
+                fresh = torch.randn(
+                    rows.shape, generator=generator, device=rows.device, dtype=rows.dtype
+                )
+                rows.mul_(self.keep).add_(fresh.mul_(std).add_(mean), alpha=1 - self.keep)
+            if table.padding is not None:
+                table.weight[table.padding] = 0.0
         restart_(optimizer, self.rows)
+
+
+def _mean_and_std(weight: Tensor) -> tuple[float, float]:
+    return float(weight.mean()), float(weight.std()) if weight.numel() > 1 else 0.0

@@ -1,14 +1,12 @@
 """Group stopping: rare and frequent rows each stop at their own best epoch (a neighbour of `shrinkage`).
 
-    g(i)      = floor(5 · share of its field's training values that are of rarer ids)
-    L_g(t)    mean loss of validation rows after epoch t, each as often as it has a value of group g
+    g(i)      = floor(5 · share of its field's training values that belong to rarer ids)
+    L_g(t)    mean validation loss after epoch t over all values of group g
     row i     = row i after the epoch t with the lowest L_g(i)(t)
 
-So each group of a field has about a fifth of its values in a log, and the rarest has the most rows. The network is
-that of the best epoch, as ever; so a row may be older than the network, or younger. Rows of a group without
-validation rows are those of the best epoch.
-
-Not by itself: it is there to be compared with.
+So each group of a field has about a fifth of its values in a log, and the rarest group has the most rows. The network comes
+from the best epoch of the model; a row may be older or younger. A group without validation values keeps the rows of that
+epoch. Only for comparisons.
 """
 
 import copy
@@ -32,32 +30,30 @@ from rarebit.technique import Rank, Technique
 __all__ = ["GroupStopping", "frequency_groups"]
 
 BATCH = 8192
-"""Validation rows that are scored at once."""
+"""Batch size of validation."""
 NEVER = 0
-"""The best epoch of a group that no validation row has a value of."""
+"""The best epoch of a group without validation values."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class GroupStopping(Neighbour):
-    """Keep rows as they were after the epoch that was best for rows as rare as they are.
+    """Keep the rows of each frequency group from the epoch that was best for the group.
 
     >>> GroupStopping(groups=3)
     GroupStopping(groups=3)
     """
 
     title: ClassVar[str] = "rows kept from the epoch that was best for their frequency"
-    paper: ClassVar[str] = "none: early stopping by how often an id was seen"
+    paper: ClassVar[str] = "none: early stopping by how often training saw an id"
     control: ClassVar[str] = "baseline"
-    cost: ClassVar[str] = (
-        "validation rows are scored once more an epoch; a second copy of the tables"
-    )
+    cost: ClassVar[str] = "one more validation per epoch; a second copy of the tables"
     applies: ClassVar[str] = (
-        "beside shrinkage, where rare rows overfit before frequent ones are learned; not by itself"
+        "to see in a study whether rare rows overfit before frequent ones have learned"
     )
     knobs: ClassVar[Mapping[str, tuple[object, ...]]] = {"groups": (5, 2, 10)}
 
     groups: int = 5
-    """Into how many groups of about as many training values each the rows of a field are cut."""
+    """Number of groups per field; each has about the same number of training values."""
 
     def __post_init__(self) -> None:
         check_types(self)
@@ -71,77 +67,53 @@ class GroupStopping(Neighbour):
         return super().refuses(other)
 
     def callback(self) -> "_Stopping":
-        """Return what watches the groups of a model on the validation rows."""
+        """Return the callback that keeps the best rows of each group."""
         return _Stopping(self.groups)
 
 
 def frequency_groups(counts: Tensor, groups: int) -> Tensor:
-    """Return the group of each row of a field `(N,)`, 0 the rarest, from how often each was seen.
+    """Return the group of each row of a field `(N,)` from its count; 0 is the rarest.
 
-    Rows that were seen equally often are in one group.
-
-    >>> frequency_groups(torch.tensor([4, 0, 1, 1, 4]), groups=5)
-    tensor([1, 0, 0, 0, 1])
+    Rows with the same count are in one group.
     """
     ordered = counts.sort().values
-    # all that is rarer comes before the first row that was seen as often
+    # rarer rows come before the first row with the same count
     before = torch.cat([ordered.new_zeros(1), ordered.cumsum(0)])
     rarer = before[torch.searchsorted(ordered, counts)]
     return rarer * groups // counts.sum().clamp(min=1)
 
 
-class _Kept:
-    """The rows of a table, each as it was after the best epoch of its group so far."""
-
-    def __init__(self, weight: Tensor, group: Tensor) -> None:
-        self.weight, self.group = weight, group  # (N, D), (N,)
-        self.rows = weight.clone()
-
-    def take(self, better: Tensor) -> None:
-        """Keep the rows of groups that are better than ever, `(G,)`, as they are now."""
-        chosen = better[self.group].unsqueeze(1)
-        self.rows.copy_(torch.where(chosen, self.weight, self.rows))
-
-    def put_back(self, has_best: Tensor) -> None:
-        """Let the table have the rows that were kept."""
-        chosen = has_best[self.group].unsqueeze(1)
-        self.weight.copy_(torch.where(chosen, self.rows, self.weight))
-
-
 class _Stopping(Callback):
-    """Looks at validation rows after each epoch."""
-
     def __init__(self, num_groups: int) -> None:
         self.num_groups = num_groups
 
     def start(self, model: nn.Module, data: TrainingData) -> None:
-        """Cut the rows of each field into groups."""
         if data.valid is None or not len(data.valid):
             raise DataError("group-stopping needs validation rows, and there are none; give some")
-        num_groups, device = self.num_groups, home_of(model)
-        groups = {
-            name: frequency_groups(count, num_groups) for name, count in data.train.counts().items()
+        device, counts = home_of(model), data.train.counts()
+        self.groups = {  # (N,) each, numbered through all fields
+            name: frequency_groups(count, self.num_groups).to(device) + number * self.num_groups
+            for number, (name, count) in enumerate(counts.items())
         }
+        self.weights: dict[str, Tensor] = {}  # (N, D), in the memory that is trained
+        self.group_of: dict[str, Tensor] = {}  # (N, 1)
+        for site in find_sites(model):
+            if not isinstance(site.table, nn.Embedding) or site.info.field not in self.groups:
+                raise UnsupportedTableError(
+                    f"group-stopping takes plain tables of the fields of the data, got {site.info.name!r}; "
+                    "merge it first"
+                )
+            self.weights[site.info.name] = site.table.weight.detach()
+            self.group_of[site.info.name] = self.groups[site.info.field].unsqueeze(1)
+        self.best_rows = {name: weight.clone() for name, weight in self.weights.items()}
+        num_groups = len(counts) * self.num_groups
+        self.best_loss = torch.full((num_groups,), torch.inf, dtype=torch.float64, device=device)
+        self.best_epoch = torch.full((num_groups,), NEVER, device=device)
+        self.steps_per_epoch, self.valid = data.steps_per_epoch, data.valid.to(device)
         self.shadow: nn.Module | None = _shadow_of(model)
-        self.valid = data.valid.to(device)
-        # numbered through all fields
-        self.groups = {
-            name: group.to(device) + number * num_groups
-            for number, (name, group) in enumerate(groups.items())
-        }
-        self.steps_per_epoch = data.steps_per_epoch
-        self.tables = {
-            name: _Kept(weight, self.groups[name.rpartition(".")[2]])
-            for name, weight in _plain_weights(model, self.groups).items()
-        }
-        self.best_loss = torch.full(
-            (len(groups) * num_groups,), torch.inf, dtype=torch.float64, device=device
-        )
-        self.best_epoch = torch.full((len(groups) * num_groups,), NEVER, device=device)
 
     @torch.no_grad()
     def after_step(self, num_steps: int) -> None:
-        """After the last step of an epoch, keep the rows of the groups for which it was the best."""
         epoch, rest = divmod(num_steps, self.steps_per_epoch)
         if rest or self.shadow is None:
             return
@@ -149,11 +121,11 @@ class _Stopping(Callback):
         better = loss < self.best_loss
         self.best_loss = torch.where(better, loss, self.best_loss)
         self.best_epoch = torch.where(better, epoch, self.best_epoch)
-        for table in self.tables.values():
-            table.take(better)
+        for name, rows in self.best_rows.items():
+            rows.copy_(torch.where(better[self.group_of[name]], self.weights[name], rows))
 
     def _loss_by_group(self, model: nn.Module) -> Tensor:
-        """Return the mean loss of validation rows over the values of each group, `(G,)`; inf of none."""
+        """Return the mean validation loss over the values of each group, `(G,)`; inf without values."""
         total = torch.zeros_like(self.best_loss)
         values = torch.zeros_like(self.best_loss)
         for batch in self.valid.batches(BATCH):
@@ -173,46 +145,31 @@ class _Stopping(Callback):
 
     @torch.no_grad()
     def end(self) -> None:
-        """Give each group the rows of its best epoch."""
-        for table in self.tables.values():
-            table.put_back(self.best_epoch != NEVER)
+        has_best = self.best_epoch != NEVER
+        for name, rows in self.best_rows.items():
+            weight = self.weights[name]
+            weight.copy_(torch.where(has_best[self.group_of[name]], rows, weight))
 
     def report(self) -> dict[str, Any]:
-        """Return the best epoch of each group by field, the rarest first; 0 where no validation row tells."""
+        """Return the best epoch of each group by field, the rarest first; 0 without validation values."""
         epochs = self.best_epoch.view(len(self.groups), -1).tolist()
         return {"best_epoch": dict(zip(self.groups, epochs, strict=True))}
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the rows that were kept, and how good they were."""
         return {
-            "rows": {name: table.rows for name, table in self.tables.items()},
+            "rows": self.best_rows,
             "best_loss": self.best_loss,
             "best_epoch": self.best_epoch,
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from them."""
-        for name, table in self.tables.items():
-            table.rows.copy_(state["rows"][name])
+        for name, rows in self.best_rows.items():
+            rows.copy_(state["rows"][name])
         self.best_loss.copy_(state["best_loss"])
         self.best_epoch.copy_(state["best_epoch"])
 
     def close(self) -> None:
-        """Let go of the shadow."""
         self.shadow = None
-
-
-def _plain_weights(model: nn.Module, fields: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the rows of all tables by name, in the memory that is trained."""
-    found = {}
-    for site in find_sites(model):
-        if not isinstance(site.table, nn.Embedding) or site.info.field not in fields:
-            raise UnsupportedTableError(
-                f"group-stopping takes plain tables of the fields of the data, got {site.info.name!r}; merge "
-                "it first"
-            )
-        found[site.info.name] = site.table.weight.detach()
-    return found
 
 
 def _shadow_of(model: nn.Module) -> nn.Module:

@@ -1,15 +1,12 @@
-"""Product start: a plain table that starts where MLET starts (a control; see `mlet`).
+"""Product start: a plain table that starts where MLET starts (a control for `mlet`).
 
     e(i) = W[i]        W(0) = W1 W2
 
     W         `StartedTable.inner`, N x D
-    W1, W2    the fresh factors that `MLET` would draw from the same random state; then they are gone
+    W1, W2    the fresh factors that `MLET` would draw from the same random state
 
-A table trained as a product has another initial scale than a plain one, and is trained differently. Held
-against this one, MLET shows what the training does; this one held against a plain table shows what the
-start does.
-
-Not for use by itself: it is a way to draw the first weights.
+A table trained as a product has another initial scale than a plain one, and another training. MLET compared with this method
+shows what its training does; this method compared with plain tables shows what the start does. Only for such comparisons.
 """
 
 from collections.abc import Sequence
@@ -36,13 +33,11 @@ class ProductStart(Method):
     """
 
     title: ClassVar[str] = "a plain table started at the product of MLET's factors"
-    paper: ClassVar[str] = (
-        "none: a control for MLET that keeps its start and leaves out its training"
-    )
+    paper: ClassVar[str] = "none: a control for MLET with the same start and plain training"
     control: ClassVar[str] = "baseline"
-    cost: ClassVar[str] = "nothing: a step and what is stored are those of a plain table"
+    cost: ClassVar[str] = "nothing: the same as a plain table"
     applies: ClassVar[str] = (
-        "beside MLET, to tell what its start does from what its training does; not by itself"
+        "to separate the start of MLET from its training in a study; not for other use"
     )
     training_only: ClassVar[bool] = True
     composition_rank: ClassVar[Rank] = Rank.FACTORS
@@ -69,7 +64,7 @@ class ProductStart(Method):
 
 
 class StartedTable(Table):
-    """A plain table that remembers how it was started."""
+    """A plain table that knows how it started."""
 
     def __init__(self, method: ProductStart, inner: AnyTable, padding_idx: int | None) -> None:
         super().__init__(

@@ -1,17 +1,15 @@
-"""Shared sets: several embedding sets that go through one interaction (a control; see `multi_embedding`).
+"""Shared sets: several embedding sets with one shared interaction (a control for `multi_embedding`).
 
     h^m = I(e_1^m, ..., e_N^m)        h = (h^1 + ... + h^M) / M        score = F(h)
 
     M       `SharedSets.num_sets`
     e_i^m   columns m K to (m + 1) K of the row of field i
-    I       `backbone.interaction.shared`: one for all sets, with the layer behind it
+    I       `backbone.interaction.shared`: one for all sets, with the layer after it
     F       `head`, with one layer less
 
-It has the tables of multi-embedding and the network of a single set. Held against it, multi-embedding shows
-what interactions of their own do; this one held against plain tables of the same width shows what is left
-when they are taken away.
-
-Not for use by itself: it is there to be compared with.
+It has the tables of multi-embedding and the network of a single set. Multi-embedding compared with this method shows what
+separate interactions do; this method compared with plain tables of the same width shows what the sets do without them. Only
+for such comparisons.
 """
 
 from dataclasses import dataclass
@@ -36,21 +34,21 @@ class SharedSets(SetsMethod):
     SharedSets(num_sets=10)
     """
 
-    title: ClassVar[str] = "several embedding sets that go through one interaction"
+    title: ClassVar[str] = "several embedding sets with one shared interaction"
     control: ClassVar[str] = "wide"
     cost: ClassVar[str] = (
-        "tables and their optimizer state are num_sets times as large; a step goes through the "
-        "interaction as many times"
+        "tables and their optimizer state are num_sets times as large; a step calls the interaction num_sets "
+        "times"
     )
     applies: ClassVar[str] = (
-        "beside multi-embedding, to tell what the interactions do from what the sets do; not by itself"
+        "to separate the interactions of multi-embedding from its sets in a study; not for other use"
     )
 
     def change_(self, model: nn.Module) -> TableCollection | None:
         """Give a model its sets, in place, and return its tables."""
         if not isinstance(model, ModelWithSets):
             raise UnsupportedTableError(
-                f"{self} is a control on models of Rarebit, which know their interaction, got a "
+                f"{self} needs a model of Rarebit, which knows its interaction, got a "
                 f"{type(model).__name__}"
             )
         one: Any = model.with_sets(1).backbone
@@ -63,7 +61,7 @@ class SharedSets(SetsMethod):
 
 
 class SharedInteraction(nn.Module):
-    """An interaction of one set that is called for each of several, `(M, B, F, D)` to `(M, B, ...)`."""
+    """The interaction of one set, called once per set, `(M, B, F, D)` to `(M, B, ...)`."""
 
     def __init__(self, shared: nn.Module) -> None:
         super().__init__()
@@ -71,7 +69,7 @@ class SharedInteraction(nn.Module):
 
     def forward(self, embeddings: Tensor) -> Tensor | tuple[Tensor, ...]:
         """Return the features of all sets."""
-        # one by one: batch norm looks at one set at a time, as it does where each has its own
+        # one by one: batch norm sees one set at a time, as with separate interactions
         features = [self.shared(one) for one in embeddings.split(1)]
         if isinstance(features[0], tuple):
             return tuple(torch.cat(parts) for parts in zip(*features, strict=True))
