@@ -100,9 +100,7 @@ def test_shared_sets_have_the_tables_of_several_sets_and_the_network_of_one():
 def test_shared_sets_are_for_models_of_ours():
     model = nn.Module()
     model.backbone, model.head = nn.Sequential(nn.Embedding(9, 4)), nn.Linear(4, 1)
-    with pytest.raises(
-        UnsupportedTableError, match=r"needs a model of Rarebit, .* Module"
-    ):
+    with pytest.raises(UnsupportedTableError, match=r"needs a model of Rarebit, .* Module"):
         rb.apply_(model, SharedSets())
 
 
