@@ -22,10 +22,10 @@ from torch.profiler import ProfilerActivity, profile
 
 from rarebit import Dataset, SyntheticLog, generate
 from rarebit.machine import machine
+from rarebit.methods.harmless_transfer import HarmlessTransfer
 from rarebit.models import build_model
 from rarebit.training.optimizers import optimizer
 from rarebit.training.step import RecordedSteps, Steps, TrainingStep
-from rarebit.transfer.harmless_transfer import HarmlessTransfer
 
 BATCH, LR = 4096, 1e-3
 WARM_UP = 20
@@ -74,9 +74,8 @@ class Side:
         self.step = TrainingStep(model, optimizer(model, lr=LR, tables="rowwise"), say=complain)
         if with_transfer:
             counts = {name: count.cpu() for name, count in data.counts().items()}
-            self.step.backward = HarmlessTransfer(
-                model, counts=counts, compile=way.endswith("compiled"), say=complain
-            ).backward
+            settings = HarmlessTransfer(compile=way.endswith("compiled"))
+            self.step.backward = settings.start(model, counts=counts, say=complain).backward
         is_recorded = not way.startswith("eager") and data.device.type == "cuda"
         self.steps = (
             RecordedSteps(self.step, data, BATCH, complain)

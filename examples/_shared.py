@@ -26,7 +26,7 @@ def make_text(lines: int, length: int, seed: int = 0) -> Tensor:
     return words + (first + torch.arange(length)) % KINDS
 
 
-def tell(transfer: rb.HarmlessTransfer, losses: list[float]) -> None:
+def tell(transfer: rb.transfer.RunningTransfer, losses: list[float]) -> None:
     """Print how the loss went, and what the transfer did to the rare rows of each table."""
     first, last = sum(losses[:10]) / 10, sum(losses[-10:]) / 10
     print(f"loss {first:.3f} at first, {last:.3f} at last, {len(losses)} steps")

@@ -2,7 +2,7 @@
 
     python examples/ddp.py
 
-The transfer is made of the model, then the model is wrapped. All processes make the same update of the table.
+Start the transfer first, then wrap the model. All processes make the same update of the table.
 """
 
 import tempfile
@@ -27,7 +27,7 @@ def make_clicks(rank: int) -> tuple[Tensor, Tensor]:
 
 
 def train(rank: int, meeting: str) -> None:
-    """Train as one of the processes; the first one tells what the transfer did."""
+    """Train as one of the processes; the first one prints what the transfer did."""
     torch.set_num_threads(1)
     distributed.init_process_group(
         "gloo", init_method=f"file://{meeting}", rank=rank, world_size=PROCESSES
@@ -37,7 +37,7 @@ def train(rank: int, meeting: str) -> None:
     counts = item.bincount(minlength=ITEMS)
     distributed.all_reduce(counts)  # those of all processes: each must select the same rows
     model = nn.Sequential(nn.Embedding(ITEMS, DIM), nn.Linear(DIM, 1))
-    transfer = rb.HarmlessTransfer(model, counts=counts)
+    transfer = rb.HarmlessTransfer().start(model, counts=counts)
     wrapped = DistributedDataParallel(model)
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
     losses = []

@@ -36,12 +36,8 @@ def main() -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     counts = text.reshape(-1).bincount(minlength=VOCABULARY)
     losses = []
-    with rb.HarmlessTransfer(
-        model,
-        counts=counts,
-        select=rb.CoOccurrence(),
-        data=text,
-        where=lambda table: table.name == name,
+    with rb.HarmlessTransfer().start(
+        model, text, counts=counts, where=lambda table: table.name == name
     ) as transfer:
         for _ in range(3):
             for lines in torch.randperm(LINES).split(BATCH):

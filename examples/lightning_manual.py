@@ -30,7 +30,7 @@ class Ratings(lightning.LightningModule):
         self.automatic_optimization = False
         self.counts, self.losses = counts, []
         self.model = nn.Sequential(nn.Embedding(ITEMS, DIM), nn.Linear(DIM, 1))
-        self.transfer: rb.HarmlessTransfer | None = None
+        self.transfer: rb.transfer.RunningTransfer | None = None
         self.resumed: dict[str, Any] | None = None
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
@@ -38,8 +38,8 @@ class Ratings(lightning.LightningModule):
         return torch.optim.Adam(self.parameters(), lr=1e-2)
 
     def on_fit_start(self) -> None:
-        """Make the transfer when the model is on its device."""
-        self.transfer = rb.HarmlessTransfer(self.model, counts=self.counts)
+        """Start the transfer when the model is on its device."""
+        self.transfer = rb.HarmlessTransfer().start(self.model, counts=self.counts)
         if self.resumed is not None:
             self.transfer.load_state_dict(self.resumed)
 
@@ -54,15 +54,15 @@ class Ratings(lightning.LightningModule):
         self.losses.append(loss.item())
 
     def on_fit_end(self) -> None:
-        """Take the transfer off the model."""
+        """Remove the transfer from the model."""
         self.transfer.close()
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Save what the coming steps depend on."""
+        """Save what the next steps depend on."""
         checkpoint["transfer"] = self.transfer.state_dict()
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Go on from there."""
+        """Resume from there."""
         self.resumed = checkpoint["transfer"]
 
 

@@ -1,4 +1,4 @@
-"""Harmless transfer in a training loop of one's own: a click model, plain PyTorch.
+"""Harmless transfer in your own training loop: a click model, plain PyTorch.
 
     python examples/own_loop.py
 
@@ -40,7 +40,7 @@ def make_clicks() -> tuple[Tensor, Tensor, Tensor]:
 
 
 def main() -> None:
-    """Train, and tell what the transfer did."""
+    """Train, and print what the transfer did."""
     torch.manual_seed(0)
     user, item, label = make_clicks()
     schema = rb.Schema((rb.Field(name="user", rows=USERS), rb.Field(name="item", rows=ITEMS)))
@@ -48,9 +48,7 @@ def main() -> None:
     model = ClickModel()
     optimizer = torch.optim.Adam(model.parameters(), lr=3e-3)
     losses = []
-    with rb.HarmlessTransfer(
-        model, counts=log.counts(), select=rb.CoOccurrence(), data=log
-    ) as transfer:
+    with rb.HarmlessTransfer().start(model, log) as transfer:
         for _ in range(3):
             for rows in torch.randperm(ROWS).split(BATCH):
                 loss = F.binary_cross_entropy_with_logits(

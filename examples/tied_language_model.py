@@ -62,11 +62,11 @@ class Transformer(Tied):
 
 
 def train(model: Tied, text: Tensor) -> None:
-    """Train, and tell what the transfer did."""
+    """Train, and print what the transfer did."""
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
     counts = text.reshape(-1).bincount(minlength=VOCABULARY)
     losses = []
-    with rb.HarmlessTransfer(model, counts=counts, select=rb.CoOccurrence(), data=text) as transfer:
+    with rb.HarmlessTransfer().start(model, text, counts=counts) as transfer:
         for _ in range(4):
             for lines in torch.randperm(LINES).split(BATCH):
                 tokens = text[lines]

@@ -17,7 +17,7 @@ from watching import Watch
 import rarebit as rb
 from rarebit.callbacks import Callback, TrainingMethod
 from rarebit.errors import CheckpointError, SettingsError, TrainingInterrupted
-from rarebit.methods.harmless_transfer import Transfer
+from rarebit.methods.harmless_transfer import HarmlessTransfer
 from rarebit.models.fm import FM
 from rarebit.pruning._run import PruneSettings, prune_run
 from rarebit.pruning.masked import load_ticket, save_ticket
@@ -212,7 +212,7 @@ def stopped(path, *methods):
     return folder, folder.newest("at-").state
 
 
-@pytest.mark.parametrize("methods", [(), (Transfer(),)])
+@pytest.mark.parametrize("methods", [(), (HarmlessTransfer(),)])
 def test_a_checkpoint_of_an_older_version_resumes(tmp_path, methods):
     whole, history = train(*methods)
     folder, state = stopped(tmp_path / "run", *methods)
@@ -309,7 +309,7 @@ import os, signal, sys
 from dataclasses import replace
 from pathlib import Path
 sys.path.insert(0, sys.argv[2])
-from test_callbacks import SETTINGS, TRAIN, VALID, Silence, Transfer, train_model
+from test_callbacks import SETTINGS, TRAIN, VALID, Silence, HarmlessTransfer, train_model
 
 class Kill(Silence):
     calls = 0
@@ -319,7 +319,7 @@ class Kill(Silence):
             os.kill(os.getpid(), signal.SIGKILL)
 
 training = replace(SETTINGS.training, checkpoint_minutes=1e-9)
-settings = replace(SETTINGS, training=training, methods=(Transfer(),))
+settings = replace(SETTINGS, training=training, methods=(HarmlessTransfer(),))
 train_model(settings, TRAIN, VALID, folder=Path(sys.argv[1]), progress=Kill(), say=len)
 """
 
@@ -334,8 +334,8 @@ def test_a_killed_process_with_a_discriminator_goes_on_to_the_same_bits(tmp_path
     )
     assert done.returncode == -9
     assert max(path.name for path in folder.glob("at-*")) > "at-000002-0000000005"
-    again, history = train(Transfer(), folder=folder, resume=True)
-    whole, its_history = train(Transfer())
+    again, history = train(HarmlessTransfer(), folder=folder, resume=True)
+    whole, its_history = train(HarmlessTransfer())
     assert_same_weights(again, whole)
     assert history.reports == its_history.reports
 
@@ -347,15 +347,15 @@ def test_the_state_in_a_checkpoint_is_what_makes_the_bits_the_same(tmp_path):
                 raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        train(Transfer(lr=1.0), folder=tmp_path / "run", progress=Stop(), say=silence)
+        train(HarmlessTransfer(lr=1.0), folder=tmp_path / "run", progress=Stop(), say=silence)
     # the same with discriminators that start anew ends elsewhere: the state is needed
-    whole, _ = train(Transfer(lr=1.0))
+    whole, _ = train(HarmlessTransfer(lr=1.0))
     folder = CheckpointFolder(tmp_path / "run")
     state = folder.newest("at-").state
     [losses] = state["callbacks"]["harmless-transfer"]["state"]["losses"].values()
     losses["weight"] = torch.ones_like(losses["weight"])
     folder.write("at-999999-0000000000", state)
-    other, _ = train(Transfer(lr=1.0), folder=tmp_path / "run", resume=True)
+    other, _ = train(HarmlessTransfer(lr=1.0), folder=tmp_path / "run", resume=True)
     same = [torch.equal(other.state_dict()[n], w) for n, w in whole.state_dict().items()]
     assert not all(same)
 
@@ -368,7 +368,7 @@ def report(trained):
 def test_pruning_is_without_transfer_and_the_second_stage_with_it(tmp_path, by):
     pruned = rb.Pruned(keep=3000, by=by)
     plain = train(pruned, folder=tmp_path / "plain" / "checkpoints")
-    found = train(pruned, Transfer(), folder=tmp_path / "with" / "checkpoints")
+    found = train(pruned, HarmlessTransfer(), folder=tmp_path / "with" / "checkpoints")
     assert report(found)["steps"] == STEPS
     kept = [
         {name: rows != 0 for name, rows in _rows(trained.model).items()}
@@ -390,18 +390,20 @@ def _rows(model):
 
 def test_tables_that_are_not_trained_again_have_no_place_for_a_transfer():
     with pytest.raises(SettingsError, match="start='trained' leaves that out; use start='ticket'"):
-        train(rb.Pruned(keep=3000, start="trained"), Transfer())
+        train(rb.Pruned(keep=3000, start="trained"), HarmlessTransfer())
 
 
 @pytest.mark.parametrize("by", slow_after(["threshold", "magnitude"]))
 def test_a_first_stage_that_is_shared_gives_the_same_bits(tmp_path, by):
     pruned = rb.Pruned(keep=3000, by=by)
-    alone, _ = train(pruned, Transfer())
+    alone, _ = train(pruned, HarmlessTransfer())
     shared = SharedPruning(tmp_path / "stage", (3000,), as_ticket=True)
     train(pruned, shared=shared, folder=tmp_path / "a" / "checkpoints")
     left = sorted(path.name for path in (tmp_path / "stage").iterdir())
     assert left == ["lock", "ticket"]
-    found, _ = train(pruned, Transfer(), shared=shared, folder=tmp_path / "b" / "checkpoints")
+    found, _ = train(
+        pruned, HarmlessTransfer(), shared=shared, folder=tmp_path / "b" / "checkpoints"
+    )
     assert_same_weights(found, alone)
 
 
@@ -432,7 +434,7 @@ def test_a_rising_threshold_leaves_no_room_for_tables_with_a_callback():
 
 @pytest.mark.slow
 def test_several_budgets_are_pruned_once_and_each_is_trained_again_with_transfer(tmp_path):
-    settings = replace(SETTINGS, methods=(Transfer(),))
+    settings = replace(SETTINGS, methods=(HarmlessTransfer(),))
     found = prune_run(
         settings,
         PruneSettings(budgets=(3000, 500)),
@@ -466,7 +468,7 @@ def test_methods_know_the_training_and_the_folder_of_a_prepared_log():
 
 def test_a_selection_is_kept_with_a_prepared_log_for_the_next_run(tmp_path):
     log = rb.PreparedLog(folder=str(tmp_path), checksum="abc")
-    settings = replace(SETTINGS, data=log, methods=(Transfer(),))
+    settings = replace(SETTINGS, data=log, methods=(HarmlessTransfer(),))
 
     def run():
         return train_model(settings, TRAIN, VALID, progress=False, say=silence)

@@ -5,7 +5,6 @@ from dataclasses import dataclass
 
 import rarebit as rb
 from rarebit.transfer.lexico import TransferRule
-from rarebit.transfer.losses import TransferLoss
 
 __all__ = ["ARMS", "Arm"]
 
@@ -14,7 +13,7 @@ __all__ = ["ARMS", "Arm"]
 class Arm:
     """One way of training."""
 
-    loss: TransferLoss | None = None
+    loss: rb.transfer.TransferLoss | None = None
     rule: TransferRule = "lexico"
     scale: float = 1.0
     """The weight of the transfer loss."""
@@ -31,10 +30,10 @@ class Arm:
 ARMS: Mapping[str, Arm] = {
     "baseline": Arm(),
     # Gao et al. divide by the square of the number of words and have a weight of 1; CosReg divides by it once
-    "cosreg-sum": Arm(loss=rb.CosReg(), rule="sum", per_word=True),
+    "cosreg-sum": Arm(loss=rb.transfer.CosReg(), rule="sum", per_word=True),
     # the weight of FRAGE
-    "adversarial-sum": Arm(loss=rb.Adversarial(), rule="sum", scale=0.02),
-    "cosreg-lexico": Arm(loss=rb.CosReg(), per_word=True),
-    "adversarial-lexico": Arm(loss=rb.Adversarial()),
-    "adversarial-select-lexico": Arm(loss=rb.Adversarial(), select=True),
+    "adversarial-sum": Arm(loss=rb.transfer.Adversarial(), rule="sum", scale=0.02),
+    "cosreg-lexico": Arm(loss=rb.transfer.CosReg(), per_word=True),
+    "adversarial-lexico": Arm(loss=rb.transfer.Adversarial()),
+    "adversarial-select-lexico": Arm(loss=rb.transfer.Adversarial(), select=True),
 }

@@ -165,19 +165,13 @@ class LanguageTraining:
 
     def _transfer(
         self, text: Text, arm: Arm, scale: float, selection: rb.Selection | None, seed: int
-    ) -> rb.HarmlessTransfer | None:
+    ) -> rb.transfer.RunningTransfer | None:
         if arm.loss is None:
             return None
         select = selection if arm.select else None
-        return rb.HarmlessTransfer(
-            self.model,
-            counts=None if select else text.counts,
-            select=select,
-            loss=arm.loss,
-            rule=arm.rule,
-            transfer_scale=scale,
-            seed=seed,
-        )
+        counts = None if select else text.counts
+        settings = rb.HarmlessTransfer(loss=arm.loss, rule=arm.rule, scale=scale)
+        return settings.start(self.model, counts=counts, select=select, seed=seed)
 
     def _set_rate(self, rate: float) -> None:
         for group in self.optimizer.param_groups:

@@ -19,7 +19,7 @@ from rarebit.diagnosis.diagnose import diagnose
 from rarebit.diagnosis.report import Diagnosis
 from rarebit.methods._counts import set_counts_
 from rarebit.methods.forgetting import Forgetting, forget_
-from rarebit.methods.harmless_transfer import Transfer
+from rarebit.methods.harmless_transfer import HarmlessTransfer
 from rarebit.methods.hashing import Hashing
 from rarebit.methods.low_rank import LowRank
 from rarebit.methods.mlet import MLET
@@ -57,7 +57,6 @@ from rarebit.training.run import RunResult, run
 from rarebit.training.score import Scored, score_log
 from rarebit.training.settings import PreparedLog, RunSettings, Training
 from rarebit.training.step import clip_grad_norm_
-from rarebit.transfer.harmless_transfer import HarmlessTransfer
 from rarebit.transfer.losses import MMD, Adversarial, CosReg, Moments, Relatives, SlicedWasserstein
 
 __version__ = "0.1.0"
@@ -128,7 +127,6 @@ __all__ = [
     "Training",
     "TrainingData",
     "TrainingMethod",
-    "Transfer",
     "__version__",
     "apply_",
     "check",

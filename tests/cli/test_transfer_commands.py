@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from rarebit.methods.harmless_transfer import Transfer
+from rarebit.methods.harmless_transfer import HarmlessTransfer
 from rarebit.training.run import read_reports, read_run
 
 SMALL = [
@@ -31,7 +31,7 @@ def trained(call):
 
 
 def test_methods_are_given_by_name_and_kept_with_the_run(trained):
-    assert read_run(trained).methods == (Transfer(alpha=3.0),)
+    assert read_run(trained).methods == (HarmlessTransfer(alpha=3.0),)
     written = json.loads((trained / "run.json").read_text("utf-8"))
     assert list(written["reports"]) == ["harmless-transfer"]
     assert written["reports"] == read_reports(trained)

@@ -9,7 +9,7 @@ import torch
 import rarebit as rb
 from rarebit.callbacks import TrainingData
 from rarebit.errors import NoTableError, SettingsError
-from rarebit.methods.harmless_transfer import Transfer
+from rarebit.methods.harmless_transfer import HarmlessTransfer
 from rarebit.technique import (
     compositions,
     parse_techniques,
@@ -52,18 +52,10 @@ def assert_same_weights(one, other):
 
 
 def test_a_run_is_what_the_same_loop_by_hand_is():
-    found, history = train(Transfer(loss="mmd", alpha=3.0, samples=64))
+    found, history = train(HarmlessTransfer(loss="mmd", alpha=3.0, samples=64))
     model = start_model(SETTINGS, TRAIN.schema, say=silence)
-    selection = rb.select(TRAIN, TRAIN.counts(), rb.CoOccurrence())
-    transfer = rb.HarmlessTransfer(
-        model,
-        select=selection,
-        loss=rb.MMD(),
-        where=lambda t: t.rows > 100 and t.width > 1,
-        alpha=3.0,
-        samples=64,
-    )
-    with transfer:
+    settings = rb.HarmlessTransfer(loss=rb.transfer.MMD(), alpha=3.0, samples=64)
+    with settings.start(model, TRAIN) as transfer:
         rb.fit(
             model,
             TRAIN,
@@ -76,13 +68,45 @@ def test_a_run_is_what_the_same_loop_by_hand_is():
     assert history.reports == {TRANSFER: transfer.ledger.read()}
 
 
+def test_fit_takes_a_transfer_that_has_started_as_a_callback():
+    found, history = train(HarmlessTransfer(loss="moments"))
+    model = start_model(SETTINGS, TRAIN.schema, say=silence)
+    transfer = HarmlessTransfer(loss="moments").start(model, TRAIN)
+    own = rb.fit(
+        model, TRAIN, VALID, settings=SETTINGS.training, callbacks=[transfer], progress=False
+    )
+    assert_same_weights(found, model)
+    assert list(own.reports.values()) == [history.reports[TRANSFER]]
+
+
+def test_fields_choose_tables_in_an_own_loop_and_where_overrides_them():
+    model = start_model(SETTINGS, TRAIN.schema, say=silence)
+    with HarmlessTransfer(fields="item").start(model, TRAIN) as transfer:
+        assert [name for group in transfer.groups for name in group.names] == [
+            "backbone.tables.item"
+        ]
+    with HarmlessTransfer(fields="item").start(
+        model, TRAIN, where=lambda t: t.field == "user" and t.width > 1
+    ) as transfer:
+        assert transfer.groups[0].names == ("backbone.tables.user",)
+    with pytest.raises(SettingsError, match="there is no table for 'itm'"):
+        HarmlessTransfer(fields="itm").start(model, TRAIN)
+
+
+def test_a_run_takes_a_loss_by_name_only():
+    with pytest.raises(
+        SettingsError, match=r"loss goes by name, got loss=MMD\(.*; use one of 'adv"
+    ):
+        settings_with(HarmlessTransfer(loss=rb.transfer.MMD(sample=3)))
+
+
 def test_a_sum_without_transfer_is_plain_training_to_the_last_bit():
     plain, _ = train()
-    assert_same_weights(train(Transfer(rule="sum", scale=0.0))[0], plain)
+    assert_same_weights(train(HarmlessTransfer(rule="sum", scale=0.0))[0], plain)
 
 
 def test_the_barrier_alone_is_not_plain_training():
-    plain, found = train()[0].state_dict(), train(Transfer(scale=0.0))[0].state_dict()
+    plain, found = train()[0].state_dict(), train(HarmlessTransfer(scale=0.0))[0].state_dict()
     assert any(not torch.equal(found[name], plain[name]) for name in plain)
 
 
@@ -105,7 +129,10 @@ def test_the_barrier_alone_is_not_plain_training():
     ids=str,
 )
 def test_every_setting_changes_the_training(changes):
-    usual, found = train(Transfer())[0].state_dict(), train(Transfer(**changes))[0].state_dict()
+    usual, found = (
+        train(HarmlessTransfer())[0].state_dict(),
+        train(HarmlessTransfer(**changes))[0].state_dict(),
+    )
     assert any(not torch.equal(found[name], usual[name]) for name in usual)
 
 
@@ -117,7 +144,7 @@ def attached(method, seed):
 
 def test_the_seed_of_the_run_is_that_of_the_discriminators():
     def first_weights(seed):
-        _, found = attached(Transfer(fields="item"), seed)
+        _, found = attached(HarmlessTransfer(fields="item"), seed)
         [state] = found.state_dict()["losses"].values()
         found.close()
         return state["weight"]
@@ -128,7 +155,7 @@ def test_the_seed_of_the_run_is_that_of_the_discriminators():
 
 def test_the_seed_of_the_run_is_that_of_the_samples():
     def gradient(seed):
-        model, found = attached(Transfer(loss="moments", fields="item", samples=2), seed)
+        model, found = attached(HarmlessTransfer(loss="moments", fields="item", samples=2), seed)
         found.backward(model(TRAIN[slice(200)]).square().mean())
         found.close()
         return torch.cat([parameter.grad.flatten() for parameter in model.parameters()])
@@ -142,26 +169,26 @@ def tables_in(history):
 
 
 def test_large_fields_take_part_and_first_order_weights_do_not():
-    _, history = train(Transfer())
+    _, history = train(HarmlessTransfer())
     assert tables_in(history) == {f"backbone.tables.{name}" for name in LARGE}
 
 
 @pytest.mark.parametrize("fields", ["device", ("item", "device")])
 def test_fields_that_are_named_take_part_however_small(fields):
-    _, history = train(Transfer(fields=fields))
+    _, history = train(HarmlessTransfer(fields=fields))
     names = (fields,) if isinstance(fields, str) else fields
     assert tables_in(history) == {f"backbone.tables.{name}" for name in names}
 
 
 def test_a_field_that_is_not_there_is_told_with_the_nearest():
     with pytest.raises(SettingsError, match="there is no table for 'itm'; did you mean 'item'"):
-        train(Transfer(fields="itm"))
+        train(HarmlessTransfer(fields="itm"))
 
 
 def test_a_model_of_small_fields_has_no_rare_ones():
     small = rb.Dataset.from_columns({"a": [0, 1, 2, 1], "b": [1, 0, 1, 0]}, label=[0, 1, 0, 1])
     with pytest.raises(NoTableError, match=r"more than 100 values.*or name fields: a, b"):
-        train_model(settings_with(Transfer()), small, None, progress=False, say=silence)
+        train_model(settings_with(HarmlessTransfer()), small, None, progress=False, say=silence)
 
 
 @pytest.mark.parametrize(
@@ -184,14 +211,14 @@ def test_fields_can_be_typed(text, fields):
 def test_a_settings_file_holds_it():
     values = {"methods": [{"method": TRANSFER, "fields": ["zip", "item"], "scale": 1}]}
     settings = RunSettings.from_mapping(values)
-    assert settings.methods == (Transfer(fields=("zip", "item"), scale=1.0),)
+    assert settings.methods == (HarmlessTransfer(fields=("zip", "item"), scale=1.0),)
     assert RunSettings.from_mapping(settings.to_mapping()) == settings
 
 
 def test_thresholds_that_are_learned_to_the_end_are_refused():
     with pytest.raises(SettingsError, match=r"still being learned; .*pep\+pruned\+harmless"):
-        settings_with(rb.PEP(), Transfer())
-    settings_with(rb.PEP(), rb.Pruned(keep=10), Transfer())
+        settings_with(rb.PEP(), HarmlessTransfer())
+    settings_with(rb.PEP(), rb.Pruned(keep=10), HarmlessTransfer())
 
 
 SMALL = {
@@ -216,7 +243,7 @@ OF_SETS = {"aligned-sets", "multi-embedding", "shared-sets"}
 def test_an_allowed_pair_trains_whatever_the_order(name, is_first):
     first, then = (TRANSFER, name) if is_first else (name, TRANSFER)
     assert compositions()[first, then] is None
-    methods = (Transfer(), SMALL[name]) if is_first else (SMALL[name], Transfer())
+    methods = (HarmlessTransfer(), SMALL[name]) if is_first else (SMALL[name], HarmlessTransfer())
     model = {"model": "dcn_v2", "model_settings": {"dim": 4, "hidden": (4,)}}
     _, history = train(*methods, **(model if name in OF_SETS else {}))
     ledger = history.reports[TRANSFER]
@@ -252,14 +279,14 @@ def masked_but(*fields):
 
 
 def test_a_table_of_which_no_frequent_row_is_left_takes_no_part_and_is_told():
-    _, history = train(masked_but("item"), Transfer())
+    _, history = train(masked_but("item"), HarmlessTransfer())
     assert tables_in(history) == {"backbone.tables.item"}
     left_out = history.reports[TRANSFER]["left_out"]
     assert set(left_out) == {f"backbone.tables.{name}" for name in LARGE - {"item"}}
 
 
 def test_where_nothing_is_left_to_learn_from_the_run_is_a_plain_one():
-    model, history = train(masked_but(), Transfer())
+    model, history = train(masked_but(), HarmlessTransfer())
     assert_same_weights(model, train(masked_but())[0])
     report = history.reports[TRANSFER]
     assert (report["steps"], report["tables"], len(report["left_out"])) == (0, {}, len(LARGE))

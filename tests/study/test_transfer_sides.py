@@ -9,7 +9,7 @@ import torch
 import rarebit as rb
 from rarebit.data.schema import Field, Schema
 from rarebit.errors import SettingsError
-from rarebit.methods.harmless_transfer import Transfer
+from rarebit.methods.harmless_transfer import HarmlessTransfer
 from rarebit.pruning.pruned import SharedPruning
 from rarebit.study.plan import StudyPlan
 from rarebit.study.pool import StudySilence
@@ -96,9 +96,9 @@ def test_controls_of_transfers_are_for_transfers(control):
 def test_a_matched_rate_keeps_the_transfer():
     found = sides("mlet:inner_dim=16,harmless-transfer+mlet:inner_dim=16")
     control = found[found["harmless-transfer+mlet:inner_dim=16"].control]
-    assert {Transfer() in trial.methods for trial in control.trials} == {True}
+    assert {HarmlessTransfer() in trial.methods for trial in control.trials} == {True}
     plain = found[found["mlet:inner_dim=16"].control]
-    assert {Transfer() in trial.methods for trial in plain.trials} == {False}
+    assert {HarmlessTransfer() in trial.methods for trial in plain.trials} == {False}
 
 
 def test_the_scale_is_tuned():
@@ -122,8 +122,8 @@ PRUNED = rb.Pruned(keep=9)
 def test_a_first_stage_is_that_of_the_run_without_what_takes_part_in_training():
     key = stage_key(settings_of(PRUNED))
     assert key == run_key(settings_of(PRUNED))
-    assert key == stage_key(settings_of(PRUNED, Transfer()))
-    assert key == stage_key(settings_of(Transfer(rule="sum"), PRUNED))
+    assert key == stage_key(settings_of(PRUNED, HarmlessTransfer()))
+    assert key == stage_key(settings_of(HarmlessTransfer(rule="sum"), PRUNED))
     others = [
         settings_of(rb.Pruned(keep=8)),
         settings_of(PRUNED, seed=1),
@@ -132,7 +132,7 @@ def test_a_first_stage_is_that_of_the_run_without_what_takes_part_in_training():
     assert key not in map(stage_key, others)
     alone = [
         settings_of(),
-        settings_of(Transfer()),
+        settings_of(HarmlessTransfer()),
         settings_of(rb.Pruned(keep=9, start="trained")),
     ]
     assert [stage_key(settings) for settings in alone] == [None, None, None]
@@ -146,15 +146,15 @@ class Planned:
 
 
 def test_runs_that_wait_for_the_first_stage_of_another_come_last_in_their_seed():
-    with_transfer = (PRUNED, Transfer())
+    with_transfer = (PRUNED, HarmlessTransfer())
     runs = [
         Planned(),
         Planned(PRUNED),
         Planned(*with_transfer),
-        Planned(Transfer()),
+        Planned(HarmlessTransfer()),
         Planned(*with_transfer, seed=1),
         Planned(PRUNED, seed=1),
-        Planned(Transfer(), seed=1),
+        Planned(HarmlessTransfer(), seed=1),
     ]
     order = [runs.index(run) for run in _makers_first(runs)]
     assert order == [0, 1, 3, 2, 4, 6, 5]

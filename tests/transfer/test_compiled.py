@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.testing import assert_close
 
-from rarebit.transfer.harmless_transfer import HarmlessTransfer
+from rarebit.methods.harmless_transfer import HarmlessTransfer
 from rarebit.transfer.losses import Adversarial, StatelessLoss
 
 ITEMS, STEPS = 60, 4
@@ -22,10 +22,9 @@ def trained(loss, lines, *, compile):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Embedding(ITEMS, 4), nn.Linear(4, 1)).double()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.5)
-    options = {"loss": loss, "samples": 8, "transfer_scale": 3.0, "where": lambda _: True}
-    with HarmlessTransfer(
-        model, counts=torch.arange(ITEMS), compile=compile, say=lines.append, **options
-    ) as transfer:
+    settings = HarmlessTransfer(loss=loss, samples=8, scale=3.0, compile=compile)
+    counts = torch.arange(ITEMS)
+    with settings.start(model, counts=counts, where=lambda _: True, say=lines.append) as transfer:
         transfer.rows._static = True
         for ids in torch.randint(ITEMS, (STEPS, 40)):
             optimizer.zero_grad()

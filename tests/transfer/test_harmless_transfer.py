@@ -12,11 +12,13 @@ from torch.testing import assert_close
 
 import rarebit as rb
 from rarebit.data.selection import FieldSelection, FrequencySplit, Selection
+from rarebit.methods.harmless_transfer import HarmlessTransfer
 from rarebit.models.deepfm import DeepFM
-from rarebit.transfer.harmless_transfer import HarmlessTransfer
 from rarebit.transfer.losses import MMD, Adversarial, CosReg, Moments, Relatives, SlicedWasserstein
 
 ROWS, WIDTH = 20, 4
+ARGUMENTS = {"counts", "data", "say", "seed", "select", "update_absent", "where"}
+"""What `start` takes; the other options are settings."""
 COUNTS = torch.tensor([0, 9, 1, 1, 8, 7, 1, 2, 2, 0, 1, 1, 3, 1, 1, 2, 1, 1, 1, 1])
 FREQUENT = {1, 4, 5, 12}  # the top fifth of the 18 that were seen, rounded up
 RARE = {i for i in range(ROWS) if COUNTS[i] > 0} - FREQUENT
@@ -61,9 +63,10 @@ def started(model, **options):
         "counts": COUNTS,
         "where": lambda t: True,
         "samples": 8,
-        "transfer_scale": 50.0,
+        "scale": 50.0,
     } | options
-    return HarmlessTransfer(model, **options)
+    chosen = {name: options.pop(name) for name in ARGUMENTS & set(options)}
+    return HarmlessTransfer(**options).start(model, **chosen)
 
 
 def transfer_by_hand(weight, present, running, rare=RARE, table=0):
@@ -120,7 +123,7 @@ def test_rows_get_the_gradient_of_algorithm_1_and_the_network_its_own(sparse, st
 def test_the_sum_rule_is_plain_backward_of_both_losses():
     model, ids = Net(), some_ids()
     plain = copy.deepcopy(model)
-    with started(model, rule="sum", transfer_scale=3.0) as transfer:
+    with started(model, rule="sum", scale=3.0) as transfer:
         transfer.backward(loss_of(model, ids))
     running = transfer.groups[0].running
     rare = plain.item.weight[sorted(set(ids.tolist()) & RARE)]
@@ -135,7 +138,7 @@ def test_without_transfer_lexico_doubles_the_row_gradients_and_the_sum_is_plain_
     _, plain = plain_gradients(model, ids)
     for rule, factor in (("lexico", 2.0), ("global", 2.0), ("sum", 1.0)):
         model.zero_grad()
-        with started(model, rule=rule, transfer_scale=0.0) as transfer:
+        with started(model, rule=rule, scale=0.0) as transfer:
             transfer.backward(loss_of(model, ids))
         assert_close(model.item.weight.grad, factor * plain["item.weight"])
 
@@ -213,7 +216,7 @@ def test_a_weight_under_two_names_is_one_table():
     model = nn.ModuleDict({"item": nn.Embedding(ROWS, WIDTH), "again": nn.Embedding(ROWS, WIDTH)})
     model["again"].weight = model["item"].weight
     first, second = some_ids(), some_ids()
-    with started(model, transfer_scale=1.0, rule="sum") as transfer:
+    with started(model, scale=1.0, rule="sum") as transfer:
         transfer.backward(model["item"](first).sum() + model["again"](second).sum())
         assert [group.names for group in transfer.groups] == [("item",)]
     weight, running = model["item"].weight.detach(), transfer.groups[0].running
@@ -226,7 +229,7 @@ def test_a_tied_language_model_trains():
     model, text = Tied(), torch.randint(ROWS, (400,)) // 2 * 2
     optimizer = torch.optim.Adam(model.parameters(), lr=0.02)
     losses = []
-    with started(model, counts=text.bincount(minlength=ROWS), transfer_scale=0.1) as transfer:
+    with started(model, counts=text.bincount(minlength=ROWS), scale=0.1) as transfer:
         for _ in range(60):
             optimizer.zero_grad()
             loss = F.cross_entropy(model(text[:-1]), text[1:])
@@ -369,7 +372,7 @@ def test_relatives_of_a_selection_are_what_rare_rows_are_drawn_to():
     weight = model.item.weight.detach()
     _, plain = plain_gradients(model, ids)
     options = {"counts": None, "select": given_selection(), "loss": Relatives(), "rule": "sum"}
-    with started(model, transfer_scale=1.0, **options) as transfer:
+    with started(model, scale=1.0, **options) as transfer:
         transfer.backward(loss_of(model, ids))
     goal, rare = 0.75 * weight[1] + 0.25 * weight[4], set(ids.tolist()) & RARE
     expected = plain["item.weight"]
@@ -394,7 +397,7 @@ def test_both_sides_move_where_asked():
 def test_cosines_are_those_of_all_rows_frequent_ones_too():
     model, ids = Tied(), some_ids()
     _, plain = plain_gradients(model, ids)
-    with started(model, loss=CosReg(), rule="sum", transfer_scale=1.0) as transfer:
+    with started(model, loss=CosReg(), rule="sum", scale=1.0) as transfer:
         transfer.backward(loss_of(model, ids))
     rows = model.item.weight.detach()[sorted(FREQUENT | RARE)].requires_grad_()
     unit = F.normalize(rows)
@@ -497,7 +500,8 @@ def test_any_loss_reaches_the_rows_of_any_table(loss):
 def test_a_step_costs_what_the_batch_costs(loss, static):
     rows = 50_000
     model = nn.ModuleDict({"item": nn.Embedding(rows, WIDTH)})
-    with HarmlessTransfer(model, counts=torch.arange(rows), samples=8, loss=loss) as transfer:
+    settings = HarmlessTransfer(samples=8, loss=loss)
+    with settings.start(model, counts=torch.arange(rows)) as transfer:
         transfer.rows._static = static
         with counting_large_tensors(rows) as made:
             transfer.backward(model["item"](torch.randint(rows, (40,))).square().sum())
@@ -506,5 +510,5 @@ def test_a_step_costs_what_the_batch_costs(loss, static):
 
 def test_large_tables_are_chosen_where_nobody_chooses():
     model = nn.ModuleDict({"small": nn.Embedding(100, 2), "large": nn.Embedding(101, 2)})
-    with HarmlessTransfer(model, counts={"large": torch.arange(101)}) as transfer:
+    with HarmlessTransfer().start(model, counts={"large": torch.arange(101)}) as transfer:
         assert [group.names for group in transfer.groups] == [("large",)]

@@ -72,7 +72,7 @@ def test_bins_of_lambda_are_added_up():
 
 def test_bins_are_those_of_a_real_ledger():
     model = nn.Sequential(nn.Embedding(200, 4), nn.Linear(4, 1))
-    with rb.HarmlessTransfer(model, counts=torch.arange(200).flip(0)) as transfer:
+    with rb.HarmlessTransfer().start(model, counts=torch.arange(200).flip(0)) as transfer:
         transfer.backward(model(torch.arange(100, 180)).square().mean())
     [line] = tables_of(transfer.ledger.read())[1].rows
     assert sum(float(cell.strip("<> %")) for cell in line[1:]) == pytest.approx(100, abs=3)

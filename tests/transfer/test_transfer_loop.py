@@ -21,11 +21,13 @@ from rarebit.errors import (
     TrainingError,
     UnsupportedTableError,
 )
+from rarebit.methods.harmless_transfer import HarmlessTransfer
 from rarebit.row_gradients.recorded import WARM_UP, Recorded
-from rarebit.transfer.harmless_transfer import HarmlessTransfer
 from rarebit.transfer.losses import MMD, Adversarial, CosReg, Moments, Relatives, SlicedWasserstein
 
 USERS, ITEMS = 30, 200
+ARGUMENTS = {"counts", "data", "say", "seed", "select", "update_absent", "where"}
+"""What `start` takes; the other options are settings."""
 
 
 class Net(nn.Module):
@@ -60,9 +62,9 @@ def loss_of(model, ids):
 
 
 def started(model, **options):
-    return HarmlessTransfer(
-        model, **{"counts": COUNTS, "where": lambda t: True, "samples": 16} | options
-    )
+    options = {"counts": COUNTS, "where": lambda t: True, "samples": 16} | options
+    chosen = {name: options.pop(name) for name in ARGUMENTS & set(options)}
+    return HarmlessTransfer(**options).start(model, **chosen)
 
 
 def train(model, transfer, batches, optimizer):
@@ -77,7 +79,7 @@ def test_the_ledger_counts_what_the_rows_show():
     plain = copy.deepcopy(model)
     loss = loss_of(plain, ids)
     loss.backward()
-    with started(model, transfer_scale=30.0) as transfer:
+    with started(model, scale=30.0) as transfer:
         transfer.backward(loss_of(model, ids))
         found = transfer.ledger.read()
     assert found["steps"] == 1
@@ -134,7 +136,7 @@ def test_the_ledger_is_the_mean_of_its_steps_and_one_without_steps_is_empty():
 def realised(make_optimizer, **options):
     torch.manual_seed(1)
     model = Net().double()
-    with started(model, transfer_scale=0.1, **options) as transfer:
+    with started(model, scale=0.1, **options) as transfer:
         train(model, transfer, [batch() for _ in range(20)], make_optimizer(model.parameters()))
         return transfer.ledger.read()["tables"]["item"]
 
@@ -158,7 +160,7 @@ def test_one_step_of_gradient_descent_lowers_the_main_loss_by_what_was_promised(
     loss = loss_of(model, ids)
     squares = [g.square().sum().item() for g in torch.autograd.grad(loss, list(model.parameters()))]
     promised = 2 * sum(squares[:2]) + sum(squares[2:])
-    with started(model, rule=rule, transfer_scale=scale) as transfer:
+    with started(model, rule=rule, scale=scale) as transfer:
         train(model, transfer, [ids], torch.optim.SGD(model.parameters(), lr=lr))
     fall = (loss - loss_of(model, ids)).item() / lr
     assert fall >= 0.999 * promised
@@ -283,7 +285,7 @@ def test_steps_that_are_replayed_are_the_same_to_the_last_bit(loss):
             if records:
                 transfer.rows._recorded = [Recorded(recorder), Recorded(recorder)]
             train(net, transfer, batches, optimizer)
-            transfer.transfer_scale = 3.0
+            transfer.scale = 3.0
             train(net, transfer, batches, optimizer)
             ledgers.append(transfer.ledger.read())
     assert recorder.made == 4  # of two tables, before and after the change
@@ -429,6 +431,31 @@ def test_co_occurrence_selects_from_the_data_given():
     assert [row for row, _ in relatives] == chosen["item"].relatives[150][: len(relatives)].tolist()
 
 
+def test_several_losses_are_one_main_loss():
+    model, (one, two) = Net(), (batch(), batch())
+    other = copy.deepcopy(model)
+    with started(model) as transfer:
+        transfer.backward(loss_of(model, one), 2 * loss_of(model, two))
+        with pytest.raises(TrainingError, match="at least one loss"):
+            transfer.backward()
+    with started(other) as transfer:
+        transfer.backward(loss_of(other, one) + 2 * loss_of(other, two))
+    for name, parameter in model.named_parameters():
+        assert torch.equal(parameter.grad, dict(other.named_parameters())[name].grad)
+
+
+def test_a_data_set_alone_says_who_is_frequent_and_whom_rare_ids_are_like():
+    model, log = Net(), click_log()
+    chosen = select(log, log.counts(), CoOccurrence())
+    for settings, has_relatives in (({}, True), ({"select": "frequency"}, False)):
+        with HarmlessTransfer(**settings).start(model, log) as transfer:
+            assert transfer.groups[0].names == ("item",)  # by default tables of more than 100 rows
+            found = transfer.explain("item", 150)
+            assert bool(found.relatives) is has_relatives
+    rare = chosen["item"].target
+    assert 0 < int(rare.sum()) < ITEMS
+
+
 def test_a_plain_backward_is_noticed_and_a_closed_transfer_says_so():
     model = Net()
     transfer = started(model)
@@ -464,8 +491,8 @@ def test_a_step_that_was_discarded_is_no_part_of_the_next():
             SettingsError,
             "rule must be one of 'lexico', 'global', 'sum', got 'best'",
         ),
-        ({"alpha": 0.0}, SettingsError, "alpha must be above 0, got alpha=0.0"),
-        ({"transfer_scale": -1.0}, SettingsError, "transfer_scale must be at least 0"),
+        ({"alpha": 0.0}, SettingsError, "alpha must be above 0 and finite, got alpha=0.0"),
+        ({"scale": -1.0}, SettingsError, "scale must be 0 or more and finite"),
         ({"samples": 0}, SettingsError, "samples must be at least 1, got samples=0"),
         (
             {"update_absent": -1},
@@ -517,9 +544,7 @@ def test_a_model_that_was_moved_is_refused():
 def test_only_tables_and_rows_that_are_there_are_explained():
     with started(Net(), where=lambda t: t.name == "item") as transfer:
         assert transfer.explain("item", 199).side == "frequent"
-        with pytest.raises(
-            TrainingError, match=r"no table 'user' takes part in the transfer; .* item"
-        ):
+        with pytest.raises(TrainingError, match=r"does not use a table 'user'; it uses item"):
             transfer.explain("user", 0)
         with pytest.raises(SettingsError, match="'item' has ids from 0 to 199, got 200"):
             transfer.explain("item", 200)

@@ -15,8 +15,8 @@ from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
 import rarebit as rb
+from rarebit.methods.harmless_transfer import HarmlessTransfer
 from rarebit.tables.collection import TableCollection
-from rarebit.transfer.harmless_transfer import HarmlessTransfer
 from rarebit.transfer.losses import MMD, Adversarial, SlicedWasserstein
 
 FIELDS = (
@@ -100,8 +100,8 @@ def train(story, model, transfer, wrapped, ranks):
 
 def started(story, model):
     """Return the transfer of a story on all tables."""
-    options = {"where": lambda t: True, "samples": 8, "transfer_scale": 5.0}
-    return HarmlessTransfer(model, counts=COUNTS, **options | story.options)
+    settings = HarmlessTransfer(**{"samples": 8, "scale": 5.0} | story.options)
+    return settings.start(model, counts=COUNTS, where=lambda t: True)
 
 
 def all_values(model, transfer):

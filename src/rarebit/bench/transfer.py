@@ -14,10 +14,10 @@ from rarebit.bench._steps import NextStep
 from rarebit.bench.train import DIM, HIDDEN, LR, ROWS, sliced
 from rarebit.data.dataset import Dataset
 from rarebit.data.synthetic import SyntheticLog, generate
+from rarebit.methods.harmless_transfer import HarmlessTransfer
 from rarebit.models.deepfm import DeepFM
 from rarebit.training.optimizers import optimizer
 from rarebit.training.step import TrainingStep
-from rarebit.transfer.harmless_transfer import HarmlessTransfer
 
 __all__ = ["make_step", "run"]
 
@@ -47,5 +47,5 @@ def make_step(data: Dataset, *, with_transfer: bool = False) -> NextStep:
     model = DeepFM(data.schema, dim=DIM, hidden=HIDDEN)
     step = TrainingStep(model, optimizer(model, lr=LR, tables="rowwise"))
     if with_transfer:
-        step.backward = HarmlessTransfer(model, counts=data.counts()).backward
+        step.backward = HarmlessTransfer().start(model, counts=data.counts()).backward
     return NextStep(step, data, sliced(data, BATCH_SIZE))

@@ -6,9 +6,9 @@
 
     mu_i    what the optimizer gets of row i in place of g_i; <mu_i, g_i> >= phi_i
 
-It changes how tables are trained and leaves the tables themselves as they are. These are its settings in runs and
-studies; in a loop of one's own, `rarebit.HarmlessTransfer` does the same. Which rare rows have a frequent
-relative is found once a prepared log, and kept with it.
+It changes how tables are trained and leaves the tables themselves unchanged. In runs and studies it is named among
+the methods; in your own loop, `HarmlessTransfer(...).start(model, counts=counts)` starts it. Runs on a prepared log
+find frequent relatives once, and keep them with the log. `transfer/` does the work.
 
 Not for small tables, whose rows are all frequent, nor for thresholds that are still being learned.
 """
@@ -18,9 +18,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal
 
-from torch import nn
+from torch import Tensor, nn
 
 from rarebit.callbacks import Callback, TrainingData, TrainingMethod
+from rarebit.data.dataset import Dataset
 from rarebit.data.selection import CoOccurrence, FrequencySplit, Selection, stored_selection
 from rarebit.errors import NoTableError
 from rarebit.settings import check_types, require, suggest
@@ -28,7 +29,6 @@ from rarebit.tables.find import Site, TableInfo, find_sites
 from rarebit.tables.table import full_table, methods_of
 from rarebit.technique import BASELINE, Control, Technique, technique_name, technique_text
 from rarebit.text import TextTable
-from rarebit.transfer.harmless_transfer import LEAST_ROWS, HarmlessTransfer
 from rarebit.transfer.ledger import Ledger
 from rarebit.transfer.ledger_text import explain_ledger
 from rarebit.transfer.lexico import TransferRule
@@ -41,8 +41,9 @@ from rarebit.transfer.losses import (
     SlicedWasserstein,
     TransferLoss,
 )
+from rarebit.transfer.running import RunningTransfer
 
-__all__ = ["Transfer", "TransferLossName", "TransferSelect"]
+__all__ = ["HarmlessTransfer", "TransferLossName", "TransferSelect"]
 
 TransferLossName = Literal[
     "adversarial", "cos-reg", "mmd", "moments", "sliced-wasserstein", "relatives"
@@ -50,26 +51,33 @@ TransferLossName = Literal[
 TransferSelect = Literal["co-occurrence", "frequency"]
 
 LOSSES: dict[str, Callable[[], TransferLoss]] = {
+    "adversarial": Adversarial,
     "cos-reg": CosReg,
     "mmd": MMD,
     "moments": Moments,
     "sliced-wasserstein": SlicedWasserstein,
     "relatives": Relatives,
 }
-"""Those without settings of their own here."""
 LR = Adversarial().lr
 SCALES = (0.01, 0.1, 1.0, 10.0)
-"""What a plain sum multiplies the transfer gradient by; validation picks."""
+"""Factors of the transfer gradient that a plain sum tries; validation picks."""
+LEAST_ROWS = 100
+"""Tables with more rows than this take part by default."""
 MIN_WIDTH = 2
 """First-order weights have width 1 and take no part."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Transfer(TrainingMethod):
+class HarmlessTransfer(TrainingMethod):
     """Let rare rows learn from frequent ones as far as the main loss lets them.
 
-    >>> Transfer(loss="mmd", fields="zip").fields
-    'zip'
+    >>> import torch
+    >>> model = nn.Sequential(nn.Embedding(200, 4), nn.Linear(4, 1))
+    >>> counts = torch.arange(200).flip(0)
+    >>> with HarmlessTransfer(loss="mmd").start(model, counts=counts) as transfer:
+    ...     transfer.backward(model(torch.tensor([3, 150, 150])).square().mean())
+    >>> transfer.explain("0", 150).side, transfer.ledger.read()["steps"]
+    ('rare', 1)
     """
 
     title: ClassVar[str] = "rare rows learn from frequent ones where that does no harm"
@@ -78,33 +86,33 @@ class Transfer(TrainingMethod):
     controls: ClassVar[tuple[str, ...]] = ("plain-sum", "doubled-rows")
     cost: ClassVar[str] = (
         "a step computes a second gradient for the rows of its batch, without a second pass through the "
-        "network; tables are served as they are"
+        "network; nothing changes at inference time"
     )
     applies: ClassVar[str] = (
         "tables with many rare ids that are like frequent ones; not where rare ids mean something else"
     )
     knobs: ClassVar[Mapping[str, tuple[object, ...]]] = {"scale": (1.0, 0.1, 10.0, 0.01)}
 
-    loss: TransferLossName = "adversarial"
-    """What the transfer lowers: how far rare rows are from frequent ones, measured in one of these ways."""
+    loss: TransferLossName | TransferLoss = "adversarial"
+    """How the distance of rare rows from frequent ones is measured; in your own loop also a `TransferLoss`."""
     select: TransferSelect = "co-occurrence"
     """"co-occurrence": rare ids that meet what frequent ones meet learn; "frequency": all rare ids do."""
     rule: TransferRule = "lexico"
     """"lexico": a barrier for each row; "global": one for all rows; "sum": none, both gradients are added."""
     scale: float = 1.0
-    """What the transfer gradient is multiplied by."""
+    """The factor of the transfer gradient."""
     alpha: float = 2.0
-    """How many times the main gradient's own descent the barrier asks for, at most."""
+    """The least descent of the main loss, in multiples of the main gradient's own."""
     lr: float = LR
-    """The learning rate of the discriminator, of the adversarial loss."""
+    """The learning rate of the discriminator of the adversarial loss."""
     samples: int = 256
     """Frequent rows of each table that a step compares with."""
     both: bool = False
     """Whether frequent rows move as well, towards rare ones."""
     fields: str | tuple[str, ...] = ()
-    """Fields whose tables take part; those with more than 100 values if not given."""
+    """Fields whose tables take part; by default those with more than 100 values."""
     compile: bool = False
-    """Whether torch compiles what the transfer does in a step: fewer kernels on a GPU."""
+    """Whether torch compiles the parts of a transfer step: fewer kernels on a GPU."""
 
     def __post_init__(self) -> None:
         check_types(self)
@@ -122,7 +130,7 @@ class Transfer(TrainingMethod):
         require(self.samples >= 1, f"samples must be at least 1, got samples={self.samples}")
         require(
             self.loss == "adversarial" or self.lr == LR,
-            f"lr is that of the discriminator, and loss={self.loss!r} has none; leave it out",
+            f"lr is that of the discriminator of loss='adversarial', got loss={self.loss!r}; leave it out",
         )
         require(
             self.loss != "relatives" or self.select == "co-occurrence",
@@ -130,19 +138,26 @@ class Transfer(TrainingMethod):
         )
 
     def check_beside(self, techniques: Sequence[Technique]) -> None:
-        """Raise where thresholds are learned to the end: the transfer would move those, too."""
+        """Raise where thresholds are learned to the end, which the transfer would move, too."""
         kinds = {technique_name(technique) for technique in techniques}
         require(
             "pep" not in kinds or "pruned" in kinds,
             "harmless-transfer would move thresholds of pep that are still being learned; prune, and transfer "
             "while what is left is trained again: pep+pruned+harmless-transfer",
         )
+        require(
+            isinstance(self.loss, str),
+            f"a run stores its settings, so its transfer loss goes by name, got loss={self.loss!r}; "
+            f"use one of {', '.join(map(repr, LOSSES))}",
+        )
 
     def make_control(self, name: str, techniques: Sequence[Technique]) -> Control | None:
         """Return the plain sum at several scales, or the barrier without a transfer gradient."""
         if name == "plain-sum" and self.rule != "sum" and self.scale > 0:
             # alpha belongs to the barrier, which a sum does not have
-            changed = [replace(self, rule="sum", scale=s, alpha=Transfer.alpha) for s in SCALES]
+            changed = [
+                replace(self, rule="sum", scale=s, alpha=HarmlessTransfer.alpha) for s in SCALES
+            ]
         elif name == "plain-sum":  # the control of a sum is the run without it
             others = tuple(one for one in techniques if one is not self)
             return Control("+".join(map(technique_text, others)) or BASELINE, (others,))
@@ -151,106 +166,153 @@ class Transfer(TrainingMethod):
         else:
             return None
         trials = tuple(tuple(new if one is self else one for one in techniques) for new in changed)
-        usual = technique_text(replace(changed[0], rule=Transfer.rule, scale=Transfer.scale))
+        usual = technique_text(
+            replace(changed[0], rule=HarmlessTransfer.rule, scale=HarmlessTransfer.scale)
+        )
         own = usual.replace(technique_name(self), name, 1)
         return Control(
             "+".join(own if t is self else technique_text(t) for t in techniques), trials
         )
 
-    def callback(self) -> "_Running":
-        """Return the transfer for one training."""
-        return _Running(self)
+    def start(
+        self,
+        model: nn.Module,
+        data: TrainingData | Dataset | Tensor | None = None,
+        *,
+        counts: Mapping[str, Tensor] | Tensor | None = None,
+        select: Selection | CoOccurrence | FrequencySplit | None = None,
+        where: Callable[[TableInfo], bool] | None = None,
+        seed: int = 0,
+        update_absent: int = 0,
+        say: Callable[[str], object] = print,
+    ) -> RunningTransfer:
+        """Return a transfer that runs on a model, for your own loop.
 
-    def build(
-        self, model: nn.Module, data: TrainingData
-    ) -> tuple[HarmlessTransfer | None, list[str]]:
-        """Return the transfer with counts and relatives of the training rows, and tables left out."""
-        fields = self._fields(model)
-        selection = self._selection(data, fields)
-        chosen = [site for site in _wide_sites(model) if site.info.field in fields]
-        names = {site.info.name for site in chosen if _has_frequent(site, selection)}
-        left_out = [site.info.name for site in chosen if site.info.name not in names]
-        if not names:
-            return None, left_out
-        transfer = HarmlessTransfer(
+        `data` is the training data: a data set, or lines of tokens `(lines, length)`. `counts` says how often
+        training saw each id: a mapping by field or table, or one tensor where one table is chosen; by default it
+        is counted in the data set. With counts alone, the top fifth of the ids that training saw is frequent and
+        the others are rare. `select=` overrides both.
+
+        `where` chooses tables in place of `fields`. Rows outside the batch do not move, except `update_absent`
+        rare ones of each table per step, which follow the transfer alone. `say` takes a line for each part that
+        `compile` cannot compile.
+
+        Start it when the model is on its device, and before it is compiled or wrapped in DDP.
+        """
+        if isinstance(data, TrainingData):
+            seed, data = data.seed, data.train
+        if counts is None and isinstance(data, Dataset):
+            counts = data.counts()
+        if select is None and data is not None:
+            select = self._selection()
+        if where is None:
+            fields = _chosen_fields(model, self.fields) if self.fields else []
+            where = (lambda info: info.field in fields) if fields else _is_large
+        loss = LOSSES[self.loss]() if isinstance(self.loss, str) else self.loss
+        if self.loss == "adversarial":
+            loss = Adversarial(lr=self.lr, seed=seed)
+        return RunningTransfer(
             model,
-            select=selection,
-            loss=self._loss(data.seed),
-            where=lambda info: info.name in names,
+            counts=counts,
+            select=select,
+            data=data,
+            loss=loss,
+            where=where,
             rule=self.rule,
-            transfer_scale=self.scale,
+            scale=self.scale,
             alpha=self.alpha,
             samples=self.samples,
             both=self.both,
-            seed=data.seed,
+            seed=seed,
+            update_absent=update_absent,
             compile=self.compile,
+            say=say,
         )
-        return transfer, left_out
 
-    def _fields(self, model: nn.Module) -> list[str]:
-        """Return the fields that take part, in the order of the model; first-order weights do not."""
-        wide = [site.info for site in _wide_sites(model)]
-        known = list(dict.fromkeys(info.field for info in wide))
-        asked = (self.fields,) if isinstance(self.fields, str) else self.fields
-        for name in asked:
-            require(name in known, f"fields: there is no table for {name!r}{suggest(name, known)}")
-        found = asked or [info.field for info in wide if _is_large(info)]
-        if not found:
-            raise NoTableError(
-                f"no field of the model has more than {LEAST_ROWS} values, so harmless-transfer has no rare "
-                f"ones to help; leave it out, or name fields: {', '.join(known)}"
-            )
-        return [name for name in known if name in found]
+    def callback(self) -> "TransferCallback":
+        """Return the transfer of one run."""
+        return TransferCallback(self)
 
     @staticmethod
     def explain_report(report: Mapping[str, Any]) -> list[TextTable | str]:
         """Return the ledger of a run as tables and notes for people."""
         return explain_ledger(report)
 
-    def _selection(self, data: TrainingData, fields: list[str]) -> Selection:
-        """Return which of the training rows' values are frequent and rare."""
-        settings = CoOccurrence() if self.select == "co-occurrence" else FrequencySplit()
+    def selection_of(self, data: TrainingData, fields: Sequence[str]) -> Selection:
+        """Return which values of the training rows are frequent and rare, kept with a prepared log."""
         return stored_selection(
-            data.train, settings, fields=fields, folder=data.folder, data_checksum=data.checksum
+            data.train,
+            self._selection(),
+            fields=list(fields),
+            folder=data.folder,
+            data_checksum=data.checksum,
         )
 
-    def _loss(self, seed: int) -> TransferLoss:
-        if self.loss == "adversarial":
-            return Adversarial(lr=self.lr, seed=seed)
-        return LOSSES[self.loss]()
+    def _selection(self) -> CoOccurrence | FrequencySplit:
+        return CoOccurrence() if self.select == "co-occurrence" else FrequencySplit()
 
 
-class _Running(Callback):
-    """A transfer at work in one training; none where no table has frequent rows to learn from."""
+class TransferCallback(Callback):
+    """The transfer of one run; none where no table has frequent rows to learn from."""
 
-    def __init__(self, method: Transfer) -> None:
-        self.method = method
+    def __init__(self, settings: HarmlessTransfer) -> None:
+        self.settings = settings
+        self.transfer: RunningTransfer | None = None
+        self.left_out: list[str] = []
+
+    @property
+    def name(self) -> str:
+        """The name of the method, and its settings."""
+        return f"{technique_name(self.settings)}: {self.settings}"
 
     def start(self, model: nn.Module, data: TrainingData) -> None:
-        """Attach the transfer to the model."""
-        self.transfer, self.left_out = self.method.build(model, data)
-        self.backward = None if self.transfer is None else self.transfer.backward
+        """Start the transfer, with counts and relatives of the training rows."""
+        fields = _chosen_fields(model, self.settings.fields)
+        selection = self.settings.selection_of(data, fields)
+        chosen = [site for site in _wide_sites(model) if site.info.field in fields]
+        names = {site.info.name for site in chosen if _has_frequent(site, selection)}
+        self.left_out = [site.info.name for site in chosen if site.info.name not in names]
+        if names:
+            self.transfer = self.settings.start(
+                model, select=selection, where=lambda info: info.name in names, seed=data.seed
+            )
+            self.backward = self.transfer.backward
 
     def report(self) -> dict[str, Any]:
-        """Return the ledger, and which tables had nothing to learn from."""
+        """Return the ledger, and the tables that had nothing to learn from."""
         ledger = Ledger() if self.transfer is None else self.transfer.ledger
-        told = {"left_out": self.left_out} if self.left_out else {}
-        return ledger.read() | told
+        return ledger.read() | ({"left_out": self.left_out} if self.left_out else {})
 
     def state_dict(self) -> dict[str, Any]:
         """Return discriminators, the number of the step, and the ledger."""
         return {} if self.transfer is None else self.transfer.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from them."""
+        """Resume from them."""
         if self.transfer is not None:
             self.transfer.load_state_dict(state)
 
     def close(self) -> None:
-        """Take the transfer off the model; a step that an error ended is forgotten."""
+        """Remove the transfer from the model; a step that an error ended is forgotten."""
         if self.transfer is not None:
             self.transfer.discard()
             self.transfer.close()
+
+
+def _chosen_fields(model: nn.Module, fields: str | Sequence[str]) -> list[str]:
+    """Return the fields that take part, in the order of the model; first-order weights do not."""
+    wide = [site.info for site in _wide_sites(model)]
+    known = list(dict.fromkeys(info.field for info in wide))
+    asked = (fields,) if isinstance(fields, str) else fields
+    for name in asked:
+        require(name in known, f"fields: there is no table for {name!r}{suggest(name, known)}")
+    found = asked or [info.field for info in wide if _is_large(info)]
+    if not found:
+        raise NoTableError(
+            f"no field of the model has more than {LEAST_ROWS} values, so harmless-transfer has no rare "
+            f"ones to help; leave it out, or name fields: {', '.join(known)}"
+        )
+    return [name for name in known if name in found]
 
 
 def _wide_sites(model: nn.Module) -> list[Site]:
@@ -258,7 +320,7 @@ def _wide_sites(model: nn.Module) -> list[Site]:
 
 
 def _has_frequent(site: Site, selection: Selection) -> bool:
-    """Return whether a table has frequent rows; of a pruned one, rows of which something is left."""
+    """Return whether a table has frequent rows; of a pruned one, rows that are not all zero."""
     source = selection[site.info.field].source
     if any(method.masks_entries for method in methods_of(site.table)):
         source = source & full_table(site.table).cpu().any(dim=1)

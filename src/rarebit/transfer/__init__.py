@@ -1,1 +1,38 @@
-"""Rare rows learn from frequent ones, held back where that opposes the main loss."""
+"""Harmless transfer: its losses, and what a running transfer tells.
+
+`rarebit.HarmlessTransfer` holds the settings and starts a transfer. To write a loss of your own, subclass
+`StatelessLoss`, or `TransferLoss` and `RunningLoss` where it has state.
+"""
+
+from rarebit.transfer.batch import TransferBatch
+from rarebit.transfer.ledger import Ledger
+from rarebit.transfer.losses import (
+    MMD,
+    Adversarial,
+    CosReg,
+    LossTables,
+    Moments,
+    Relatives,
+    RunningLoss,
+    SlicedWasserstein,
+    StatelessLoss,
+    TransferLoss,
+)
+from rarebit.transfer.running import Explanation, RunningTransfer
+
+__all__ = [
+    "MMD",
+    "Adversarial",
+    "CosReg",
+    "Explanation",
+    "Ledger",
+    "LossTables",
+    "Moments",
+    "Relatives",
+    "RunningLoss",
+    "RunningTransfer",
+    "SlicedWasserstein",
+    "StatelessLoss",
+    "TransferBatch",
+    "TransferLoss",
+]
