@@ -203,11 +203,11 @@ def test_a_process_that_fails_is_an_error(log, tmp_path):
 def test_figures_are_medians():
     told = {
         "ours": [
-            data.Told(2.0, 300_000_000),
-            data.Told(9.0, 100_000_000),
-            data.Told(1.0, 200_000_000),
+            data.Work(2.0, 300_000_000),
+            data.Work(9.0, 100_000_000),
+            data.Work(1.0, 200_000_000),
         ],
-        "pandas": [data.Told(6.0, 400_000_000), data.Told(8.0, 900_000_000), data.Told(10.0, 1)],
+        "pandas": [data.Work(6.0, 400_000_000), data.Work(8.0, 900_000_000), data.Work(10.0, 1)],
     }
     figures = data._figures(1000, told)
     assert (figures["ours_seconds"], figures["pandas_seconds"], figures["ratio"]) == (2, 8, 4)
@@ -233,7 +233,7 @@ def test_both_sides_are_measured_and_the_folder_is_read(tmp_path):
 
 
 def test_a_system_that_does_not_tell_the_peak_gives_no_memory_ratio():
-    told = {"ours": [data.Told(2.0, None)] * 3, "pandas": [data.Told(8.0, None)] * 3}
+    told = {"ours": [data.Work(2.0, None)] * 3, "pandas": [data.Work(8.0, None)] * 3}
     figures = data._figures(100, told)
     assert (figures["ratio"], figures["memory_ratio"]) == (4.0, None)
     assert (figures["ours_peak_mb"], figures["pandas_peak_mb"]) == (None, None)

@@ -1,4 +1,4 @@
-"""Both sides of the bench are the same model: they reach the same loss."""
+"""All variants of the bench are the same model: they reach the same loss."""
 
 import copy
 import itertools
@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from rarebit.bench import train
-from rarebit.bench._frame import measure
+from rarebit.bench import steps, train
+from rarebit.bench.steps import NextStep
 from rarebit.data.dataset import Dataset, Splits
 from rarebit.data.schema import Field, Schema
 from rarebit.data.synthetic import SyntheticLog, generate
@@ -63,20 +63,20 @@ def test_both_have_the_same_number_of_weights(models):
     assert counts[0] == counts[1]
 
 
-def test_all_sides_reach_the_same_loss_after_twenty_steps(models, data, monkeypatch):
+def test_all_variants_reach_the_same_loss_after_twenty_steps(models, data, monkeypatch):
     model, by_hand = models
     tuned, lazy = by_hand_like(model), copy.deepcopy(model)
     first_loss = loss(model(data[:]), data)
     # The loader shuffles by itself: here it has to give the same batches.
-    monkeypatch.setattr(train, "_loaded", lambda *batches: ids_and_labels(train.sliced(*batches)))
-    sides = [
-        train._ours(model, data, BATCH_SIZE, "dense"),
-        train._ours(lazy, data, BATCH_SIZE, "rowwise"),
-        train._reference(by_hand, data, BATCH_SIZE),
-        train._tuned(tuned, data, BATCH_SIZE),
+    monkeypatch.setattr(train, "_loaded", lambda *batches: ids_and_labels(steps.sliced(*batches)))
+    variants = [
+        NextStep(model, data, BATCH_SIZE, "dense"),
+        NextStep(lazy, data, BATCH_SIZE),
+        train._by_hand(by_hand, train._loaded(data, BATCH_SIZE)),
+        train._by_hand(tuned, train._sliced(data, BATCH_SIZE), fused=True),
     ]
     for _ in range(20):
-        for step in sides:
+        for step in variants:
             step()
     ids = data.ids.long()
     losses = [loss(model(data[:]), data), loss(by_hand(ids), data), loss(tuned(ids), data)]
@@ -92,13 +92,13 @@ def ids_and_labels(batches):
         yield batch.ids.long(), batch.label
 
 
-def test_both_sides_see_every_row_once_an_epoch(data):
-    steps = len(data) // BATCH_SIZE
-    loaded, sliced = train._loaded(data, BATCH_SIZE), train.sliced(data, BATCH_SIZE)
+def test_loader_and_slices_see_every_row_once_an_epoch(data):
+    number = len(data) // BATCH_SIZE
+    loaded, sliced = train._loaded(data, BATCH_SIZE), steps.sliced(data, BATCH_SIZE)
     everything, epochs = sorted(data.ids.tolist()), []
     for _ in range(2):
-        by_loader = torch.cat([next(loaded)[0] for _ in range(steps)])
-        by_slices = torch.cat([next(sliced).ids for _ in range(steps)])
+        by_loader = torch.cat([next(loaded)[0] for _ in range(number)])
+        by_slices = torch.cat([next(sliced).ids for _ in range(number)])
         assert sorted(by_loader.tolist()) == sorted(by_slices.tolist()) == everything
         epochs += [by_loader, by_slices]
     for one, other in itertools.combinations([data.ids, *epochs], 2):
@@ -114,17 +114,14 @@ def test_ids_are_as_people_keep_them(data):
 def test_the_data_has_the_shape_of_criteo():
     data = generate(SyntheticLog(preset="criteo", rows=200)).train
     assert len(data.schema.table_fields) == len(data.schema.fields) == 39
-    assert sum(train._rows(data)) == 967_795 + 3 * 39
+    assert sum(field.rows for field in data.schema.table_fields) == 967_795 + 3 * 39
 
 
-def test_the_figures_are_named(data, monkeypatch):
-    monkeypatch.setattr(train, "generate", lambda log: Splits(data, data, data))
+def test_the_figures_are_named(data, quick, monkeypatch):
+    monkeypatch.setattr(steps, "generate", lambda log: Splits(data, data, data))
     monkeypatch.setattr(train, "BATCH_SIZES", {"": 32, "_64": 64})
-    monkeypatch.setattr(
-        train, "measure", lambda sides, budget: measure(sides, budget=0, warm_up=0, min_rounds=2)
-    )
     said = []
-    figures = train.run(said.append)
+    figures = train.train(said.append)
     assert len(said) == 2
     ratio = figures["reference_ms_64"] / figures["ours_ms_64"]
     assert figures["ratio_64"] == pytest.approx(ratio)

@@ -1,15 +1,14 @@
-"""What else ran on the machine during a measurement.
+"""How all benches measure: variants that take turns in one process, medians, and the machine's load.
 
-The frame of all measurements: sides that take turns in one process, medians, and the machine.
+    A B   B A   A B   ...      one measured unit of each variant per round, in changing order
 
-    A B   B A   A B   ...      one measured unit of each side a round, the first one changing
-
-A shared machine slows down and recovers from one second to the next. Sides that take turns meet
-the same seconds, so the ratio of their medians holds where either time alone does not.
+A shared machine slows down and recovers from one second to the next. Variants that take turns meet
+the same seconds, so the ratio of their medians is reliable where either time alone is not.
 """
 
 import os
 import statistics
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping
@@ -25,19 +24,33 @@ __all__ = [
     "OtherLoad",
     "Say",
     "Timing",
+    "compare",
     "measure",
     "print_to_stderr",
     "result_of",
+    "run_python",
     "timing_figures",
 ]
 
 FOLDER = Path(__file__).resolve().parent
+TOO_MUCH_LOAD = 0.1
+"""Two threads on two cores wait for each other, so a little other work slows them down a lot."""
+BenchResult: TypeAlias = dict[str, float | str | None]
+"""The figures of a bench by name: flat, and ready for JSON."""
+Say: TypeAlias = Callable[[str], object]
+Variants: TypeAlias = Mapping[str, Callable[[], object]]
+"""By name, a function whose call is one measured unit."""
+
+
+def print_to_stderr(line: str) -> None:
+    """Print a line of progress; standard output is for the result."""
+    sys.stderr.write(line + "\n")
 
 
 class OtherLoad:
-    """The share of all processors that other processes took since this was made.
+    """The share of all processors that other processes used since this was created.
 
-    0.5 on two cores: one of them was busy with something else.
+    0.5 on two cores: other processes kept one of them busy.
     """
 
     def __init__(self, stat: Path = Path("/proc/stat")) -> None:
@@ -45,7 +58,7 @@ class OtherLoad:
         self._start = self._read()
 
     def share(self) -> float | None:
-        """Return the share, or None where the system does not say."""
+        """Return the share, or None if the system does not report it."""
         now = self._read()
         if self._start is None or now is None or now[1] <= self._start[1]:
             return None
@@ -58,33 +71,16 @@ class OtherLoad:
             line = self._stat.read_text("ascii").split("\n", 1)[0]
         except OSError:
             return None
-        # user nice system idle iowait irq softirq steal; guests are counted in user already
+        # user nice system idle iowait irq softirq steal; user includes guests already
         ticks = [int(field) for field in line.split()[1:9]]
         per_second = os.sysconf("SC_CLK_TCK")
         idle, total = sum(ticks[3:5]), sum(ticks)
         return (total - idle) / per_second, total / per_second, sum(os.times()[:4])
 
 
-BenchResult: TypeAlias = dict[str, float | str | None]
-"""The figures of a bench by name: flat, and ready for JSON."""
-Say: TypeAlias = Callable[[str], object]
-Clock: TypeAlias = Callable[[], float]
-TOO_MUCH_LOAD = 0.1
-"""Two threads on two cores wait for each other, so little of other work slows them down a lot."""
-
-
-def print_to_stderr(line: str) -> None:
-    """Print a line of progress; standard output is for the result."""
-    sys.stderr.write(line + "\n")
-
-
 @dataclass(frozen=True)
 class Timing:
-    """How long one side took, in seconds, round by round.
-
-    >>> Timing((3.0, 1.0, 2.0)).median
-    2.0
-    """
+    """The seconds of one variant, round by round. `a / b` is the ratio of the medians."""
 
     seconds: tuple[float, ...]
 
@@ -95,43 +91,56 @@ class Timing:
 
     @property
     def iqr(self) -> float:
-        """The spread: how far the middle half of the times lies apart."""
+        """The interquartile range."""
         low, _, high = statistics.quantiles(self.seconds, n=4, method="inclusive")
         return high - low
 
+    def __truediv__(self, other: "Timing") -> float:
+        return self.median / other.median
+
 
 def measure(
-    sides: Mapping[str, Callable[[], object]],
+    variants: Variants,
     *,
     budget: float,
     warm_up: int = 2,
     min_rounds: int = 5,
-    clock: Clock = time.perf_counter,
+    clock: Callable[[], float] = time.perf_counter,
 ) -> dict[str, Timing]:
-    """Time the sides in turn until `budget` seconds are used; warm-up rounds are not counted.
+    """Time the variants in turn until `budget` seconds are used; warm-up rounds do not count.
 
-    A call of a side is one measured unit. There are `min_rounds` rounds, whatever they take.
-
-    >>> timings = measure({"a": list, "b": dict}, budget=0.0)
-    >>> len(timings["a"].seconds)
-    5
+    There are at least `min_rounds` rounds, however long they take.
     """
     assert min_rounds >= 2, "quartiles need two times"
-    names, start = list(sides), clock()
+    names, start = list(variants), clock()
     seconds: dict[str, list[float]] = {name: [] for name in names}
     turn = 0
     while turn < warm_up + min_rounds or clock() - start < budget:
         first = turn % len(names)
         for name in names[first:] + names[:first]:
             before = clock()
-            sides[name]()
+            variants[name]()
             seconds[name].append(clock() - before)
         turn += 1
     return {name: Timing(tuple(times[warm_up:])) for name, times in seconds.items()}
 
 
+def compare(
+    variants: Variants, *, budget: float, load: str = "", suffix: str = "", warm_up: int = 2
+) -> tuple[dict[str, Timing], BenchResult]:
+    """Time the variants in turn; return their times, and their figures for the result.
+
+    load      if given, the load of other processes is a figure `other_load_<load>`
+    suffix    ends the name of each other figure
+    """
+    other = OtherLoad()
+    times = measure(variants, budget=budget, warm_up=warm_up)
+    figures: BenchResult = {f"other_load_{load}": other.share()} if load else {}
+    return times, figures | timing_figures(times, suffix)
+
+
 def timing_figures(timings: Mapping[str, Timing], suffix: str = "") -> BenchResult:
-    """Return the median and the spread of each side in milliseconds, and the number of rounds.
+    """Return median and interquartile range of each variant in milliseconds, and the number of rounds.
 
     >>> timing_figures({"ours": Timing((0.5, 1.5))}, "_64")
     {'ours_ms_64': 1000.0, 'ours_iqr_ms_64': 500.0, 'rounds_64': 2}
@@ -144,19 +153,30 @@ def timing_figures(timings: Mapping[str, Timing], suffix: str = "") -> BenchResu
     return figures
 
 
+def run_python(code: str, *arguments: object) -> str:
+    """Run code in a fresh process, with this rarebit, and return what it printed."""
+    paths = [str(FOLDER.parents[1]), os.environ.get("PYTHONPATH", "")]
+    done = subprocess.run(  # noqa: S603  # code of the benches
+        [sys.executable, "-c", code, *map(str, arguments)],
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths))},
+        stdout=subprocess.PIPE,
+        text=True,
+        check=True,
+    )
+    return done.stdout
+
+
 def result_of(name: str, run: Callable[[Say], BenchResult], say: Say) -> BenchResult:
-    """Run a bench and put what it ran on beside its figures."""
+    """Run a bench; return its figures, rounded to four digits, with the machine and its load."""
     load, start = OtherLoad(), time.perf_counter()
     figures = run(say)
     assert {"ratio", "ratio_of"} <= set(figures), f"bench {name} must say its ratio, and of what"
     seconds, other = time.perf_counter() - start, load.share()
     if other is not None and other > TOO_MUCH_LOAD:
-        say(f"other processes took {other:.0%} of the processors: measure again on a quiet machine")
+        say(f"other processes used {other:.0%} of the processors: measure again on a quiet machine")
     result: BenchResult = {"bench": name, **figures}
     result |= {"other_load": other, "seconds": seconds, **machine()}
-    return {key: _rounded(value) for key, value in result.items()}
-
-
-def _rounded(value: float | str | None) -> float | str | None:
-    """Return a float with four digits: the rest is noise."""
-    return float(f"{value:.4g}") if isinstance(value, float) else value
+    return {
+        key: float(f"{value:.4g}") if isinstance(value, float) else value
+        for key, value in result.items()
+    }

@@ -1,21 +1,21 @@
 """One training step of DeepFM, against the same model as people write it by hand.
 
-    reference   one `nn.Embedding` a field, `DataLoader`, `torch.optim.Adam`
+    reference   one `nn.Embedding` per field, `DataLoader`, `torch.optim.Adam`
     tuned       the same model with what an expert would change: batches by slicing, fused Adam
     ours        one stacked table, batches by slicing, `optimizer` and `TrainingStep` as in `fit`, with
-                lazy Adam: the rows a step looked up (`tables="rowwise"`)
-    dense       the same with dense Adam: every row in every step, as on the sides by hand
+                lazy Adam: only the rows in the batch (`tables="rowwise"`)
+    dense       the same with dense Adam: every row in every step, as in the models by hand
     mlp         forward, backward and fused Adam of the network alone: the ceiling
 
 `ratio` is the reference's time over ours, `ratio_dense` over that of dense Adam, `ratio_tables` the
-first one on what is left of a step when the network's part, `mlp`, is taken off both.
+first one without the network's part, `mlp`, on both sides.
 
-All sides are float32, on the same data of Criteo's shape (39 fields, 967,795 values) and from the
-same weights. A measured unit is one step, getting its batch included.
+All variants are float32, on the same log of Criteo's shape and from the same weights. A measured unit is one
+step, including getting its batch.
 
-A ratio is worth something on a quiet machine only. Where another process takes turns with one of
-the threads, the model by hand waits for it once a table, so beside other work its ratio is far too
-high: see `other_load_1024` and `other_load_4096`.
+A ratio is reliable on a quiet machine only. If another process takes turns with one of the threads, the model
+by hand waits for it once per table, so under other load its ratio is far too high: see `other_load_1024` and
+`other_load_4096`.
 """
 
 import itertools
@@ -26,65 +26,60 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
-from rarebit.bench._frame import BenchResult, OtherLoad, Say, measure, timing_figures
-from rarebit.data.dataset import Batch, Dataset
-from rarebit.data.order import shuffled_order
-from rarebit.data.synthetic import SyntheticLog, generate
+from rarebit.bench._frame import BenchResult, Say, compare
+from rarebit.bench.steps import DIM, HIDDEN, LR, NextStep, criteo_log, sliced
+from rarebit.data.dataset import Dataset
 from rarebit.models._base import MLP
 from rarebit.models.deepfm import DeepFM
 from rarebit.tables.collection import TableCollection
-from rarebit.training.optimizers import TableMode, optimizer
-from rarebit.training.step import TrainingStep
 
-__all__ = ["DeepFMByHand", "copy_weights", "run", "sliced"]
+__all__ = ["DeepFMByHand", "copy_weights", "train"]
 
-ROWS = 204_800
-DIM, HIDDEN, LR = 16, (400, 400), 1e-3
 BATCH_SIZES = {"": 1024, "_4096": 4096}
-"""By the end of their keys: the first is the one that counts."""
+"""By the end of their keys: the first is the main one."""
 BUDGET = 20.0
 """Seconds for each batch size."""
 
 
-def run(say: Say) -> BenchResult:
+def train(say: Say) -> BenchResult:
     """Measure a step at each batch size."""
-    data = generate(SyntheticLog(preset="criteo", rows=ROWS)).train
+    data = criteo_log()
     torch.manual_seed(0)
     models = [DeepFM(data.schema, dim=DIM, hidden=HIDDEN) for _ in range(2)]
     models[1].load_state_dict(models[0].state_dict())
-    by_hand = [copy_weights(models[0], DeepFMByHand(_rows(data), DIM, HIDDEN)) for _ in range(2)]
-    figures: BenchResult = {
+    rows = [field.rows for field in data.schema.table_fields]
+    by_hand = [copy_weights(models[0], DeepFMByHand(rows, DIM, HIDDEN)) for _ in range(2)]
+    result: BenchResult = {
         "ratio": None,
         "ratio_of": "time of a step by hand with dense Adam / time of ours with lazy Adam",
     }
     for end, batch_size in BATCH_SIZES.items():
-        say(f"train: batches of {batch_size}, {BUDGET:.0f} s")
-        sides = {
-            "reference": _reference(by_hand[0], data, batch_size),
-            "tuned": _tuned(by_hand[1], data, batch_size),
-            "ours": _ours(models[0], data, batch_size, "rowwise"),
-            "dense": _ours(models[1], data, batch_size, "dense"),
+        say(f"train: batch size {batch_size}, {BUDGET:.0f} s")
+        variants: dict[str, Callable[[], None]] = {
+            "reference": _by_hand(by_hand[0], _loaded(data, batch_size)),
+            "tuned": _by_hand(by_hand[1], _sliced(data, batch_size), fused=True),
+            "ours": NextStep(models[0], data, batch_size),
+            "dense": NextStep(models[1], data, batch_size, "dense"),
             "mlp": _mlp(len(data.schema.fields) * DIM, batch_size),
         }
-        load = OtherLoad()
-        times = measure(sides, budget=BUDGET)
-        figures[f"other_load_{batch_size}"] = load.share()
-        figures[f"ratio{end}"] = times["reference"].median / times["ours"].median
-        figures[f"ratio_dense{end}"] = times["reference"].median / times["dense"].median
-        figures[f"ratio_tuned{end}"] = times["tuned"].median / times["ours"].median
-        figures[f"ratio_tuned_dense{end}"] = times["tuned"].median / times["dense"].median
+        times, figures = compare(variants, budget=BUDGET, load=str(batch_size), suffix=end)
+        reference, tuned, ours, dense = (times[name] for name in list(variants)[:4])
         network = times["mlp"].median
-        tables = {side: timing.median - network for side, timing in times.items()}
-        figures[f"ratio_tables{end}"] = tables["reference"] / tables["ours"]
-        for side in ("reference", "ours"):
-            speed = batch_size / times[side].median
-            figures[f"{side}_samples_per_second{end}"] = round(speed)
-        figures |= timing_figures(times, end)
-    return figures
+        result |= {
+            f"ratio{end}": reference / ours,
+            f"ratio_dense{end}": reference / dense,
+            f"ratio_tuned{end}": tuned / ours,
+            f"ratio_tuned_dense{end}": tuned / dense,
+            f"ratio_tables{end}": (reference.median - network) / (ours.median - network),
+            f"reference_samples_per_second{end}": round(batch_size / reference.median),
+            f"ours_samples_per_second{end}": round(batch_size / ours.median),
+            **figures,
+        }
+    return result
 
 
 class DeepFMByHand(nn.Module):
-    """DeepFM as people write it: one table a field, ids `(B, F)` to logits `(B,)`."""
+    """DeepFM as people write it: one table per field, ids `(B, F)` to logits `(B,)`."""
 
     def __init__(self, rows: Sequence[int], dim: int, hidden: Sequence[int]) -> None:
         super().__init__()
@@ -97,7 +92,7 @@ class DeepFMByHand(nn.Module):
         self.mlp = nn.Sequential(*layers, nn.Linear(hidden[-1], 1))
 
     def forward(self, ids: Tensor) -> Tensor:
-        """Return one logit a row."""
+        """Return one logit per row."""
         columns = ids.unbind(dim=1)
         pairs = zip(self.embeddings, columns, strict=True)
         fields = torch.stack([table(column) for table, column in pairs], dim=1)  # (B, F, D)
@@ -126,44 +121,25 @@ def copy_weights(model: DeepFM, by_hand: DeepFMByHand) -> DeepFMByHand:
     return by_hand
 
 
-def _reference(model: DeepFMByHand, data: Dataset, batch_size: int) -> Callable[[], None]:
-    adam, loss_function = torch.optim.Adam(model.parameters(), lr=LR), nn.BCEWithLogitsLoss()
-    batches = _loaded(data, batch_size)
+def _by_hand(
+    model: DeepFMByHand, batches: Iterator[tuple[Tensor, Tensor]], *, fused: bool | None = None
+) -> Callable[[], None]:
+    adam = torch.optim.Adam(model.parameters(), lr=LR, fused=fused)
 
     def step() -> None:
         ids, label = next(batches)
         adam.zero_grad()
-        loss = loss_function(model(ids), label)
+        loss = F.binary_cross_entropy_with_logits(model(ids), label)
         loss.backward()
         adam.step()
 
     return step
-
-
-def _tuned(model: DeepFMByHand, data: Dataset, batch_size: int) -> Callable[[], None]:
-    adam = torch.optim.Adam(model.parameters(), lr=LR, fused=True)
-    batches = sliced(data, batch_size)
-
-    def step() -> None:
-        batch = next(batches)
-        adam.zero_grad()
-        loss = F.binary_cross_entropy_with_logits(model(batch.ids), batch.label)
-        loss.backward()
-        adam.step()
-
-    return step
-
-
-def _ours(model: DeepFM, data: Dataset, batch_size: int, tables: TableMode) -> Callable[[], None]:
-    step = TrainingStep(model, optimizer(model, lr=LR, tables=tables))
-    batches = sliced(data, batch_size)
-    return lambda: step(next(batches))
 
 
 def _mlp(width: int, batch_size: int) -> Callable[[], None]:
     mlp = MLP(width, HIDDEN)
     adam = torch.optim.Adam(mlp.parameters(), lr=LR, fused=True)
-    # In a model the tables need the gradient of the network's input.
+    # in a model, the tables need the gradient of the network's input
     features = torch.randn(batch_size, width, requires_grad=True)
     label = torch.rand(batch_size).round()
 
@@ -178,18 +154,12 @@ def _mlp(width: int, batch_size: int) -> Callable[[], None]:
 
 
 def _loaded(data: Dataset, batch_size: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield ids and labels as torch's own loader gives them, epoch after epoch."""
+    """Yield ids and labels as torch's own loader does, epoch after epoch."""
     rows = TensorDataset(data.ids.long(), data.label)
     loader = DataLoader(rows, batch_size=batch_size, shuffle=True)
     while True:
         yield from loader
 
 
-def sliced(data: Dataset, batch_size: int) -> Iterator[Batch]:
-    """Yield batches as `fit` does, epoch after epoch."""
-    for epoch in itertools.count(1):
-        yield from data.batches(batch_size, shuffled_order(len(data), seed=0, epoch=epoch))
-
-
-def _rows(data: Dataset) -> list[int]:
-    return [field.rows for field in data.schema.table_fields]
+def _sliced(data: Dataset, batch_size: int) -> Iterator[tuple[Tensor, Tensor]]:
+    return ((batch.ids, batch.label) for batch in sliced(data, batch_size))
