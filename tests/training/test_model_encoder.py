@@ -192,8 +192,12 @@ def test_a_missing_or_linked_folder_is_refused(tmp_path, saved):
         rb.load_model(saved)
 
 
-def test_a_link_that_was_not_saved_is_refused_and_a_plain_file_is_not(tmp_path, saved):
+def test_a_link_that_was_not_saved_is_refused_and_a_plain_file_is_not(tmp_path, data, saved):
     (encoder_in(saved) / ".note").write_text("left by some program")
+    rb.save_model(FM(data.schema, dim=2), saved)
+    assert (
+        encoder_in(saved) / ".note"
+    ).exists()  # a kill would have left a model without its folder
     rb.load_model(saved)
     (tmp_path / "secret").write_text("secret")
     (encoder_in(saved) / "more").symlink_to(tmp_path / "secret")
@@ -256,6 +260,26 @@ def test_a_model_saved_over_another_has_its_own_vocabulary_or_none(tmp_path, sav
     rb.save_model(FM(plain, dim=4), saved)
     assert not list(saved.glob("encoder*"))
     assert rb.load_model(saved).schema.encoder is None
+
+
+@pytest.mark.parametrize("damage", ["changed", "a link"])
+def test_saving_again_mends_a_damaged_vocabulary(tmp_path, data, saved, damage):
+    path = encoder_in(saved) / "encoder.json"
+    whole = path.read_bytes()
+    path.write_bytes(whole[:-1])
+    if damage == "a link":
+        path.unlink()
+        (tmp_path / "elsewhere").write_bytes(whole)
+        path.symlink_to(tmp_path / "elsewhere")
+    rb.save_model(FM(data.schema, dim=4), saved)
+    assert rb.load_model(saved).schema.encoder.load().schema.label == "click"
+
+
+def test_a_vocabulary_with_folders_in_it_is_not_saved(tmp_path, saved):
+    model = rb.load_model(saved)
+    (encoder_in(saved) / "more").mkdir()
+    with pytest.raises(ModelFileError, match="encoder must be a folder of plain files"):
+        rb.save_model(model, tmp_path / "copy")
 
 
 def test_a_save_that_fails_leaves_no_half_of_a_vocabulary(tmp_path, saved):

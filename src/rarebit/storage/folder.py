@@ -251,11 +251,13 @@ def _fill_part(
     fill(partial)
     sync_tree(partial, disk)
     checksums = _checksums(partial)
+    if not checksums:
+        raise ValueError(f"{place.name} must be a folder of plain files")
     named = place.with_name(f"{place.name}-{own_checksum(checksums)[:16]}")
     for target in (place, named):  # the first is a name of format 1
-        if _checksums(target) == checksums:
+        if checksums.items() <= _checksums(target).items():  # other files in it do no harm
             return checksums, target
-    disk.remove(named)  # it is damaged
+    disk.remove(named)  # it is damaged: no model can be loaded with it
     return checksums, named
 
 
@@ -275,8 +277,10 @@ def _names_its_files(description: Mapping[str, Any]) -> bool:
 
 
 def _checksums(folder: Path) -> dict[str, str]:
-    """Return the checksums of the plain files in a folder; none where there is no folder."""
+    """Return the checksums of the files in a folder; none where it is no folder of plain files."""
     if folder.is_symlink() or not folder.is_dir():
         return {}
-    files = [path for path in sorted(folder.iterdir()) if path.is_file() and not path.is_symlink()]
-    return {path.name: file_checksum(path) for path in files}
+    paths = sorted(folder.iterdir())
+    if any(path.is_symlink() or not path.is_file() for path in paths):
+        return {}
+    return {path.name: file_checksum(path) for path in paths}
