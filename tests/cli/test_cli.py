@@ -250,7 +250,7 @@ def stop_in_epoch_2(folder, number):
 def test_a_folder_with_a_run_is_not_trained_over(call):
     call("train", "--model", "fm", *SMALL, "--out", "here")
     code, _, err = call("train", "--model", "fm", *SMALL, "--out", "here")
-    assert (code, "holds a run already; go on with it by resume" in err) == (2, True)
+    assert (code, "holds a run already; resume it" in err) == (2, True)
 
 
 def test_resume_takes_no_other_settings_file_or_folder(call):

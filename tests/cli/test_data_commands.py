@@ -445,7 +445,7 @@ def test_a_run_is_not_resumed_on_other_rows(call, log):
     train(call, "--data", "here", "--out", "run")
     prepare(call, log, "--label", "click", "--seed", "5", "--out", "here", "--overwrite")
     code, _, err = call("train", "--resume", "run", "--epochs", "2")
-    assert (code, "prepared anew since the run" in err) == (2, True)
+    assert (code, "prepared again since the run" in err) == (2, True)
     code, _, err = call("train", "--resume", "run", "--data", "here", "--epochs", "2")
     assert (code, "another run" in err.splitlines()[-1]) == (2, True)
 
@@ -456,7 +456,7 @@ def test_a_run_is_not_measured_on_a_log_that_was_prepared_anew(call, log):
     assert call("predict", "--model", "run")[0] == 0
     prepare(call, log, "--label", "click", "--seed", "5", "--out", "here", "--overwrite")
     code, _, err = call("predict", "--model", "run", "--out", "scores.csv")
-    assert (code, err.count("\n"), "prepared anew since the run" in err) == (2, 1, True)
+    assert (code, err.count("\n"), "prepared again since the run" in err) == (2, 1, True)
     assert not Path("scores.csv").exists()
     prepare(call, log, "--label", "click", "--out", "here", "--overwrite")
     assert call("predict", "--model", "run")[0] == 0, "the same log again"
