@@ -5,14 +5,9 @@ prune_run             the same for the settings of a run, at several budgets: `r
 pruning_insight       which rows kept how much
 """
 
-from rarebit.pruning._insight import (
-    PruningInsight,
-    explain_pruning,
-    pruning_insight,
-    write_insight,
-)
+from rarebit.pruning._insight import PruningInsight, pruning_insight, write_insight
 from rarebit.pruning._prune import Pruning, prune, retrain
-from rarebit.pruning._run import PruneResult, PruneSettings, prune_run
+from rarebit.pruning._run import PruneResult, PruneSettings, explain_pruning, prune_run
 from rarebit.pruning.masked import Masked, Ticket, load_ticket, save_ticket
 from rarebit.pruning.pep import PEP, LearnedPruner, Pruner, set_threshold_, take_ticket
 from rarebit.pruning.pruned import Pruned

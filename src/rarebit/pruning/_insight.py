@@ -22,17 +22,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rarebit.data.dataset import Dataset
 from rarebit.errors import DataError, ModelFileError, NoTableError, SettingsError
 from rarebit.pruning._frequency_groups import FrequencyGroup, FrequencyGroups
-from rarebit.pruning._prune import TICKETS, TicketFolder, read_scans
-from rarebit.pruning._run import PruneResult
 from rarebit.pruning.masked import Ticket
 from rarebit.settings import check_types, from_mapping, to_mapping
 from rarebit.storage.files import write_files
 from rarebit.tables.find import FieldSite, Site, find_sites
 from rarebit.tables.table import home_of
-from rarebit.training.run import STAGE
 
 __all__ = [
     "FieldInteractions",
@@ -42,7 +38,6 @@ __all__ = [
     "TableWidths",
     "TicketInsight",
     "Widths",
-    "explain_pruning",
     "pruning_insight",
     "write_insight",
 ]
@@ -384,31 +379,3 @@ def _mean_product(left: Tensor, right: Tensor) -> float | None:
         return None
     mean = float(torch.stack(sums).sum()) / (len(left) * len(right))
     return mean if math.isfinite(mean) else None
-
-
-INSIGHT = "insight"
-
-
-def explain_pruning(result: PruneResult, train: Dataset, *, plots: bool = True) -> list[Path]:
-    """Write which rows kept how much, and how fields meet before and after; return the files.
-
-    "After" is the smallest budget. The plots need matplotlib.
-    """
-    insight = pruning_insight(
-        _tickets(result),
-        train.counts(),
-        scans=read_scans(_stage(result, min(result.pruned))),
-        before=result.unpruned.model,
-        after=result.pruned[min(result.pruned)].model,
-    )
-    return write_insight(insight, result.folder / INSIGHT, plots=plots)
-
-
-def _tickets(result: PruneResult) -> list[Ticket]:
-    return [TicketFolder(_stage(result, budget) / TICKETS)[budget] for budget in result.pruned]
-
-
-def _stage(result: PruneResult, budget: int) -> Path:
-    """Return the folder of the first stage: that of all budgets, or of this one."""
-    shared = result.folder / STAGE
-    return shared if shared.exists() else result.folder / str(budget) / STAGE

@@ -15,8 +15,12 @@ from typing import Any
 
 import torch
 
+from rarebit.data.dataset import Dataset
 from rarebit.data.schema import Schema
 from rarebit.errors import ModelFileError
+from rarebit.pruning._insight import pruning_insight, write_insight
+from rarebit.pruning._prune import TICKETS, TicketFolder, read_scans
+from rarebit.pruning.masked import Ticket
 from rarebit.pruning.pruned import (
     BYTES_A_ROW,
     BYTES_A_TABLE,
@@ -40,7 +44,13 @@ from rarebit.training.run import (
 )
 from rarebit.training.settings import RunSettings, load_splits
 
-__all__ = ["PruneResult", "PruneSettings", "prune_run", "read_prune"]
+__all__ = [
+    "PruneResult",
+    "PruneSettings",
+    "explain_pruning",
+    "prune_run",
+    "read_prune",
+]
 
 PRUNE_FILE, UNPRUNED = "prune.json", "unpruned"
 
@@ -239,3 +249,31 @@ def _refuse_used(folder: Path) -> None:
 
 def _say_nothing(line: str) -> None:
     del line
+
+
+INSIGHT = "insight"
+
+
+def explain_pruning(result: PruneResult, train: Dataset, *, plots: bool = True) -> list[Path]:
+    """Write which rows kept how much, and how fields meet before and after; return the files.
+
+    "After" is the smallest budget. The plots need matplotlib.
+    """
+    insight = pruning_insight(
+        _tickets(result),
+        train.counts(),
+        scans=read_scans(_stage(result, min(result.pruned))),
+        before=result.unpruned.model,
+        after=result.pruned[min(result.pruned)].model,
+    )
+    return write_insight(insight, result.folder / INSIGHT, plots=plots)
+
+
+def _tickets(result: PruneResult) -> list[Ticket]:
+    return [TicketFolder(_stage(result, budget) / TICKETS)[budget] for budget in result.pruned]
+
+
+def _stage(result: PruneResult, budget: int) -> Path:
+    """Return the folder of the first stage: that of all budgets, or of this one."""
+    shared = result.folder / STAGE
+    return shared if shared.exists() else result.folder / str(budget) / STAGE
