@@ -19,9 +19,8 @@ from rarebit.callbacks import Callback, TrainingMethod
 from rarebit.errors import CheckpointError, SettingsError, TrainingInterrupted
 from rarebit.methods.harmless_transfer import HarmlessTransfer
 from rarebit.models.fm import FM
-from rarebit.pruning._run import PruneSettings, prune_run
 from rarebit.pruning.masked import load_ticket, save_ticket
-from rarebit.pruning.pruned import SharedPruning
+from rarebit.pruning.pruned import PruneSettings, SharedPruning, prune_run
 from rarebit.training.checkpoints import CheckpointFolder
 from rarebit.training.fit import _Backward
 from rarebit.training.loop import Silence

@@ -26,10 +26,9 @@ from rarebit.methods.mlet import MLET
 from rarebit.methods.multi_embedding import MultiEmbedding
 from rarebit.methods.quantize import Quantize
 from rarebit.methods.shrinkage import Shrinkage
-from rarebit.pruning._prune import Pruning, prune, retrain
 from rarebit.pruning.masked import Masked, Ticket, load_ticket, save_ticket
 from rarebit.pruning.pep import PEP, LearnedPruner, Pruner, set_threshold_, take_ticket
-from rarebit.pruning.pruned import Pruned
+from rarebit.pruning.pruned import Pruned, Pruning, prune, retrain
 from rarebit.research.aligned_sets import AlignedSets
 from rarebit.research.frequency_decay import FrequencyDecay
 from rarebit.research.fresh_tables import FreshTables

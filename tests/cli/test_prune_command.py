@@ -14,7 +14,7 @@ import pytest
 import rarebit as rb
 from rarebit.cli.prune import _bytes, _numbers
 from rarebit.errors import SettingsError
-from rarebit.pruning._run import read_prune
+from rarebit.pruning.pruned import read_prune
 from rarebit.tables.table import full_table
 
 SMALL = [

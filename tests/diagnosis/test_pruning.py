@@ -11,8 +11,7 @@ from torch import nn
 import rarebit as rb
 from rarebit.errors import DataError, ModelFileError, NoTableError, SettingsError
 from rarebit.pruning import _insight as pruning
-from rarebit.pruning._frequency_groups import FrequencyGroups
-from rarebit.pruning._insight import pruning_insight, write_insight
+from rarebit.pruning._insight import FrequencyGroups, pruning_insight, write_insight
 from rarebit.pruning.masked import Ticket
 from rarebit.pruning.pep import set_threshold_, take_ticket
 from rarebit.tables.collection import TableCollection

@@ -9,7 +9,7 @@ from torch import nn
 import rarebit as rb
 from rarebit.errors import DataError, NoTableError
 from rarebit.models.deepfm import DeepFM
-from rarebit.pruning._frequency_groups import FrequencyGroups
+from rarebit.pruning._insight import FrequencyGroups
 from rarebit.pruning.pep import set_threshold_, take_ticket, thresholded_tables
 
 small_counts = st.lists(st.integers(0, 6), min_size=1, max_size=40)

@@ -14,8 +14,8 @@ from watching import Watch
 import rarebit as rb
 from rarebit.errors import CheckpointError, SettingsError, TrainingError, TrainingInterrupted
 from rarebit.models.deepfm import DeepFM
-from rarebit.pruning._prune import TicketFolder, read_scans
 from rarebit.pruning.pep import count_nonzero, thresholded_tables
+from rarebit.pruning.pruned import TicketFolder, read_scans
 from rarebit.tables.table import full_table
 from rarebit.training.loop import Silence
 

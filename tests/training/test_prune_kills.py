@@ -15,7 +15,7 @@ from torch import nn
 
 import rarebit as rb
 from rarebit.models.deepfm import DeepFM
-from rarebit.pruning._prune import TicketFolder, read_scans
+from rarebit.pruning.pruned import TicketFolder, read_scans
 
 SCHEMA = rb.Schema((rb.Field(name="user", rows=300), rb.Field(name="item", rows=60)))
 BUDGETS = (900, 400, 200)

@@ -12,8 +12,14 @@ from hypothesis import strategies as st
 
 import rarebit as rb
 from rarebit.errors import ModelFileError, SettingsError, TrainingInterrupted
-from rarebit.pruning._prune import TicketFolder, read_scans
-from rarebit.pruning._run import PruneSettings, explain_pruning, prune_run, read_prune
+from rarebit.pruning.pruned import (
+    PruneSettings,
+    TicketFolder,
+    explain_pruning,
+    prune_run,
+    read_prune,
+    read_scans,
+)
 from rarebit.tables.table import full_table
 from rarebit.training.loop import Silence
 from rarebit.training.settings import RunSettings, load_splits

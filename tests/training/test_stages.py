@@ -17,8 +17,7 @@ from torch import Tensor, nn
 import rarebit as rb
 from rarebit.codes.packed import PackedTable
 from rarebit.errors import TrainingInterrupted
-from rarebit.pruning._prune import OTHER_DRAW, TicketFolder
-from rarebit.pruning.pruned import SharedPruning
+from rarebit.pruning.pruned import OTHER_DRAW, SharedPruning, TicketFolder
 from rarebit.tables.table import full_table
 from rarebit.training.loop import Silence
 from rarebit.training.run import start_model, train_model

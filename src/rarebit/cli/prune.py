@@ -10,7 +10,13 @@ import typer
 from rarebit.cli import options as opt
 from rarebit.cli.show import RunBars, console, errors, show_command, show_line, show_table
 from rarebit.errors import MissingExtraError, SettingsError
-from rarebit.pruning._run import PruneResult, PruneSettings, explain_pruning, prune_run, read_prune
+from rarebit.pruning.pruned import (
+    PruneResult,
+    PruneSettings,
+    explain_pruning,
+    prune_run,
+    read_prune,
+)
 from rarebit.settings import from_mapping, read_toml, require, size
 from rarebit.technique import technique_name
 from rarebit.training.settings import RunSettings, load_splits

@@ -6,11 +6,18 @@ pruning_insight       which rows kept how much
 """
 
 from rarebit.pruning._insight import PruningInsight, pruning_insight, write_insight
-from rarebit.pruning._prune import Pruning, prune, retrain
-from rarebit.pruning._run import PruneResult, PruneSettings, explain_pruning, prune_run
 from rarebit.pruning.masked import Masked, Ticket, load_ticket, save_ticket
 from rarebit.pruning.pep import PEP, LearnedPruner, Pruner, set_threshold_, take_ticket
-from rarebit.pruning.pruned import Pruned
+from rarebit.pruning.pruned import (
+    Pruned,
+    PruneResult,
+    PruneSettings,
+    Pruning,
+    explain_pruning,
+    prune,
+    prune_run,
+    retrain,
+)
 
 __all__ = [
     "PEP",

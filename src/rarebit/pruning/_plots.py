@@ -13,9 +13,9 @@ from rarebit.diagnosis.plots import (
     _quieten,
     _shortened,
 )
-from rarebit.pruning._frequency_groups import FrequencyGroup
 from rarebit.pruning._insight import (
     FieldInteractions,
+    FrequencyGroup,
     Matrix,
     PruningInsight,
     TableWidths,

@@ -1,21 +1,20 @@
-"""Tickets: which entries of a model's tables survive and where they start, in memory and as a folder.
-
-    ticket.json                   the tables by name, and facts
-    tensors-<name>.safetensors    a mask per table, with its first values and thresholds where there are any
-
-`keep_largest` takes a ticket of the largest entries of several tables. It works on looked-up chunks on the tables' device:
-no copy of a table is made.
-
-Masked: a table of which only some entries are left, for good (stage two of Liu et al., ICLR 2021).
+"""Masked: a table of which only some entries are left, for good (stage two of Liu et al., ICLR 2021).
 
     e(i) = m_i ⊙ V_i
 
     m    `MaskedTable.kept`, N x D of bools: the entries that survive
     V    `MaskedTable.inner`, N x D
 
-The mask comes from a ticket, which pruning leaves, or is what is not zero in the table as it is. Entries that
-are cut get no gradient and are zero in every lookup, whatever momentum, weight decay or averaging make of
-the numbers that are stored for them; merged, they are zero in the table.
+The mask comes from a ticket, the result of pruning, or marks what is not zero in the table. Entries that are cut get no
+gradient and are zero in every lookup, whatever momentum, weight decay or averaging do to the stored numbers; merged, they
+are zero in the table.
+
+A `Ticket` says which entries of a model's tables survive and where they start. As a folder it is
+
+    ticket.json                   the tables by name, and facts
+    tensors-<name>.safetensors    a mask per table, with its first values and thresholds where there are any
+
+`keep_largest` takes a ticket of the largest entries of several tables, in chunks on their device: no copy of a table is made.
 
 Not for finding a mask: see `pep`.
 """

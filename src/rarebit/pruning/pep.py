@@ -8,23 +8,19 @@
 
     dV = dV̂ · 1{V̂ ≠ 0}        ds = -g'(s) · Σ sign(V) · dV̂ · 1{V̂ ≠ 0}                          (11)
 
-with the sum over the entries that share s. An entry that is cut gets no gradient: only a threshold that
-falls brings it back. Rows and thresholds of the looked-up ids are touched, no others.
+with the sum over the entries that share s. An entry that is cut gets no gradient: only a falling threshold brings it back.
+A step touches only the rows and thresholds of the looked-up ids.
 
-Weight decay, not the loss, moves the learned thresholds: from s = -15, Adam with a decay of 1e-5 needs 8,600
-steps to s = -7 on its own, and in float32 g(-150) and its derivative are zero. So `optimizer` gives them a
-group of their own with its own decay. With schedule="given" there is one threshold t in place of g(s), which
-whoever trains sets by `set_threshold_`.
+Weight decay, not the loss, moves the learned thresholds: from s = -15, Adam with a decay of 1e-5 alone needs 8,600 steps to
+s = -7, and in float32 g(-150) and its derivative are zero. So `optimizer` gives them a separate group with its own decay.
+With schedule="given" there is one threshold t in place of g(s), set by `set_threshold_`.
 
-Not for tables that are looked up once and never trained again: there, cut the smallest entries at once.
+Budgets are met by callbacks that look at the tables while they are trained:
 
-Thresholds that cut the tables of a model while it is trained, and the budgets they meet.
+    Pruner           one threshold for all tables rises on a schedule that meets the budgets
+    LearnedPruner    thresholds are learned, and a budget is met once they leave so few entries
 
-    set_threshold_, count_nonzero, take_ticket    what thresholds leave of the tables of a model
-    Pruner           a callback: one threshold for all tables rises on a schedule that meets the budgets
-    LearnedPruner    a callback: thresholds are learned, and a budget is met once they leave so few entries
-
-Both callbacks look at the tables at every 200th step, more often in a short pruning. They act only on the number of the
+Both look at the tables at every 200th step, more often in a short pruning. They act only on the number of the
 step and on the tables and remember nothing, so a resumed run goes the same way. The schedule lets the number of entries fall
 by the same factor from look to look,
 
@@ -32,6 +28,8 @@ by the same factor from look to look,
 
 from all entries k₀ to the smallest budget k₁; the threshold is the magnitude that leaves k(p) of them. Everything works on
 looked-up chunks on the tables' device: no copy of a table is made.
+
+Not for tables that are looked up once and never trained again: there, cut the smallest entries at once.
 """
 
 import math
