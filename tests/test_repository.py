@@ -65,6 +65,7 @@ LAZY_IMPORTS = {
     ("bench/_pandas_program.py", "pandas"),
     ("data/prepare.py", "polars"),
     ("codes/packed.py", "scipy"),
+    ("study/statistics.py", "scipy"),
     ("training/score.py", "polars"),
 }
 
@@ -458,7 +459,7 @@ def test_setup_keeps_the_torch_that_is_there():
 
 def test_setup_knows_what_an_extra_includes():
     setup = runpy.run_path(str(ROOT / "tools" / "setup_environment.py"))
-    assert setup["with_implied"](["dev"]) == {"cli", "data", "dev", "plots", "test"}
+    assert setup["with_implied"](["dev"]) == {"cli", "data", "dev", "plots", "study", "test"}
     with pytest.raises(SystemExit, match="unknown extra 'nonsense'"):
         setup["with_implied"](["nonsense"])
 

@@ -33,34 +33,34 @@ def test_a_comparison_is_printed_kept_and_shown_again(call):
     assert code == 0, err
     for word in ("fm on synthetic-0", "narrow:dim=2", "best possible", "low-rank:rank=1: "):
         assert word in out
-    for line in ("6 runs, 0 of them there already", "6 of 6: ", ": low-rank:rank=1, seed 1: AUC "):
+    for line in ("6 runs, 0 already finished", "6 of 6: ", ": low-rank:rank=1, seed 1: AUC "):
         assert line in err  # which run is the last to finish is not said
     assert "missing" not in out
     folder = "studies/fm-synthetic"
     assert f"Saved in {folder}. To show it again:" in out
     result = read_result(folder)
-    [side] = result.cells[0].methods
-    assert f"{side.runs[0].parameters:,}" in out
-    assert result.cells[0].compare(0.0005)["low-rank:rank=1"].words in out
+    [method] = result.cells[0].methods
+    assert f"{method.runs[0].parameters:,}" in out
+    assert result.cells[0].compare(0.0005)["low-rank:rank=1"].summary in out
 
     code, again, err = call("compare", "--show", folder)
     assert (code, err) == (0, "")
     assert again in out
     assert call("compare", "--show", f"{folder}/results.json")[1] == again
     other = call("compare", "--show", folder, "--control", "baseline")[1]
-    held = result.against("baseline").cells[0].compare(0.0005)["low-rank:rank=1"]
-    assert held.words in other
-    assert "narrow:dim=2" in other  # still a side, and the control of nothing
+    compared = result.against("baseline").cells[0].compare(0.0005)["low-rank:rank=1"]
+    assert compared.summary in other
+    assert "narrow:dim=2" in other  # still a variant, and the control of nothing
     tenths = call("compare", "--show", folder, "--deciles")[1]
     assert "by tenths of the test rows, rarest first" in tenths
-    first = result.cells[0].decile_differences(side)[0]
+    first = result.cells[0].decile_differences(method)[0]
     assert f" {10_000 * first:+.0f} " in tenths.split("by tenths")[1]
     code, _, err = call("compare", "--show", folder, "--control", "narow:dim=2")
     assert (code, err.count("\n")) == (2, 1)
-    assert "there is no side 'narow:dim=2'" in err
+    assert "there is no variant 'narow:dim=2'" in err
 
     code, out, err = call(*command)
-    assert (code, err) == (0, "6 runs, 6 of them there already\n")
+    assert (code, err) == (0, "6 runs, 6 already finished\n")
     assert again in out
     assert tenths in call(*command, "--deciles")[1]
 
@@ -218,8 +218,8 @@ def test_bars_show_the_runs_under_way(monkeypatch, capsys, terminal):
         assert (task.completed, task.total) == (3, 3)
     err = capsys.readouterr().err
     for line in (
-        "3 runs, 1 of them there already",
-        "2 of 3: baseline, seed 1: AUC 0.7500, on validation rows 0.7000 (epoch 1 of 2)",
+        "3 runs, 1 already finished",
+        "2 of 3: baseline, seed 1: AUC 0.7500, validation AUC 0.7000 (epoch 1 of 2)",
         "3 of 3: baseline, seed 0 failed: why [not]",
     ):
         assert line in err
@@ -230,7 +230,7 @@ def test_few_lines_are_spent_on_what_is_missing(capsys):
         model="fm",
         data="clicks",
         checksum=None,
-        sides=(),
+        variants=(),
         ceiling=None,
         rows={},
         missing=tuple(f"run {number}" for number in range(9)),

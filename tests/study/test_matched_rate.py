@@ -11,9 +11,8 @@ import rarebit as rb
 from rarebit.data.order import shuffled_order
 from rarebit.errors import StudyError
 from rarebit.models import build_model
-from rarebit.study.matched_rate import KnownRates, rate_multiplier
 from rarebit.study.plan import StudyPlan
-from rarebit.study.variants import RATE_FACTORS, sides_of
+from rarebit.study.variants import RATE_FACTORS, MeasuredRates, rate_multiplier, variants_of
 from rarebit.training.settings import RunSettings
 
 MLET = rb.MLET(inner_dim=8, std=0.5)
@@ -81,13 +80,13 @@ def test_the_caller_draws_as_before(train):
 
 
 def test_a_rate_is_measured_once(train, tmp_path):
-    rates = KnownRates(tmp_path / "study" / "rates.json", train)
+    rates = MeasuredRates(tmp_path / "study" / "rates.json", train)
     rate = rates(settings())
     assert rate == float(f"{rate_multiplier(settings(), train):.2g}")
     written = json.loads(rates.path.read_text())
     assert list(written.values()) == [rate]
     rates.path.write_text(json.dumps(dict.fromkeys(written, 7.5)))
-    assert KnownRates(rates.path, train)(settings()) == 7.5
+    assert MeasuredRates(rates.path, train)(settings()) == 7.5
     rates.path.write_text("[")
     with pytest.raises(StudyError, match=r"rates.json' cannot be read: .*; remove it"):
         rates(settings())
@@ -95,7 +94,7 @@ def test_a_rate_is_measured_once(train, tmp_path):
 
 def test_under_sgd_the_rate_is_computed(tmp_path):
     run = dataclasses.replace(settings(), training=rb.Training(optimizer="sgd"))
-    nowhere = KnownRates(tmp_path / "none", None)
+    nowhere = MeasuredRates(tmp_path / "none", None)
     assert nowhere(run) == 8 * 0.5**2
     both = dataclasses.replace(run, methods=(rb.Hashing(buckets=9), MLET))
     assert nowhere(both) == 8 * 0.5**2
@@ -103,8 +102,13 @@ def test_under_sgd_the_rate_is_computed(tmp_path):
 
 def control_of(methods, train, **values):
     plan = StudyPlan.from_mapping({"methods": methods, "model": {"name": "fm", "dim": 4}, **values})
-    sides = {side.name: side for side in sides_of(plan, plan.runs[0], train.schema, lambda _: 3.0)}
-    return sides["matched-rate:x=3"], [side for side in sides.values() if side.is_method]
+    variants = {
+        variant.name: variant
+        for variant in variants_of(plan, plan.runs[0], train.schema, lambda _: 3.0)
+    }
+    return variants["matched-rate:x=3"], [
+        variant for variant in variants.values() if variant.is_method
+    ]
 
 
 def test_the_control_tries_all_rates_from_both_starts(train):
@@ -133,6 +137,6 @@ def test_tables_that_are_kept_start_as_they_are(train):
 
 def test_a_rate_that_is_among_the_others_is_tried_once(train):
     plan = StudyPlan.from_mapping({"methods": "mlet:init=keep", "model": {"name": "fm", "dim": 4}})
-    sides = sides_of(plan, plan.runs[0], train.schema, lambda _: 4.0)
-    [control] = [side for side in sides if side.name == "matched-rate:x=4"]
+    variants = variants_of(plan, plan.runs[0], train.schema, lambda _: 4.0)
+    [control] = [variant for variant in variants if variant.name == "matched-rate:x=4"]
     assert [run.training.table_lr for run in control.trials] == [4e-3, 1e-3, 2e-3, 8e-3, 16e-3]

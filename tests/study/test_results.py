@@ -10,14 +10,13 @@ from rarebit.errors import StudyError
 from rarebit.study.results import (
     Ceiling,
     CellResult,
-    SideResult,
     StudyResult,
     Trial,
+    VariantResult,
     comparison_table,
     decile_table,
-    plain_text,
     read_result,
-    side_table,
+    variant_table,
     verdict_lines,
 )
 from rarebit.study.statistics import PairedAUC
@@ -33,8 +32,8 @@ ROWS = PairedAUC(
 )
 
 
-def side(name, runs, *, control=None, trials=()):
-    return SideResult(name=name, control=control, settings={}, trials=trials, runs=tuple(runs))
+def variant(name, runs, *, control=None, trials=()):
+    return VariantResult(name=name, control=control, settings={}, trials=trials, runs=tuple(runs))
 
 
 @pytest.fixture
@@ -56,11 +55,11 @@ def result(record):
         model="fm",
         data="clicks",
         checksum="abc",
-        sides=(
-            side("baseline", baseline),
-            side("narrow:dim=2", control),
-            side("low-rank:rank=1", ours, control="narrow:dim=2"),
-            side("hashing:buckets=9", [], control="baseline"),
+        variants=(
+            variant("baseline", baseline),
+            variant("narrow:dim=2", control),
+            variant("low-rank:rank=1", ours, control="narrow:dim=2"),
+            variant("hashing:buckets=9", [], control="baseline"),
         ),
         ceiling=Ceiling(auc=0.9, rarest_auc=None),
         rows={"low-rank:rank=1": ROWS},
@@ -71,12 +70,12 @@ def result(record):
 
 def test_differences_are_of_the_seeds_that_both_have(result):
     [cell] = result.cells
-    ours = cell.side("low-rank:rank=1")
+    ours = cell.variant("low-rank:rank=1")
     assert cell.differences(ours, "auc") == pytest.approx([0.002, 0.003])
     assert cell.mean_difference(ours, "auc") == pytest.approx(0.0025)
     assert cell.mean_difference(ours, "rarest_auc") == pytest.approx(0.02)
-    assert cell.mean_difference(cell.side("hashing:buckets=9"), "auc") is None
-    assert [side.name for side in cell.methods] == ["low-rank:rank=1", "hashing:buckets=9"]
+    assert cell.mean_difference(cell.variant("hashing:buckets=9"), "auc") is None
+    assert [variant.name for variant in cell.methods] == ["low-rank:rank=1", "hashing:buckets=9"]
 
 
 def test_differences_by_tenths_are_of_seeds_and_rows_that_both_have(record):
@@ -90,7 +89,7 @@ def test_differences_by_tenths_are_of_seeds_and_rows_that_both_have(record):
         model="fm",
         data="clicks",
         checksum=None,
-        sides=(side("baseline", theirs), side("shrinkage", ours, control="baseline")),
+        variants=(variant("baseline", theirs), variant("shrinkage", ours, control="baseline")),
         ceiling=None,
         rows={},
         missing=(),
@@ -109,7 +108,7 @@ def test_older_records_have_no_tenths(result):
 
 def test_figures_are_by_seed_whatever_the_order_of_runs(result, record):
     [cell] = result.cells
-    ours = cell.side("low-rank:rank=1")
+    ours = cell.variant("low-rank:rank=1")
     mixed = dataclasses.replace(ours, runs=ours.runs[::-1])
     assert cell.differences(mixed, "auc") == cell.differences(ours, "auc")
     unknown = dataclasses.replace(ours, runs=(record(0, rarest_auc=None), *ours.runs[1:]))
@@ -127,21 +126,21 @@ def test_a_verdict_is_of_the_whole_family(result):
     assert found["hashing:buckets=9"].n == 0
 
 
-def test_times_are_over_those_of_the_first_side_seed_by_seed(result):
+def test_times_are_over_those_of_the_first_variant_seed_by_seed(result):
     [cell] = result.cells
     # 3 / 2, 6 / 3, 8 / 4: the median
-    assert cell.time_ratio(cell.side("low-rank:rank=1")) == 2.0
-    assert cell.time_ratio(cell.side("baseline")) == 1.0
+    assert cell.time_ratio(cell.variant("low-rank:rank=1")) == 2.0
+    assert cell.time_ratio(cell.variant("baseline")) == 1.0
     # 2 / 2 and 2 / 3
-    assert cell.time_ratio(cell.side("narrow:dim=2")) == pytest.approx(5 / 6)
-    assert cell.time_ratio(cell.side("hashing:buckets=9")) is None
+    assert cell.time_ratio(cell.variant("narrow:dim=2")) == pytest.approx(5 / 6)
+    assert cell.time_ratio(cell.variant("hashing:buckets=9")) is None
 
 
 def test_times_on_other_devices_are_not_compared(result, record):
     [cell] = result.cells
     runs = [record(0, microseconds_a_row=6.0), record(1, microseconds_a_row=0.1, device="a GPU")]
-    assert cell.time_ratio(side("mixed", runs)) == 3.0
-    assert cell.time_ratio(side("other", runs[1:])) is None
+    assert cell.time_ratio(variant("mixed", runs)) == 3.0
+    assert cell.time_ratio(variant("other", runs[1:])) is None
 
 
 def test_a_study_with_missing_runs_is_not_complete(result):
@@ -150,11 +149,11 @@ def test_a_study_with_missing_runs_is_not_complete(result):
     assert dataclasses.replace(result, cells=(whole,)).is_complete
 
 
-def test_the_table_of_sides(result):
-    table = side_table(result.cells[0])
+def test_the_table_of_variants(result):
+    table = variant_table(result.cells[0])
     assert table.title == "fm on clicks"
     assert table.header == (
-        "side", "n", "AUC", "rarest fifth", "logloss", "weights", "tables", "time",
+        "variant", "n", "AUC", "rarest fifth", "logloss", "weights", "tables", "time",
     )  # fmt: skip
     spread = "± 0.0000"
     assert table.rows == [
@@ -180,27 +179,28 @@ def test_the_table_of_differences(result):
 
 def test_one_seed_has_no_interval(result):
     [cell] = result.cells
-    sides = tuple(dataclasses.replace(side, runs=side.runs[:1]) for side in cell.sides)
-    one = dataclasses.replace(cell, sides=sides)
+    variants = tuple(
+        dataclasses.replace(variant, runs=variant.runs[:1]) for variant in cell.variants
+    )
+    one = dataclasses.replace(cell, variants=variants)
     assert [row[3] for row in comparison_table(one, 0.0005).rows] == ["-", "-"]
-    assert side_table(one).rows[0][2] == "0.7500"
+    assert variant_table(one).rows[0][2] == "0.7500"
 
 
 def test_verdicts_in_words(result):
     ours, other, reading = verdict_lines(result.cells[0], 0.0005)
     assert ours.startswith("low-rank:rank=1: too few seeds: about ")
     assert other == "hashing:buckets=9: too few seeds: at least 2 are needed."
-    assert "95 %, corrected for 2 methods" in reading
+    assert "95 % over seeds, corrected for 2 methods" in reading
 
 
 def test_a_control_alone_has_no_verdicts(result):
-    alone = dataclasses.replace(result.cells[0], sides=result.cells[0].sides[:2])
+    alone = dataclasses.replace(result.cells[0], variants=result.cells[0].variants[:2])
     assert verdict_lines(alone, 0.0005) == []
 
 
 def test_all_of_it_as_text(result):
     text = str(result)
-    assert text == plain_text(result)
     for line in (
         "fm on clicks",
         "Difference to the control",
@@ -209,17 +209,17 @@ def test_all_of_it_as_text(result):
     ):
         assert line in text.splitlines()
     lines = text.splitlines()
-    where = lines[1].index("AUC")
-    assert lines[2][where:].startswith("0.7500")
-    assert lines[4][where:].startswith("0.7540")
+    end = lines[1].index("AUC") + len("AUC")
+    assert lines[2][:end].endswith("0.7500 ± 0.0000")
+    assert lines[4][:end].endswith("0.7540 ± 0.0020")
     assert not any(line.endswith(" ") for line in lines)
 
 
 def test_a_file_is_read_back(result, tmp_path):
     trial = Trial(settings={"lr": 0.5, "methods": ""}, valid_auc=0.7)
     [cell] = result.cells
-    tuned = dataclasses.replace(cell.sides[0], trials=(trial, trial))
-    cell = dataclasses.replace(cell, sides=(tuned, *cell.sides[1:]))
+    tuned = dataclasses.replace(cell.variants[0], trials=(trial, trial))
+    cell = dataclasses.replace(cell, variants=(tuned, *cell.variants[1:]))
     result = dataclasses.replace(result, cells=(cell,))
     text = json.dumps({"machine": {}, "study": result.to_mapping()}, allow_nan=False)
     (tmp_path / "results.json").write_text(text)
@@ -270,7 +270,7 @@ def test_a_missing_file_is_told(tmp_path):
 
 def test_a_run_that_is_no_number_is_told(result, tmp_path):
     values = result.to_mapping()
-    broken = dict(dataclasses.asdict(result.cells[0].sides[0].runs[0]), auc=float("nan"))
+    broken = dict(dataclasses.asdict(result.cells[0].variants[0].runs[0]), auc=float("nan"))
     values["cells"][0]["sides"][0]["runs"] = [broken]
     (tmp_path / "results.json").write_text(json.dumps({"study": values}))
     with pytest.raises(StudyError, match=r"results.json' is not the result of a study: auc of run"):

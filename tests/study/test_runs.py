@@ -59,6 +59,35 @@ def test_every_setting_has_another_value_here():
     assert OTHER_LOG.keys() == {field.name for field in dataclasses.fields(SyntheticLog)}
 
 
+KEYS = {
+    "e579b12133b80f1923c7": {
+        "model": {"name": "fm", "dim": 4},
+        "data": {"rows": 500, "seed": 3},
+        "training": {"epochs": 3, "seed": 7},
+    },
+    "3f6e2c75fc4f80a01094": {
+        "model": {"name": "deepfm", "hidden": [32]},
+        "data": {"folder": "anywhere", "checksum": "ab12"},
+        "training": {"lr": 0.01, "tables": "rowwise"},
+        "methods": [{"method": "mlet", "inner_dim": 64}, {"method": "pruned", "keep": 1000}],
+    },
+    "aae383a42cea90495497": {
+        "model": {"name": "dcn_v2", "dim": 8},
+        "training": {"weight_decay": 1e-6, "checkpoint_minutes": 9.0},
+        "methods": [
+            {"method": "multi_embedding", "num_sets": 2},
+            {"method": "harmless_transfer", "loss": "mmd"},
+        ],
+    },
+    "d2208b98edf73e686089": {"methods": [{"method": "shrinkage"}, {"method": "forgetting"}]},
+}
+
+
+@pytest.mark.parametrize(("key", "values"), KEYS.items(), ids=["model", "log", "sets", "tail"])
+def test_keys_stay_the_same_so_that_existing_studies_resume(key, values):
+    assert run_key(RunSettings.from_mapping(values)) == key
+
+
 def others():
     """Return settings that differ from the first in one thing each."""
     for name, value in OTHER_TRAINING.items():

@@ -16,11 +16,11 @@ from rarebit.data.synthetic import SyntheticLog, generate
 from rarebit.errors import CheckpointError, DataError, RarebitError, SettingsError, StudyError
 from rarebit.methods.hashing import Hashing
 from rarebit.methods.low_rank import LowRank
-from rarebit.study.cells import Cell
 from rarebit.study.plan import StudyPlan
-from rarebit.study.pool import StudySilence
+from rarebit.study.pool import StudyProgress
 from rarebit.study.runs import RunFolder
 from rarebit.study.statistics import delong
+from rarebit.study.study import Cell
 from rarebit.study.worker import Worker
 from rarebit.training.run import run
 from rarebit.training.settings import RunSettings, Training
@@ -33,7 +33,7 @@ PLAN = {
     "training": {"epochs": 2, "batch_size": 256},
     "seeds": 2,
 }
-SIDES = {
+VARIANTS = {
     "baseline": (MODEL, ()),
     "narrow:dim=2": (MODEL | {"dim": 2}, ()),
     "low-rank:rank=1": (MODEL, (LowRank(rank=1),)),
@@ -64,7 +64,7 @@ def copy(first, tmp_path):
 def truth():
     """Each run of the study, made alone by what `rarebit train` calls."""
     found = {}
-    for name, (model, methods) in SIDES.items():
+    for name, (model, methods) in VARIANTS.items():
         for seed in range(2):
             settings = RunSettings(
                 model="deepfm",
@@ -79,11 +79,15 @@ def truth():
 
 
 def runs_of(result):
-    return {(side.name, each.seed): each for side in result.cells[0].sides for each in side.runs}
+    return {
+        (variant.name, each.seed): each
+        for variant in result.cells[0].variants
+        for each in variant.runs
+    }
 
 
 def take_away(folder, result, *wanted):
-    """Remove finished runs, each a side and a seed; return their folders."""
+    """Remove finished runs, each a variant and a seed; return their folders."""
     paths = [RunFolder(folder, runs_of(result)[one].key).path for one in wanted]
     for path in paths:
         shutil.rmtree(path)
@@ -124,9 +128,9 @@ def test_scores_are_averaged_over_seeds_for_other_rows(first, truth):
     assert first[1].cells[0].rows["low-rank:rank=1"] == delong(*means, test.label)
 
 
-def test_methods_are_held_against_their_controls(first, truth):
+def test_methods_have_their_controls(first, truth):
     [cell] = first[1].cells
-    assert {side.name: side.control for side in cell.sides} == {
+    assert {variant.name: variant.control for variant in cell.variants} == {
         "baseline": None,
         "narrow:dim=2": None,
         "low-rank:rank=1": "narrow:dim=2",
@@ -136,7 +140,7 @@ def test_methods_are_held_against_their_controls(first, truth):
         truth["low-rank:rank=1", seed].test.auc - truth["narrow:dim=2", seed].test.auc
         for seed in range(2)
     ]
-    assert cell.differences(cell.side("low-rank:rank=1"), "auc") == expected
+    assert cell.differences(cell.variant("low-rank:rank=1"), "auc") == expected
     assert first[1].is_complete
 
 
@@ -175,7 +179,7 @@ def test_a_run_under_way_is_stopped_when_the_time_is_over(tmp_path, runs_made):
     assert (told.failed, runs_made(tmp_path), children()) == ({}, 0, [])
 
 
-class Told(StudySilence):
+class Told(StudyProgress):
     """Remembers what a study tells."""
 
     def __init__(self):
@@ -203,7 +207,7 @@ def test_more_seeds_and_another_method_make_the_new_runs_only(first, copy, runs_
     assert result.is_complete
     assert told.plans == [(15, 8)]
     assert runs_made(copy) == 7
-    new = [f"{name}, seed 2" for name in SIDES]
+    new = [f"{name}, seed 2" for name in VARIANTS]
     new += [f"hashing:buckets=2999, seed {seed}" for seed in range(3)]
     assert sorted(name for name, _ in told.finished) == sorted(new)
     assert {path: path.read_bytes() for path in old} == old
@@ -283,7 +287,7 @@ def test_runs_that_fail_are_told_the_others_made_and_the_next_call_tries_again(
     assert np.array_equal(scores.numpy(), kept.scores())
 
 
-class Second(StudySilence):
+class Second(StudyProgress):
     """Starts the same study once more while it runs."""
 
     def __init__(self, folder):
@@ -311,7 +315,7 @@ def test_a_damaged_run_is_told_by_its_file(first, copy):
 
 def test_lines_tell_what_is_done(copy, capsys):
     compare(copy, True)
-    assert capsys.readouterr().err == "8 runs, 8 of them there already\n"
+    assert capsys.readouterr().err == "8 runs, 8 already finished\n"
 
 
 def test_a_grid_names_what_differs(tmp_path):
@@ -348,7 +352,7 @@ MISTAKES = {
     "threads": ({"threads": 0}, "threads must be at least 1, got threads=0"),
     "trials": ({"trials": 8}, "baseline has 7 settings to try"),
     "method": ({"methods": "low-rank:rank=99"}, "matched no table"),
-    "both": ({"plan": StudyPlan.from_mapping(PLAN)}, "a plan is given, and methods"),
+    "both": ({"plan": StudyPlan.from_mapping(PLAN)}, "a plan is given, and also methods"),
 }
 
 
@@ -374,6 +378,6 @@ def test_a_folder_that_cannot_be_made_is_told(tmp_path):
 @pytest.mark.slow
 def test_nothing_of_how_a_run_was_pruned_is_left(tmp_path):
     result = compare(tmp_path, methods="pruned:keep=500", seeds=1)
-    assert {len(side.runs) for side in result.cells[0].sides} == {1}
+    assert {len(variant.runs) for variant in result.cells[0].variants} == {1}
     left = {path.name for path in tmp_path.glob("runs/*/*")}
     assert left == {"result.json", "scores.npy"}

@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import sys
 
 import hypothesis
 import numpy as np
@@ -9,8 +10,9 @@ import pytest
 from hypothesis import strategies as st
 from scipy import stats
 
-from rarebit.errors import DataError, SettingsError
-from rarebit.study.statistics import judge
+import rarebit as rb
+from rarebit.errors import DataError, MissingExtraError, SettingsError
+from rarebit.study.statistics import judge, scipy_special
 
 EFFECT = 0.0005
 DIFFERENCES = st.integers(-3000, 3000).map(lambda millionths: millionths / 1e6)
@@ -226,7 +228,7 @@ def test_without_two_seeds_nothing_is_said(values):
     assert (few.equivalence_low, few.equivalence_high) == (-math.inf, math.inf)
     assert math.isnan(few.spread)
     assert few.mean == 0.01 if values else math.isnan(few.mean)
-    assert few.words == "too few seeds: at least 2 are needed"
+    assert few.summary == "too few seeds: at least 2 are needed"
     # a method that has not run yet is one of the family all the same
     assert found["many"].confidence == pytest.approx(0.975)
 
@@ -260,27 +262,27 @@ def test_no_method_gives_no_verdict():
 
 
 @pytest.mark.parametrize(
-    ("family", "words"),
+    ("family", "summary"),
     [
         ({"a": [0.0012, 0.0013, 0.0011]}, "helps by 0.0012 (0.0010 to 0.0014)"),
         ({"a": [-0.0012, -0.0013, -0.0011]}, "hurts by 0.0012 (0.0010 to 0.0014)"),
         ({"a": [0.0001, 0.0001, 0.0002]}, "no difference of 0.0005 or more"),
-        ({"a": [0.001, 0.002, 0.003]}, "too few seeds: about 4 would tell"),
-        ({"a": with_moments(0.000499, 0.01, 5)}, "too few seeds: 1000 would not tell"),
+        ({"a": [0.001, 0.002, 0.003]}, "too few seeds: about 4 are needed"),
+        ({"a": with_moments(0.000499, 0.01, 5)}, "too few seeds: more than 1000 are needed"),
     ],
 )
-def test_a_verdict_in_words(family, words):
-    assert judge(family)["a"].words == words
+def test_a_verdict_with_its_figures(family, summary):
+    assert judge(family)["a"].summary == summary
 
 
-def test_words_have_the_digits_of_the_minimum_effect():
+def test_summaries_have_the_digits_of_the_minimum_effect():
     small = judge({"a": [0.000012, 0.000013, 0.000011]}, minimum_effect=0.000002)["a"]
-    assert small.words == "helps by 0.000012 (0.000010 to 0.000014)"
+    assert small.summary == "helps by 0.000012 (0.000010 to 0.000014)"
     none = judge({"a": [0.0, 0.0]}, minimum_effect=0.00005)["a"]
-    assert none.words == "no difference of 0.00005 or more"
+    assert none.summary == "no difference of 0.00005 or more"
     coarse = judge({"a": [0.0212, 0.0213, 0.0211]}, minimum_effect=0.01)["a"]
-    assert coarse.words == "helps by 0.0212 (0.0210 to 0.0214)"
-    assert judge({"a": [0.0, 0.0]}, minimum_effect=2.0)["a"].words == "no difference of 2 or more"
+    assert coarse.summary == "helps by 0.0212 (0.0210 to 0.0214)"
+    assert judge({"a": [0.0, 0.0]}, minimum_effect=2.0)["a"].summary == "no difference of 2 or more"
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
@@ -305,3 +307,14 @@ def test_a_comparison_cannot_be_changed():
     found = judge({"a": [0.1, 0.2]})["a"]
     with pytest.raises(dataclasses.FrozenInstanceError):
         found.verdict = "helps"
+
+
+def test_without_scipy_the_extra_is_named(monkeypatch):
+    monkeypatch.setitem(sys.modules, "scipy.special", None)
+    scipy_special.cache_clear()
+    with pytest.raises(
+        MissingExtraError, match=r"verdict of a study needs .*'scipy'.*rarebit\[study\]"
+    ):
+        judge({"a": [0.1, 0.2]})
+    with pytest.raises(MissingExtraError, match=r"rarebit\[study\]"):  # before any run
+        rb.study("nowhere", methods="baseline")

@@ -13,14 +13,14 @@ from rarebit.settings import read_toml
 from rarebit.study.plan import StudyPlan, section_tables
 from rarebit.study.results import (
     StudyResult,
-    TextTable,
     comparison_table,
     decile_table,
     read_result,
-    side_table,
+    variant_table,
     verdict_lines,
 )
 from rarebit.study.study import study
+from rarebit.text import TextTable
 
 __all__ = ["compare", "run_study", "show_study"]
 
@@ -187,7 +187,7 @@ def run_study(
 def show_study(result: StudyResult, *, deciles: bool = False) -> None:
     """Print the tables and verdicts of a study; differences by frequency deciles only on request."""
     for cell in result.cells:
-        _show(side_table(cell))
+        _show(variant_table(cell))
         if cell.methods:
             _show(comparison_table(cell, result.minimum_effect))
             for line in verdict_lines(cell, result.minimum_effect):

@@ -1,6 +1,6 @@
-"""What a study is to compare: methods, on models and logs, with seeds and tuning trials.
+"""The plan of a study: which methods to compare, on which models and logs, with how many seeds and trials.
 
-As a TOML file, everything but the methods with a default:
+As a TOML file; everything but the methods has a default:
 
     methods = ["baseline", "low-rank", "hashing:buckets=1000+low-rank"]
     seeds = 5
@@ -17,7 +17,7 @@ As a TOML file, everything but the methods with a default:
 """
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -31,10 +31,10 @@ from rarebit.training.settings import RunSettings
 __all__ = ["StudyPlan", "StudySettings", "read_plan", "section_tables"]
 
 SECTIONS = ("model", "data", "training")
-WORDS = {"model": "name", "data": "folder"}
-"""The setting that a word in place of a table stands for."""
+SHORT_FORMS = {"model": "name", "data": "folder"}
+"""The setting that a plain string stands for."""
 OWN = "own"
-"""The control that each method names itself."""
+"""Each method is compared with the control that it names."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,20 +42,20 @@ class StudySettings:
     """How a study compares."""
 
     seeds: int = 5
-    """Runs of each side. A seed draws the initial weights and the order of the rows, for all sides alike."""
+    """Runs of each variant. A seed draws the initial weights and the batch order, the same for all variants."""
     first_seed: int = 0
-    """The first of them; the others follow."""
+    """The first seed; the others follow it."""
     trials: int = 1
-    """Settings tried for each side, the same number for all; the best on validation is compared."""
+    """Settings tried for each variant, the same number for all; the best on validation is compared."""
     tuning_seeds: int = 1
-    """Seeds on which trials are tried: the first ones."""
+    """Seeds used for tuning: the first ones."""
     sweeps: bool = True
-    """Whether controls with a dial of their own, matched-rate, tuned and plain-sum, try several values; else
-    they have the first: a quick look, which may be unfair to them."""
+    """Whether controls that are tuned by definition (matched-rate, tuned, plain-sum) try all their values. Else
+    they use the first value: quick, and maybe unfair to them."""
     share: float = 0.5
-    """Bytes of the tables that a method which shrinks them may keep, where its size is not given."""
+    """Share of the tables' bytes that a compressing method keeps, where its size is not given."""
     control: str = OWN
-    """What every method is held against: a side of the study, or "own", the control each method names."""
+    """The control of every method: a variant of the study, or "own" for the control that each method names."""
     minimum_effect: float = 0.0005
     """The smallest difference in AUC worth having."""
 
@@ -86,16 +86,16 @@ class StudyPlan:
     """
 
     methods: tuple[Expression, ...]
-    """What is compared: methods, or combinations of them; "baseline" is none."""
+    """The methods to compare, alone or combined; "baseline" is none."""
     runs: tuple[RunSettings, ...]
     """A run without methods for each model and log."""
     settings: StudySettings = StudySettings()
 
     @classmethod
     def from_mapping(cls, values: Mapping[str, Any]) -> "StudyPlan":
-        """Read a plan as a TOML file holds it.
+        """Read a plan in the form of a TOML file.
 
-        Methods may be one text with commas; a model its name; data the folder of a prepared log.
+        Methods may be one string with commas, a model its name, and data the folder of a prepared log.
         """
         values = dict(values)
         methods = values.pop("methods", None)
@@ -112,7 +112,7 @@ class StudyPlan:
         )
 
     def to_mapping(self) -> dict[str, Any]:
-        """Return the plan as plain values, to be read back by `from_mapping`."""
+        """Return the plan as plain values that `from_mapping` reads."""
         runs = [run.to_mapping() for run in self.runs]
         return {
             "methods": [method.text for method in self.methods],
@@ -147,18 +147,15 @@ def _runs(sections: Mapping[str, Any]) -> list[RunSettings]:
         for log in section_tables("data", sections.get("data", {}))
         for model in section_tables("model", sections.get("model", {}))
     ]
-    require(
-        found[0].training.seed == 0,
-        "study: its seeds are given by seeds and first_seed, "
-        f"got training.seed={found[0].training.seed}",
-    )
-    twice = [run for number, run in enumerate(found) if run in found[:number]]
-    require(not twice, f"study: {twice[0].model if twice else ''} is given twice on the same log")
+    seed = found[0].training.seed
+    require(seed == 0, f"study: seeds are given by seeds and first_seed, got training.seed={seed}")
+    for place, run in enumerate(found):
+        require(run not in found[:place], f"study: {run.model} is given twice on the same log")
     return found
 
 
 def section_tables(section: str, values: object) -> list[Mapping[str, Any]]:
-    """Return the tables of a section: one or several; a word stands for the setting it is named by.
+    """Return the tables of a section: one or several; a plain string is a model's name or a log's folder.
 
     >>> section_tables("model", ["fm", {"name": "dnn", "dim": 4}])
     [{'name': 'fm'}, {'name': 'dnn', 'dim': 4}]
@@ -174,13 +171,13 @@ def _table(section: str, value: object) -> Mapping[str, Any]:
     if section == "data" and value == "synthetic":
         return {"source": "synthetic"}
     if isinstance(value, str | os.PathLike):
-        return {WORDS[section]: os.fspath(value)}
+        return {SHORT_FORMS[section]: os.fspath(value)}
     if not isinstance(value, Mapping):
         raise SettingsError(f"study: [{section}] must be a table, got {value!r}")
     return value
 
 
-def _distinct(values: Any) -> list[Any]:
+def _distinct(values: Iterable[Any]) -> list[Any]:
     found: list[Any] = []
     for value in values:
         if value not in found:

@@ -1,9 +1,7 @@
-"""How a study tells what it is doing.
+"""Worker processes that make the runs of a study in parallel, and the progress that is reported.
 
-Several worker processes that make the runs of a study side by side on one machine.
-
-Each has a thread here that hands it tasks and reads its answers. Workers are in a session of their own,
-so Ctrl-C reaches them only through the end of their input, the same as when this process is killed.
+Each process has a thread here that hands it tasks and reads its answers. Workers are in their own session, so
+Ctrl-C reaches them only through the end of their input, the same as when this process is killed.
 """
 
 import json
@@ -15,78 +13,64 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Protocol, Self, TypeAlias
+from typing import Any, Self, TypeAlias
 
 from rarebit.study.runs import RunRecord
 
-__all__ = ["Answer", "Pool", "StudyLines", "StudyProgress", "StudySilence", "Task"]
+__all__ = ["Pool", "StudyLines", "StudyProgress"]
+
+PACKAGE = Path(__file__).resolve().parents[2]
+"""The folder that `rarebit` is imported from, so that workers import the same."""
+ENDS = ("done", "failed", "stopped")
+"""Keys of the last answer to a task."""
+
+Values: TypeAlias = Mapping[str, Any]
+"""A task or an answer, as JSON holds it."""
+Answers: TypeAlias = queue.SimpleQueue[tuple[str, Values] | None]
+"""The answers of all workers with the keys of their tasks; None when a worker has no more to do."""
 
 
-class StudyProgress(Protocol):
-    """What a study calls as it goes."""
-
-    def plan(self, runs: int, there: int) -> None:
-        """Tell how many runs a stage of the study has, and how many of them are there already."""
-
-    def start(self, name: str) -> None:
-        """Tell that a run begins."""
-
-    def epoch(self, name: str, values: Mapping[str, Any]) -> None:
-        """Tell what an epoch of a run gave: its number, of how many, and the AUC on validation rows."""
-
-    def finish(self, name: str, record: RunRecord) -> None:
-        """Tell what a run gave."""
-
-    def fail(self, name: str, why: str) -> None:
-        """Tell that a run failed."""
-
-    def say(self, line: str) -> None:
-        """Tell something worth knowing."""
-
-
-class StudySilence:
-    """Tells nothing."""
+class StudyProgress:
+    """Reports on a study. Override what you need; this class reports nothing."""
 
     def plan(self, runs: int, there: int) -> None:
-        """Tell nothing."""
+        """Report how many runs a stage of the study has, and how many of them are finished already."""
 
     def start(self, name: str) -> None:
-        """Tell nothing."""
+        """Report that a run starts."""
 
-    def epoch(self, name: str, values: Mapping[str, Any]) -> None:
-        """Tell nothing."""
+    def epoch(self, name: str, values: Values) -> None:
+        """Report an epoch of a run: `epoch` of `epochs`, and `valid_auc`."""
 
     def finish(self, name: str, record: RunRecord) -> None:
-        """Tell nothing."""
+        """Report the result of a run."""
 
     def fail(self, name: str, why: str) -> None:
-        """Tell nothing."""
+        """Report that a run failed."""
 
     def say(self, line: str) -> None:
-        """Tell nothing."""
+        """Report a line of text."""
 
 
-class StudyLines(StudySilence):
-    """Prints a line a run to standard error."""
+class StudyLines(StudyProgress):
+    """Prints one line per run to standard error."""
 
     def __init__(self) -> None:
         self.runs, self.done = 0, 0
 
     def plan(self, runs: int, there: int) -> None:
-        """Print how many runs there are to make."""
+        """Print how many runs there are."""
         self.runs, self.done = runs, there
-        self.say(f"{runs} run{'s' if runs != 1 else ''}, {there} of them there already")
+        self.say(f"{runs} run{'s' if runs != 1 else ''}, {there} already finished")
 
     def finish(self, name: str, record: RunRecord) -> None:
-        """Print what a run gave."""
+        """Print the result of a run."""
         self.done += 1
         self.say(
-            f"{self.done} of {self.runs}: {name}: AUC {record.auc:.4f}, on validation rows "
+            f"{self.done} of {self.runs}: {name}: AUC {record.auc:.4f}, validation AUC "
             f"{record.valid_auc:.4f} (epoch {record.best_epoch} of {record.epochs})"
         )
 
@@ -96,38 +80,8 @@ class StudyLines(StudySilence):
         self.say(f"{self.done} of {self.runs}: {name} failed: {why}")
 
     def say(self, line: str) -> None:
-        """Print it."""
+        """Print a line."""
         sys.stderr.write(f"{line}\n")
-
-
-PACKAGE = Path(__file__).resolve().parents[2]
-"""The folder that `rarebit` is imported from, for workers to import the same."""
-ENDS = ("done", "failed", "stopped")
-
-
-@dataclass(frozen=True)
-class Task:
-    """A run to make."""
-
-    key: str
-    values: Mapping[str, Any]
-
-
-@dataclass(frozen=True)
-class Answer:
-    """Something a worker said of its task."""
-
-    task: Task
-    values: Mapping[str, Any]
-
-    @property
-    def is_last(self) -> bool:
-        """Whether the task is over with it."""
-        return any(end in self.values for end in ENDS)
-
-
-Answers: TypeAlias = "queue.SimpleQueue[Answer | None]"
-"""What all workers say, in one line; None: one of them has no more to do."""
 
 
 class Pool:
@@ -144,79 +98,73 @@ class Pool:
         self.workers = [_Worker(self) for _ in range(workers)]
         self.stopping = threading.Event()
         self.interrupted = False
-        """Whether Ctrl-C asked to stop."""
+        """Whether Ctrl-C was pressed."""
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         self.stop()
         for worker in self.workers:
-            worker.wait(kill=isinstance(error, KeyboardInterrupt))
+            worker.wait(kill=kind is KeyboardInterrupt)
 
     def stop(self) -> None:
-        """Ask the runs under way to stop after their step, and begin no others."""
+        """Ask active runs to stop after their step, and start no others."""
         self.stopping.set()
         for worker in self.workers:
             worker.close()
 
     def run(
         self,
-        tasks: Sequence[Task],
-        hear: Callable[[Answer], None],
+        tasks: Mapping[str, Values],
+        hear: Callable[[str, Values], None],
         *,
         deadline: float | None = None,
     ) -> None:
-        """Make the runs; what the workers say is heard here, in this thread.
+        """Make the runs; call `hear` in this thread with the key of a task and each answer to it.
 
-        From the deadline on, and from Ctrl-C on, runs under way are asked to stop; a second Ctrl-C is
-        raised.
+        At the deadline, or on Ctrl-C, active runs are asked to stop; a second Ctrl-C is raised.
         """
         if deadline is not None and time.monotonic() >= deadline:
             self.stop()
-        waiting, answers = deque(tasks), queue.SimpleQueue[Answer | None]()
-        threads = [
-            threading.Thread(target=self._serve, args=(worker, waiting, answers), daemon=True)
-            for worker in self.workers[: len(tasks)]
-        ]
-        for thread in threads:
-            thread.start()
-        at_work = len(threads)
-        while at_work:
+        waiting, answers = deque(tasks.items()), Answers()
+        workers = self.workers[: len(tasks)]
+        for worker in workers:
+            arguments = (worker, waiting, answers)
+            threading.Thread(target=self._serve, args=arguments, daemon=True).start()
+        num_active = len(workers)
+        while num_active:
             try:
                 answer = self._next(answers, deadline)
                 if answer is None:
-                    at_work -= 1
+                    num_active -= 1
                 else:
-                    hear(answer)
+                    hear(*answer)
             except KeyboardInterrupt:
                 if self.interrupted:
                     raise
                 self.interrupted = True
                 self.stop()
 
-    def _next(self, answers: Answers, deadline: float | None) -> Answer | None:
+    def _serve(
+        self, worker: "_Worker", waiting: "deque[tuple[str, Values]]", answers: Answers
+    ) -> None:
+        """Hand tasks to one worker until there are none; a worker that died is started again."""
+        try:
+            while waiting and not self.stopping.is_set():
+                with suppress(IndexError):  # another thread took the last one
+                    key, task = waiting.popleft()
+                    for answer in worker.make(task):
+                        answers.put((key, answer))
+        finally:
+            answers.put(None)
+
+    def _next(self, answers: Answers, deadline: float | None) -> tuple[str, Values] | None:
         if deadline is not None and not self.stopping.is_set():
             with suppress(queue.Empty):
                 return answers.get(timeout=max(deadline - time.monotonic(), 0.0))
             self.stop()
         return answers.get()
-
-    def _serve(self, worker: "_Worker", waiting: "deque[Task]", answers: Answers) -> None:
-        """Hand tasks to one worker until there are none; a worker that died is started again."""
-        try:
-            while waiting and not self.stopping.is_set():
-                with suppress(IndexError):  # another thread took the last one
-                    task = waiting.popleft()
-                    for values in worker.make(task):
-                        answers.put(Answer(task, values))
-        finally:
-            answers.put(None)
 
 
 class _Worker:
@@ -226,11 +174,11 @@ class _Worker:
         self.pool = pool
         self.process: subprocess.Popen[str] | None = None
         self.changing = threading.Lock()
-        """Held while a process starts or its input ends: none starts unseen by who ends them all."""
+        """Held while a process starts or its input ends, so that `Pool.stop` misses none."""
 
-    def make(self, task: Task) -> Iterator[Mapping[str, Any]]:
-        """Yield what the process says of a task, up to its end."""
-        process = self._process()
+    def make(self, task: Values) -> Iterator[Values]:
+        """Yield the answers of the process to a task, up to the last one."""
+        process = self._started()
         if process is None:
             yield {"stopped": True}
             return
@@ -238,18 +186,18 @@ class _Worker:
         assert process.stdin is not None
         assert process.stdout is not None
         with suppress(BrokenPipeError, ValueError):  # it died, or was closed: its output ends, too
-            process.stdin.write(json.dumps(dict(task.values)) + "\n")
+            process.stdin.write(json.dumps(dict(task)) + "\n")
             process.stdin.flush()
         for line in process.stdout:
-            answer = Answer(task, json.loads(line))
-            yield answer.values
-            if answer.is_last:
+            answer = json.loads(line)
+            yield answer
+            if any(end in answer for end in ENDS):
                 return
         code = process.wait()
         self.close()
         process.stdout.close()
         self.process = None
-        yield {"stopped": True} if self.pool.stopping.is_set() else {"failed": _why_it_died(code)}
+        yield {"stopped": True} if self.pool.stopping.is_set() else {"failed": _reason(code)}
 
     def close(self) -> None:
         """End the input of the process."""
@@ -267,8 +215,8 @@ class _Worker:
         if self.process.stdout is not None:
             self.process.stdout.close()
 
-    def _process(self) -> "subprocess.Popen[str] | None":
-        """Return the process; None where no more runs are to begin."""
+    def _started(self) -> "subprocess.Popen[str] | None":
+        """Return the process; None where no more runs may start."""
         with self.changing:
             if self.pool.stopping.is_set():
                 return None
@@ -284,7 +232,7 @@ class _Worker:
             return self.process
 
 
-def _why_it_died(code: int) -> str:
+def _reason(code: int) -> str:
     if code >= 0:
         return f"its process ended with code {code}"
     name = signal.Signals(-code).name

@@ -1,9 +1,7 @@
-"""What a study found: the runs of every side, and every method against its control.
+"""The result of a study: the runs of every variant, each method against its control, and their tables.
 
-A result is small plain values: runs as figures, not as models. Tables and verdicts are computed from them,
-so a file of a result is enough to show it again.
-
-A study's result as tables: what each side gives, and each method against its control.
+A result holds figures of runs, not models. Tables and verdicts are computed from them, so the file of a result is
+enough to show it again.
 """
 
 import json
@@ -13,28 +11,27 @@ import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from rarebit.errors import StudyError
 from rarebit.settings import from_mapping, size, suggest
-from rarebit.study.runs import RunRecord
+from rarebit.study.runs import UNREADABLE, RunRecord
 from rarebit.study.statistics import Comparison, PairedAUC, judge
+from rarebit.text import NOTHING, TextTable
 
 __all__ = [
     "RESULTS",
     "TENTHS",
     "Ceiling",
     "CellResult",
-    "SideResult",
     "StudyResult",
-    "TextTable",
     "Trial",
+    "VariantResult",
     "comparison_table",
     "decile_table",
     "pick",
-    "plain_text",
     "read_result",
-    "side_table",
+    "variant_table",
     "verdict_lines",
 ]
 
@@ -42,44 +39,40 @@ FORMAT = 1
 RESULTS = "results.json"
 """The file of a result in the folder of its study."""
 TENTHS = 10
-"""Parts of the test rows, by how often their values were seen."""
+"""Parts of the test rows, by how frequent their values are in training."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Trial:
-    """Settings that were tried, and the mean AUC on validation rows that picks among them."""
+    """Settings that were tried."""
 
     settings: Mapping[str, Any]
     """What differs from trial to trial."""
     valid_auc: float | None
-    """None of one that failed."""
+    """Mean validation AUC, by which trials are picked; None for one that failed."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class SideResult:
-    """One side: its settings, what was tried, and its runs, one a seed."""
+class VariantResult:
+    """One variant: its settings, its trials, and its runs, one per seed."""
 
     name: str
     control: str | None
-    """The side it is held against."""
+    """The variant it must beat; None for a variant that is only a control."""
     settings: Mapping[str, Any]
     """Model, training and methods, without the seed."""
     trials: tuple[Trial, ...]
     runs: tuple[RunRecord, ...]
 
     def figures(self, name: str) -> dict[int, float]:
-        """Return one figure of every run by seed, where there is one.
-
-        >>> SideResult(name="baseline", control=None, settings={}, trials=(), runs=()).figures("auc")
-        {}
-        """
+        """Return one figure of every run that has it, by seed."""
         values = {run.seed: getattr(run, name) for run in self.runs}
         return {seed: value for seed, value in values.items() if value is not None}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Ceiling:
-    """The best any model could reach: the true chances' own AUC, on a generated log."""
+    """The best possible figures on a generated log: those of the true click probabilities."""
 
     auc: float | None
     rarest_auc: float | None
@@ -87,82 +80,82 @@ class Ceiling:
 
 @dataclass(frozen=True, kw_only=True)
 class CellResult:
-    """Everything on one model and log."""
+    """The result on one model and log."""
 
     model: str
     data: str
-    """What the log is called."""
+    """The name of the log."""
     checksum: str | None
     """Of a prepared log."""
-    sides: tuple[SideResult, ...]
+    variants: tuple[VariantResult, ...]
     ceiling: Ceiling | None
     rows: Mapping[str, PairedAUC]
-    """Scores averaged over the seeds, against the control's: what other test rows would change."""
+    """Each method against its control, by scores averaged over seeds: how much other test rows would change."""
     missing: tuple[str, ...]
-    """Runs of the plan that are not there, and why."""
+    """Runs of the plan that are missing, and why."""
 
-    def side(self, name: str) -> SideResult:
-        """Return a side by its name."""
-        return {side.name: side for side in self.sides}[name]
+    def variant(self, name: str) -> VariantResult:
+        """Return a variant by its name."""
+        return {variant.name: variant for variant in self.variants}[name]
 
     @property
-    def methods(self) -> list[SideResult]:
-        """The sides that are held against another."""
-        return [side for side in self.sides if side.control is not None]
+    def methods(self) -> list[VariantResult]:
+        """The variants that have a control."""
+        return [variant for variant in self.variants if variant.control is not None]
 
     def against(self, control: str) -> "CellResult":
-        """Return the same runs with all methods held against one side."""
-        names = [side.name for side in self.sides]
+        """Return the same runs with one variant as the control of all methods."""
+        names = [variant.name for variant in self.variants]
         if control not in names:
             raise StudyError(
-                f"there is no side {control!r} on {self.model} and {self.data}{suggest(control, names)}"
+                f"there is no variant {control!r} on {self.model} and {self.data}{suggest(control, names)}"
             )
-        sides = tuple(
-            replace(side, control=None if side.name == control else control)
-            if side.control is not None or side.name == control
-            else side
-            for side in self.sides
+        variants = tuple(
+            replace(variant, control=None if variant.name == control else control)
+            if variant.control is not None or variant.name == control
+            else variant
+            for variant in self.variants
         )
-        return replace(self, sides=sides, rows={})
+        return replace(self, variants=variants, rows={})
 
-    def differences(self, side: SideResult, figure: str) -> list[float]:
+    def differences(self, method: VariantResult, figure: str) -> list[float]:
         """Return the paired differences of a method to its control, seed by seed."""
-        assert side.control is not None
-        ours, theirs = side.figures(figure), self.side(side.control).figures(figure)
+        assert method.control is not None
+        ours, theirs = method.figures(figure), self.variant(method.control).figures(figure)
         return [ours[seed] - theirs[seed] for seed in sorted(ours.keys() & theirs.keys())]
 
     def compare(self, minimum_effect: float) -> dict[str, Comparison]:
-        """Return the verdict on every method, all of them as one family."""
-        differences = {side.name: self.differences(side, "auc") for side in self.methods}
+        """Return the verdict on every method, corrected for their number."""
+        differences = {method.name: self.differences(method, "auc") for method in self.methods}
         return judge(differences, minimum_effect=minimum_effect)
 
-    def mean_difference(self, side: SideResult, figure: str) -> float | None:
+    def mean_difference(self, method: VariantResult, figure: str) -> float | None:
         """Return the mean difference in a figure; None without a seed that both have."""
-        return _mean_of(self.differences(side, figure))
+        return _mean(self.differences(method, figure))
 
-    def decile_differences(self, side: SideResult) -> list[float | None]:
+    def decile_differences(self, method: VariantResult) -> list[float | None]:
         """Return the mean difference in AUC on each tenth of the test rows, the rarest first."""
-        assert side.control is not None
+        assert method.control is not None
         ours, theirs = (
             {run.seed: run.decile_aucs for run in one.runs}
-            for one in (side, self.side(side.control))
+            for one in (method, self.variant(method.control))
         )
         seeds = sorted(ours.keys() & theirs.keys())
         pairs = [list(zip(ours[seed], theirs[seed], strict=False)) for seed in seeds]
         tenths = list(zip(*pairs, strict=False)) or [()] * TENTHS
         return [
-            _mean_of([a - b for a, b in tenth if not (a is None or b is None)]) for tenth in tenths
+            _mean([a - b for a, b in tenth if not (a is None or b is None)]) for tenth in tenths
         ]
 
-    def time_ratio(self, side: SideResult) -> float | None:
-        """Return the time of training a row, over that of the first side; the median over seeds.
+    def time_ratio(self, variant: VariantResult) -> float | None:
+        """Return the training time per row relative to the first variant: the median over seeds.
 
-        Runs on two kinds of device tell nothing of each other.
+        Runs on different devices are not compared.
         """
-        theirs = {(run.seed, run.device): run.microseconds_a_row for run in self.sides[0].runs}
+        theirs = {(run.seed, run.device): run.microseconds_a_row for run in self.variants[0].runs}
         ratios = [
             run.microseconds_a_row / theirs[run.seed, run.device]
-            for run in side.runs
+            for run in variant.runs
             if (run.seed, run.device) in theirs
         ]
         return statistics.median(ratios) if ratios else None
@@ -170,11 +163,12 @@ class CellResult:
 
 @dataclass(frozen=True, kw_only=True)
 class StudyResult:
-    """What a study found. `str()` is its tables."""
+    """The result of a study. `str()` is its tables."""
 
     plan: Mapping[str, Any]
-    """What was asked for, as a plan file holds it."""
+    """The plan, in the form of a plan file."""
     cells: tuple[CellResult, ...]
+    """One per model and log."""
 
     @property
     def minimum_effect(self) -> float:
@@ -183,42 +177,61 @@ class StudyResult:
 
     @property
     def is_complete(self) -> bool:
-        """Whether every run of the plan is there."""
+        """Whether every run of the plan is finished."""
         return not any(cell.missing for cell in self.cells)
 
     def against(self, control: str) -> "StudyResult":
-        """Return the same runs with all methods held against one side of the study, by its name.
+        """Return the same runs with one variant of the study, by its name, as the control of all methods.
 
-        What scores averaged over seeds say is left out: they are not stored.
+        Intervals of averaged scores are left out: the scores are not part of a result.
         """
         return replace(self, cells=tuple(cell.against(control) for cell in self.cells))
 
     def __str__(self) -> str:
-        from rarebit.study.results import plain_text
-
-        return plain_text(self)
+        parts: list[object] = []
+        for cell in self.cells:
+            parts.append(variant_table(cell))
+            if cell.methods:
+                parts.append(comparison_table(cell, self.minimum_effect))
+                parts.append("\n".join(verdict_lines(cell, self.minimum_effect)))
+            parts += [f"missing: {line}" for line in cell.missing]
+        return "\n\n".join(map(str, parts))
 
     def to_mapping(self) -> dict[str, Any]:
-        """Return plain values, for JSON. Verdicts are written for readers; they are computed again."""
+        """Return plain values for JSON. Verdicts are for people who read the file; they are computed again."""
         cells = []
         for cell in self.cells:
-            verdicts = cell.compare(self.minimum_effect)
             values = asdict(cell)
-            values["verdicts"] = {name: _comparison(found) for name, found in verdicts.items()}
+            values["sides"] = values.pop("variants")  # their name in format 1
+            values["verdicts"] = {
+                # JSON has no infinities
+                name: {
+                    key: None if isinstance(value, float) and not math.isfinite(value) else value
+                    for key, value in {**asdict(found), "words": found.summary}.items()
+                }
+                for name, found in cell.compare(self.minimum_effect).items()
+            }
             cells.append(values)
         return {"format": FORMAT, "plan": dict(self.plan), "cells": cells}
 
     @classmethod
     def from_mapping(cls, values: Mapping[str, Any]) -> "StudyResult":
-        """Read back what `to_mapping` returned."""
+        """Read the values that `to_mapping` returned."""
         if values["format"] != FORMAT:
             raise ValueError(f"its format is {values['format']!r}, this version reads {FORMAT}")
-        cells = tuple(_read_cell(cell) for cell in values["cells"])
+        cells = tuple(map(_read_cell, values["cells"]))
         result = cls(plan=values["plan"], cells=cells)
         assert result.minimum_effect > 0
         for cell in cells:
-            cell.compare(result.minimum_effect)  # a control that is not there is told here
+            cell.compare(result.minimum_effect)  # reports a control that is missing
         return result
+
+
+def _read_cell(values: Mapping[str, Any]) -> CellResult:
+    values = {"variants": values["sides"], **values}
+    del values["sides"], values["verdicts"]
+    rows = {name: from_mapping(PairedAUC, rows) for name, rows in values["rows"].items()}
+    return from_mapping(CellResult, {**values, "rows": rows})
 
 
 def read_result(path: str | os.PathLike[str]) -> StudyResult:
@@ -231,137 +244,80 @@ def read_result(path: str | os.PathLike[str]) -> StudyResult:
         raise StudyError(f"there is no result of a study at {str(path)!r}") from None
     except OSError as error:
         raise StudyError(f"cannot read {str(file)!r}: {error.strerror}") from None
-    except (
-        AssertionError,
-        AttributeError,
-        LookupError,
-        StudyError,
-        TypeError,
-        ValueError,
-    ) as error:
+    except (AssertionError, *UNREADABLE) as error:
         raise StudyError(f"{str(file)!r} is not the result of a study: {error}") from None
 
 
-def _read_cell(values: Mapping[str, Any]) -> CellResult:
-    return CellResult(
-        model=values["model"],
-        data=values["data"],
-        checksum=values["checksum"],
-        sides=tuple(_read_side(side) for side in values["sides"]),
-        ceiling=None if values["ceiling"] is None else from_mapping(Ceiling, values["ceiling"]),
-        rows={name: from_mapping(PairedAUC, rows) for name, rows in values["rows"].items()},
-        missing=tuple(values["missing"]),
-    )
-
-
-def _read_side(values: Mapping[str, Any]) -> SideResult:
-    return SideResult(
-        name=values["name"],
-        control=values["control"],
-        settings=values["settings"],
-        trials=tuple(from_mapping(Trial, trial) for trial in values["trials"]),
-        runs=tuple(from_mapping(RunRecord, run) for run in values["runs"]),
-    )
-
-
-def _comparison(found: Comparison) -> dict[str, Any]:
-    """Return a verdict for a file: JSON has no infinities."""
-    values = {**asdict(found), "words": found.words}
-    return {
-        name: None if isinstance(value, float) and not math.isfinite(value) else value
-        for name, value in values.items()
-    }
-
-
-def _mean_of(values: Sequence[float]) -> float | None:
-    return statistics.fmean(values) if values else None
-
-
 def pick(trials: Sequence[Sequence[RunRecord]]) -> int | None:
-    """Return which trial has the highest mean AUC on validation rows; the first of equals.
-
-    None where a trial has no run.
-    """
+    """Return which trial has the highest mean validation AUC, the first of equals; None if one has no run."""
     if not all(trials):
         return None
     means = [statistics.fmean(run.valid_auc for run in runs) for runs in trials]
     return means.index(max(means))
 
 
-NOTHING = "-"
-
-
-class TextTable(NamedTuple):
-    """A table of texts."""
-
-    title: str
-    header: tuple[str, ...]
-    rows: Sequence[tuple[str, ...]]
-
-
-def side_table(cell: CellResult) -> TextTable:
-    """Return what each side gives: mean and spread over its seeds."""
-    header = ["side", "n", "AUC", "rarest fifth", "logloss", "weights", "tables", "time"]
-    rows = [
-        [
-            side.name,
-            str(len(side.runs)),
-            _mean(side, "auc"),
-            _mean(side, "rarest_auc"),
-            _mean(side, "logloss"),
-            f"{side.runs[0].parameters:,}" if side.runs else NOTHING,
-            size(side.runs[0].table_bytes) if side.runs else NOTHING,
-            _ratio(cell.time_ratio(side)),
-        ]
-        for side in cell.sides
-    ]
-    if any(side.figures("abundance") for side in cell.sides):  # older results have none
+def variant_table(cell: CellResult) -> TextTable:
+    """Return the figures of each variant: mean and standard deviation over its seeds."""
+    header = ["variant", "n", "AUC", "rarest fifth", "logloss", "weights", "tables", "time"]
+    rows = []
+    for variant in cell.variants:
+        ratio, first = cell.time_ratio(variant), variant.runs[0] if variant.runs else None
+        rows.append(
+            [
+                variant.name,
+                str(len(variant.runs)),
+                *(_with_spread(variant, name) for name in ("auc", "rarest_auc", "logloss")),
+                f"{first.parameters:,}" if first else NOTHING,
+                size(first.table_bytes) if first else NOTHING,
+                NOTHING if ratio is None else f"x {ratio:.2f}",
+            ]
+        )
+    if any(variant.figures("abundance") for variant in cell.variants):  # older results have none
         header.append("IA")
-        for row, side in zip(rows, cell.sides, strict=True):
-            row.append(_mean(side, "abundance", digits=2))
+        for row, variant in zip(rows, cell.variants, strict=True):
+            row.append(_with_spread(variant, "abundance", digits=2))
     if cell.ceiling is not None:
-        best = ["best possible", "", _number(cell.ceiling.auc), _number(cell.ceiling.rarest_auc)]
-        rows.append([*best, *[""] * (len(header) - len(best))])
+        best = [_formatted(value, ".4f") for value in (cell.ceiling.auc, cell.ceiling.rarest_auc)]
+        rows.append(["best possible", "", *best, *[""] * (len(header) - 4)])
     return TextTable(f"{cell.model} on {cell.data}", tuple(header), [tuple(row) for row in rows])
 
 
 def comparison_table(cell: CellResult, minimum_effect: float) -> TextTable:
-    """Return each method against its control: differences in AUC, seed by seed."""
-    header = (
-        "method",
-        "against",
-        "AUC",
-        "interval",
-        "rarest fifth",
-        "averaged",
-        "wins",
-        "verdict",
-    )
+    """Return each method against its control: differences in AUC, paired by seed."""
+    header = ("method", "control", "AUC", "interval", "rarest fifth", "averaged", "wins", "verdict")
     found = cell.compare(minimum_effect)
-    rows = [
-        (
-            side.name,
-            side.control or "",
-            _signed(found[side.name].mean),
-            _ends(found[side.name]) if found[side.name].n > 1 else NOTHING,
-            _signed(cell.mean_difference(side, "rarest_auc")),
-            _ends(cell.rows[side.name]) if side.name in cell.rows else NOTHING,
-            f"{found[side.name].wins} of {found[side.name].n}",
-            found[side.name].verdict,
+    rows = []
+    for method in cell.methods:
+        ours, averaged = found[method.name], cell.rows.get(method.name)
+        rows.append(
+            (
+                method.name,
+                method.control or "",
+                _formatted(ours.mean, "+.4f"),
+                _ends(ours if ours.n > 1 else None),
+                _formatted(cell.mean_difference(method, "rarest_auc"), "+.4f"),
+                _ends(averaged),
+                f"{ours.wins} of {ours.n}",
+                ours.verdict,
+            )
         )
-        for side in cell.methods
-    ]
     return TextTable("Difference to the control", header, rows)
 
 
 def decile_table(cell: CellResult) -> TextTable:
-    """Return each method against its control on tenths of the test rows, the rarest first: mean differences.
+    """Return the mean differences of each method to its control on tenths of the test rows, the rarest first.
 
-    In ten thousandths, so that ten columns are as wide as a terminal.
+    In units of 1/10,000, so that ten columns fit into a terminal.
     """
     rows = [
-        (side.name, *map(_in_ten_thousandths, cell.decile_differences(side)))
-        for side in cell.methods
+        (
+            method.name,
+            *(
+                _formatted(None if value is None else 10_000 * value, "+.0f")
+                for value in cell.decile_differences(method)
+            ),
+        )
+        for method in cell.methods
     ]
     return TextTable(
         "Difference in AUC x 10,000 by tenths of the test rows, rarest first",
@@ -371,64 +327,30 @@ def decile_table(cell: CellResult) -> TextTable:
 
 
 def verdict_lines(cell: CellResult, minimum_effect: float) -> list[str]:
-    """Return what follows, a sentence a method, and how to read the intervals."""
+    """Return the verdict on each method, one per line, and how to read the intervals."""
     found = cell.compare(minimum_effect)
-    lines = [f"{side.name}: {found[side.name].words}." for side in cell.methods]
+    lines = [f"{method.name}: {found[method.name].summary}." for method in cell.methods]
     if lines:
         among = f", corrected for {len(lines)} methods" if len(lines) > 1 else ""
         lines.append(
-            f"interval: over seeds, 95 %{among}; averaged: of scores averaged over seeds, 95 % over test "
-            "rows."
+            f"interval: 95 % over seeds{among}; averaged: 95 % over test rows, of scores averaged over seeds."
         )
     return lines
 
 
-def plain_text(result: StudyResult) -> str:
-    """Return all tables of a result as aligned text."""
-    parts = []
-    for cell in result.cells:
-        parts.append(_aligned(side_table(cell)))
-        if cell.methods:
-            parts.append(_aligned(comparison_table(cell, result.minimum_effect)))
-            parts.append("\n".join(verdict_lines(cell, result.minimum_effect)))
-        parts += [f"missing: {line}" for line in cell.missing]
-    return "\n\n".join(parts)
+def _mean(values: Sequence[float]) -> float | None:
+    return statistics.fmean(values) if values else None
 
 
-def _number(value: float | None) -> str:
-    return NOTHING if value is None else f"{value:.4f}"
+def _formatted(value: float | None, form: str) -> str:
+    return NOTHING if value is None or math.isnan(value) else format(value, form)
 
 
-def _mean(side: SideResult, figure: str, *, digits: int = 4) -> str:
-    values = list(side.figures(figure).values())
-    if not values:
-        return NOTHING
+def _with_spread(variant: VariantResult, figure: str, *, digits: int = 4) -> str:
+    values = list(variant.figures(figure).values())
     spread = f" ± {statistics.stdev(values):.{digits}f}" if len(values) > 1 else ""
-    return f"{statistics.fmean(values):.{digits}f}{spread}"
+    return f"{_formatted(_mean(values), f'.{digits}f')}{spread}"
 
 
-def _ratio(ratio: float | None) -> str:
-    return NOTHING if ratio is None else f"x {ratio:.2f}"
-
-
-def _signed(value: float | None) -> str:
-    return NOTHING if value is None or math.isnan(value) else f"{value:+.4f}"
-
-
-def _in_ten_thousandths(value: float | None) -> str:
-    return NOTHING if value is None else f"{10_000 * value:+.0f}"
-
-
-def _ends(interval: Comparison | PairedAUC) -> str:
-    return f"{interval.low:+.4f} to {interval.high:+.4f}"
-
-
-def _aligned(table: TextTable) -> str:
-    columns = list(zip(table.header, *table.rows, strict=True))
-    widths = [max(map(len, column)) for column in columns]
-
-    def line(cells: Sequence[str]) -> str:
-        padded = [cell.ljust(width) for cell, width in zip(cells, widths, strict=True)]
-        return "  ".join(padded).rstrip()
-
-    return "\n".join([table.title, line(table.header), *map(line, table.rows)])
+def _ends(interval: Comparison | PairedAUC | None) -> str:
+    return NOTHING if interval is None else f"{interval.low:+.4f} to {interval.high:+.4f}"

@@ -1,13 +1,12 @@
-"""The runs of a study on disk: one folder each, named by what was run.
+"""The runs of a study on disk: one folder per run, named by a hash of its settings and data.
 
     runs/KEY/checkpoints/    while it runs
     runs/KEY/scores.npy      the model's score of every test row
-    runs/KEY/model/          the model, where it was asked for
+    runs/KEY/model/          the model, on request
     runs/KEY/result.json     written last: a folder with it holds a finished run
-    pruning/KEY/             a first stage that several runs have together, until the study is complete
+    pruning/KEY/             a first stage that several runs share, until the study is complete
 
-The key is a hash of the settings and of the data, so that a run that exists is found again from any
-plan; the commit, the device and the versions are recorded beside it.
+A run that exists is found again from any plan. Its commit, device and versions are recorded, and not part of the key.
 """
 
 import dataclasses
@@ -33,18 +32,28 @@ from rarebit.technique import technique_text
 from rarebit.training.metrics import Evaluation
 from rarebit.training.settings import PreparedLog, RunSettings, Training
 
-__all__ = ["RunFolder", "RunRecord", "identify", "run_key", "stage_key"]
+__all__ = [
+    "RunFolder",
+    "RunRecord",
+    "ensemble_record",
+    "identify",
+    "measured_figures",
+    "run_key",
+    "stage_key",
+]
 
 FORMAT = 1
 RESULT, SCORES, CHECKPOINTS, MODEL = "result.json", "scores.npy", "checkpoints", "model"
 KEY_DIGITS = 20
 NOT_IN_THE_KEY = ("checkpoint_minutes",)
-"""Settings of training that change nothing of what it gives."""
+"""Settings of training that do not change its result."""
+UNREADABLE = (AttributeError, LookupError, StudyError, TypeError, ValueError)
+"""Errors of JSON files with wrong content."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunRecord:
-    """What a finished run gave."""
+    """The result of a finished run. Figures are of the test rows where nothing else is said."""
 
     key: str
     seed: int
@@ -52,7 +61,7 @@ class RunRecord:
     logloss: float
     rarest_auc: float | None
     valid_auc: float
-    """Of the epoch whose weights were kept: what trials are picked by."""
+    """Validation AUC of the epoch whose weights were kept; trials are picked by it."""
     parameters: int
     """Weights of the whole model."""
     table_bytes: int
@@ -60,20 +69,20 @@ class RunRecord:
     best_epoch: int
     epochs: int
     microseconds_a_row: float
-    """Time in training steps, the median over the epochs."""
+    """Time per row in training steps, the median over the epochs."""
     device: str
     torch: str
     commit: str | None
     pr_auc: float | None = None
     rarest_pr_auc: float | None = None
     frequent_pr_auc: float | None = None
-    """On the fifth of the test rows whose values were seen most in training."""
+    """On the fifth of the test rows whose values were most frequent in training."""
     decile_aucs: tuple[float | None, ...] = ()
-    """On ten parts of the test rows, from those with the rarest values to those with the most frequent."""
+    """On tenths of the test rows, from the rarest values to the most frequent."""
     abundance: float | None = None
-    """Information abundance of the tables, or of each of their embedding sets: the mean over all."""
+    """Mean information abundance of the tables, or of their embedding sets."""
     reports: Mapping[str, Any] = field(default_factory=dict)
-    """What methods that took part in training tell of it, by their names."""
+    """Reports of the methods that acted around training, by name."""
 
     def __post_init__(self) -> None:
         for name in ("auc", "logloss", "valid_auc", "microseconds_a_row"):
@@ -81,8 +90,22 @@ class RunRecord:
                 raise StudyError(f"{name} of run {self.key} is {getattr(self, name)}")
 
 
-def together(members: Sequence[RunRecord], seed: int, measured: Evaluation) -> RunRecord:
-    """Return the record of an ensemble: what its mean score is worth, and what its models cost."""
+def measured_figures(measured: Evaluation) -> dict[str, Any]:
+    """Return the figures of a record that are measured on the test rows."""
+    rarest, frequent = measured.rarest, measured.frequent
+    return {
+        "auc": measured.auc,
+        "logloss": measured.logloss,
+        "rarest_auc": rarest.auc if rarest else None,
+        "pr_auc": measured.pr_auc,
+        "rarest_pr_auc": rarest.pr_auc if rarest else None,
+        "frequent_pr_auc": frequent.pr_auc if frequent else None,
+        "decile_aucs": tuple(part.auc for part in measured.deciles),
+    }
+
+
+def ensemble_record(members: Sequence[RunRecord], seed: int, measured: Evaluation) -> RunRecord:
+    """Return the record of an ensemble: the figures of its mean score, and the cost of all its models."""
     assert measured.auc is not None, "its models have an AUC"
     keys = "+".join(record.key for record in members)
     abundances = [record.abundance for record in members if record.abundance is not None]
@@ -90,24 +113,18 @@ def together(members: Sequence[RunRecord], seed: int, measured: Evaluation) -> R
         members[0],
         key=hashlib.sha256(keys.encode()).hexdigest()[:KEY_DIGITS],
         seed=seed,
-        auc=measured.auc,
-        logloss=measured.logloss,
-        rarest_auc=measured.rarest.auc if measured.rarest else None,
-        pr_auc=measured.pr_auc,
-        rarest_pr_auc=measured.rarest.pr_auc if measured.rarest else None,
-        frequent_pr_auc=measured.frequent.pr_auc if measured.frequent else None,
-        decile_aucs=tuple(part.auc for part in measured.deciles),
         valid_auc=statistics.fmean(record.valid_auc for record in members),
         parameters=sum(record.parameters for record in members),
         table_bytes=sum(record.table_bytes for record in members),
         microseconds_a_row=sum(record.microseconds_a_row for record in members),
         abundance=statistics.fmean(abundances) if abundances else None,
         reports={},
+        **measured_figures(measured),
     )
 
 
 def identify(settings: RunSettings) -> RunSettings:
-    """Return the settings with which log it is that lies in the folder of data now."""
+    """Return the settings with the checksum of the log that is in the folder of data now."""
     log = settings.data
     if not isinstance(log, PreparedLog):
         return settings
@@ -117,19 +134,14 @@ def identify(settings: RunSettings) -> RunSettings:
 
 
 def run_key(settings: RunSettings) -> str:
-    """Return the name of a run: the same for equal settings and data, wherever the data lies.
-
-    >>> one, other = (RunSettings.from_mapping({"training": {"seed": seed}}) for seed in (1, 2))
-    >>> run_key(one) == run_key(one), run_key(one) == run_key(other)
-    (True, False)
-    """
+    """Return the name of a run: the same for equal settings and data, wherever the data is stored."""
     log = settings.data
     if isinstance(log, PreparedLog):
         assert log.checksum, "identify() the settings first"
         data = {"checksum": log.checksum}
     else:
-        data = _given(log, SyntheticLog())
-    training = _given(settings.training, Training())
+        data = _changed(log, SyntheticLog())
+    training = _changed(settings.training, Training())
     values = {
         "format": FORMAT,
         "model": {"name": settings.model, **settings.model_settings},
@@ -142,14 +154,7 @@ def run_key(settings: RunSettings) -> str:
 
 
 def stage_key(settings: RunSettings) -> str | None:
-    """Return the name of a first stage that runs share which differ in their second stage; None without one.
-
-    >>> pruned = RunSettings.from_mapping({"methods": [{"method": "pruned", "keep": 9}]})
-    >>> forgetting = technique_class("forgetting")()
-    >>> with_it = dataclasses.replace(pruned, methods=(*pruned.methods, forgetting))
-    >>> stage_key(pruned) == stage_key(with_it), stage_key(RunSettings())
-    (True, None)
-    """
+    """Return the name of the first stage that a run can share with others; None without one."""
     for method in settings.methods:
         shared = method.shared_stage(settings.methods)
         if shared is not None:
@@ -157,10 +162,10 @@ def stage_key(settings: RunSettings) -> str | None:
     return None
 
 
-def _given(settings: object, defaults: object) -> dict[str, Any]:
-    """Return the settings that are no defaults: a new one with a default leaves old keys as they are.
+def _changed(settings: object, defaults: object) -> dict[str, Any]:
+    """Return the settings that are not the default, so that a new setting leaves old keys unchanged.
 
-    A default that is changed needs another `FORMAT`.
+    A changed default needs another `FORMAT`.
     """
     usual = to_mapping(defaults)
     return {name: value for name, value in to_mapping(settings).items() if value != usual[name]}
@@ -175,21 +180,21 @@ class RunFolder:
         self.checkpoints, self.model = self.path / CHECKPOINTS, self.path / MODEL
 
     def read(self) -> RunRecord | None:
-        """Return what the run gave; None where it is not finished."""
+        """Return the record of the run; None where it is not finished."""
         try:
             values = json.loads((self.path / RESULT).read_text("utf-8"))["result"]
             record = from_mapping(RunRecord, values)
             require(record.key == self.key, f"it is the result of run {record.key!r}")
         except FileNotFoundError:
             return None
-        except (AttributeError, LookupError, OSError, StudyError, TypeError, ValueError) as error:
+        except (OSError, *UNREADABLE) as error:
             raise StudyError(
                 f"{str(self.path / RESULT)!r} cannot be read: {error}; remove the folder to run it again"
             ) from None
         return record
 
     def write(self, settings: RunSettings, record: RunRecord, scores: Tensor) -> None:
-        """Write the scores, then the result: a run with a result is whole."""
+        """Write the scores, then the result: a run with a result is complete."""
         values = {"settings": settings.to_mapping(), "result": dataclasses.asdict(record)}
         self.path.mkdir(parents=True, exist_ok=True)
         file = BytesIO()

@@ -1,37 +1,58 @@
-"""Run a study: make the runs that are missing, side by side, and say what they show.
+"""Run a study: find the runs that are missing, make them in parallel, and collect the result.
 
-All sides of a seed have the same split, the same initial tables where shapes allow, and the same order of
-rows. Each side gets the same number of trials; validation picks, test reports.
+All variants of a seed have the same split, the same initial tables where shapes allow, and the same batch
+order. Each variant gets the same number of trials; validation picks, test reports.
 """
 
+import dataclasses
 import os
 import shutil
+import statistics
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
+from torch import Tensor
 
-from rarebit.errors import SettingsError, StudyError, StudyInterrupted
+from rarebit.data.synthetic import SyntheticLog
+from rarebit.errors import DataError, SettingsError, StudyError, StudyInterrupted
 from rarebit.machine import machine
-from rarebit.settings import require
+from rarebit.settings import require, to_mapping
 from rarebit.storage.disk import file_lock
 from rarebit.storage.files import write_json
-from rarebit.study.cells import Cell, PlannedRun
 from rarebit.study.plan import StudyPlan
-from rarebit.study.pool import Answer, Pool, StudyLines, StudyProgress, StudySilence, Task
-from rarebit.study.results import RESULTS, StudyResult
-from rarebit.study.runs import stage_key
+from rarebit.study.pool import Pool, StudyLines, StudyProgress
+from rarebit.study.results import (
+    RESULTS,
+    Ceiling,
+    CellResult,
+    StudyResult,
+    Trial,
+    VariantResult,
+    pick,
+)
+from rarebit.study.runs import RunFolder, RunRecord, ensemble_record, identify, run_key, stage_key
+from rarebit.study.statistics import PairedAUC, delong, scipy_special
+from rarebit.study.variants import MeasuredRates, Variant, variants_of
+from rarebit.technique import technique_text
+from rarebit.training.metrics import evaluate_scores
 from rarebit.training.run import STAGE
+from rarebit.training.settings import PreparedLog, RunSettings, load_splits
 
-__all__ = ["study"]
+__all__ = ["Cell", "PlannedRun", "study"]
 
+RATES = "rates.json"
+"""The file of measured rates in the folder of a study."""
+MEMBER_SEEDS = 1_000_000
+"""The distance between the seeds of an ensemble's models; the first has the seed of the ensemble."""
 GPU_WORKERS = 1
-"""Runs side by side on a GPU. Captured steps of one small run leave it no pauses: four runs side by side
-take four times as long each (H200, recipes/compression-ml-1m.toml with --workers 4), and every process
-has its own start to wait for."""
+"""Parallel runs on a GPU. Captured steps of one small run leave it no pauses: four parallel runs take four
+times as long each (H200, recipes/compression-ml-1m.toml with --workers 4), and every process has to start."""
 
 
 def study(
@@ -46,40 +67,50 @@ def study(
     progress: StudyProgress | bool = True,
     **values: Any,
 ) -> StudyResult:
-    """Compare methods with paired seeds, each against its control, and return what was found.
+    """Compare methods with paired seeds, each against its control, and return the result.
 
-    What is compared is a plan, or the same values by name: `methods`, `model`, `data`, `training`,
-    `seeds`, ... Runs are kept in the folder, and a run that is there is not made again: the same call
-    goes on where it was stopped. After so many `minutes` runs under way are written down and no more
-    begin. Each run has `threads` threads of the CPU, so that its numbers do not depend on how many
-    `workers` there are.
+    Give a plan, or its values by name: `methods`, `model`, `data`, `training`, `seeds`, ... Finished runs are
+    kept in the folder and never repeated: the same call resumes a study. After `minutes`, active runs are
+    checkpointed and no others start. Each run has `threads` CPU threads, so its numbers do not depend on the
+    number of `workers`.
 
     >>> import tempfile
     >>> found = study(
     ...     tempfile.mkdtemp(), methods="baseline,low-rank", model={"name": "fm", "dim": 4},
     ...     data={"rows": 2000}, training={"epochs": 1}, seeds=2, device="cpu", progress=False)
-    >>> [(side.name, len(side.runs)) for side in found.cells[0].sides]
+    >>> [(variant.name, len(variant.runs)) for variant in found.cells[0].variants]
     [('baseline', 2), ('narrow:dim=2', 2), ('low-rank:rank=1', 2)]
     """
-    plan = _plan(plan, values)
-    device = _device(device)
+    if plan is None:
+        plan = StudyPlan.from_mapping(values)
+    else:
+        require(not values, f"a plan is given, and also {', '.join(values)}: put it into the plan")
     require(minutes is None or minutes > 0, f"minutes must be above 0, got minutes={minutes}")
     require(workers is None or workers >= 1, f"workers must be at least 1, got workers={workers}")
     require(threads >= 1, f"threads must be at least 1, got threads={threads}")
-    tell = (
-        progress if not isinstance(progress, bool) else StudyLines() if progress else StudySilence()
-    )
-    facts = machine() | {"device": _device_name(device), "threads": threads}
+    scipy_special()  # reports a missing package before any run
+    device = _device(device)
+    if isinstance(progress, bool):
+        progress = StudyLines() if progress else StudyProgress()
+    is_gpu = device.type == "cuda"
+    device_name = torch.cuda.get_device_name(device) if is_gpu else "cpu"
+    facts = machine() | {"device": device_name, "threads": threads}
+    if workers is None:
+        workers = GPU_WORKERS if is_gpu else max((os.cpu_count() or 1) // threads, 1)
     start = time.monotonic()
     deadline = None if minutes is None else start + 60 * minutes
     where = Path(folder)
-    # a mistake in the plan or its data is told before anything is written
+    # a mistake in the plan or its data is reported before anything is written
     failures: dict[str, str] = {}
     cells = [Cell(plan, settings, where, failures) for settings in plan.runs]
-    with file_lock(_make_folder(where) / "lock"):
+    try:
+        (where / "runs").mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise StudyError(f"cannot write to the folder {str(where)!r}: {error.strerror}") from None
+    with file_lock(where / "lock"):
         write_json(where / "study.json", plan.to_mapping(), error=StudyError)
-        with Pool(workers or _workers(device, threads), str(device), threads) as pool:
-            runner = _Runner(pool, where, tell, deadline, failures, keep_models=keep_models)
+        with Pool(workers, str(device), threads) as pool:
+            runner = _Runner(pool, where, progress, deadline, failures, keep_models=keep_models)
             for stage in (Cell.tuning_runs, Cell.compared_runs):  # all cells before the next seed
                 by_seed = ((cell, seed) for seed in cells[0].seeds for cell in cells)
                 runner.make([run for cell, seed in by_seed for run in stage(cell, seed)])
@@ -87,96 +118,11 @@ def study(
         if result.is_complete:
             shutil.rmtree(where / STAGE, ignore_errors=True)
         took = {"minutes": round((time.monotonic() - start) / 60, 2), "runs_made": runner.made}
-        values = {"machine": facts | took, "study": result.to_mapping()}
-        write_json(where / RESULTS, values, error=StudyError)
+        stored = {"machine": facts | took, "study": result.to_mapping()}
+        write_json(where / RESULTS, stored, error=StudyError)
     if pool.interrupted:
-        raise StudyInterrupted(
-            f"stopped; what is finished and what was under way is written to {str(where)!r}"
-        )
+        raise StudyInterrupted(f"stopped; finished and active runs are saved in {str(where)!r}")
     return result
-
-
-class _Runner:
-    """Makes the runs that are not there, and remembers which failed."""
-
-    def __init__(
-        self,
-        pool: Pool,
-        folder: Path,
-        tell: StudyProgress,
-        deadline: float | None,
-        failures: dict[str, str],
-        *,
-        keep_models: bool,
-    ) -> None:
-        self.pool, self.folder, self.tell, self.deadline = pool, folder, tell, deadline
-        self.failures, self.keep_models = failures, keep_models
-        self.shared: set[str] = set()
-        """First stages of pruning that several runs have together."""
-        self.made = 0
-        """Runs finished in this call."""
-
-    def make(self, runs: Sequence[PlannedRun]) -> None:
-        """Make runs side by side; one that several sides share is made once."""
-        distinct = {run.folder.key: run for run in _makers_first(runs)}
-        stages = Counter(stage_key(run.settings) for run in distinct.values())
-        self.shared = {stage for stage, number in stages.items() if stage and number > 1}
-        missing = {key: run for key, run in distinct.items() if not self._is_there(run)}
-        if not distinct or self.pool.stopping.is_set():
-            return
-        self.tell.plan(len(distinct), len(distinct) - len(missing))
-        self.pool.run(
-            [Task(key, self._task(run)) for key, run in missing.items()],
-            lambda answer: self._hear(missing[answer.task.key], answer),
-            deadline=self.deadline,
-        )
-
-    def _is_there(self, run: PlannedRun) -> bool:
-        return run.record is not None and (not self.keep_models or run.folder.model.exists())
-
-    def _task(self, run: PlannedRun) -> dict[str, Any]:
-        folder, stage = self.folder.absolute(), stage_key(run.settings)
-        return {
-            "folder": str(folder),
-            "settings": run.settings.to_mapping(),
-            "keep_model": self.keep_models,
-            "pruning": str(folder / STAGE / stage) if stage in self.shared else None,
-        }
-
-    def _hear(self, run: PlannedRun, answer: Answer) -> None:
-        match answer.values:
-            case {"started": _}:
-                self.tell.start(run.name)
-            case {"done": _}:
-                record = run.record
-                assert record is not None, "a worker is done when its result is written"
-                self.made += 1
-                self.tell.finish(run.name, record)
-            case {"failed": str(why)}:
-                self.failures[run.folder.key] = why
-                self.tell.fail(run.name, why)
-            case {"epoch": _}:
-                self.tell.epoch(run.name, answer.values)
-
-
-def _makers_first(runs: Sequence[PlannedRun]) -> list[PlannedRun]:
-    """Return runs with those last in their seed that need a first stage which another one of it makes."""
-    seeds = {run.settings.training.seed: None for run in runs}
-    places = {seed: place for place, seed in enumerate(seeds)}
-    made: set[str | None] = {None}
-    order = []
-    for run in runs:
-        stage = stage_key(run.settings)
-        order.append((places[run.settings.training.seed], stage is not None and stage in made))
-        made.add(stage)
-    return [runs[n] for n in sorted(range(len(runs)), key=order.__getitem__)]
-
-
-def _plan(plan: StudyPlan | None, values: dict[str, Any]) -> StudyPlan:
-    if plan is None:
-        return StudyPlan.from_mapping(values)
-    require(not values, f"a plan is given, and {', '.join(values)} besides: put it into the plan")
-    return plan
 
 
 def _device(device: torch.device | str) -> torch.device:
@@ -188,19 +134,293 @@ def _device(device: torch.device | str) -> torch.device:
     return found
 
 
-def _device_name(device: torch.device) -> str:
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
+@dataclass(frozen=True)
+class PlannedRun:
+    """A run of a variant with a seed, finished or not."""
+
+    name: str
+    settings: RunSettings
+    folder: RunFolder
+
+    @property
+    def record(self) -> RunRecord | None:
+        """Its record; None where it is not finished."""
+        return self.folder.read()
 
 
-def _workers(device: torch.device, threads: int) -> int:
-    if device.type == "cuda":
-        return GPU_WORKERS
-    return max((os.cpu_count() or 1) // threads, 1)
+class Cell:
+    """A model on a log: its variants, the runs they need, and the result of the finished ones.
+
+    `failures` has the reasons of failed runs by key, and grows while runs are made.
+    """
+
+    def __init__(
+        self, plan: StudyPlan, base: RunSettings, folder: Path, failures: Mapping[str, str]
+    ) -> None:
+        self.settings, self.folder, self.failures = plan.settings, folder, failures
+        self.is_alone = len(plan.runs) == 1
+        self.model_name = _short_or_full(base, plan.runs, _model_name)
+        self.log_name = _short_or_full(base, plan.runs, _log_name)
+        self.base = identify(base)
+        splits = load_splits(self.base.data)
+        if not len(splits.valid):
+            raise DataError(
+                f"a study picks on validation rows, and {self.log_name} has none; prepare it again with some"
+            )
+        self.test, self.counts = splits.test, splits.train.counts()
+        rates = MeasuredRates(folder / RATES, splits.train)
+        self.variants = variants_of(plan, self.base, splits.train.schema, rates)
+        first = self.settings.first_seed
+        self.seeds = range(first, first + self.settings.seeds)
+        self.tuning_seeds = self.seeds[: self.settings.tuning_seeds]
+
+    @property
+    def name(self) -> str:
+        """The names of the model and the log."""
+        return f"{self.model_name} on {self.log_name}"
+
+    def tuning_runs(self, seed: int) -> Iterator[PlannedRun]:
+        """Yield the runs by which settings are picked; none where nothing is tuned."""
+        if seed not in self.tuning_seeds:
+            return
+        tuned = [variant for variant in self.variants if len(variant.trials) > 1]
+        for trial in range(max((len(variant.trials) for variant in tuned), default=0)):
+            for variant in tuned:
+                if trial < len(variant.trials):
+                    yield self._run(variant, trial, seed)
+
+    def compared_runs(self, seed: int) -> Iterator[PlannedRun]:
+        """Yield the runs of the picked settings, as far as they are known."""
+        for variant in self.variants:
+            trial = self.picked(variant)
+            if trial is not None:
+                yield from self._members(variant, trial, seed)
+
+    def picked(self, variant: Variant) -> int | None:
+        """Return the trial that is best on validation; None while one of them is missing.
+
+        A failed trial does not count: its learning rate may be too high.
+        """
+        if len(variant.trials) == 1:
+            return 0
+        tried = {
+            trial: [run.record for run in runs]
+            for trial, runs in enumerate(self._tried(variant))
+            if not any(run.folder.key in self.failures for run in runs)
+        }
+        if not tried or any(record is None for runs in tried.values() for record in runs):
+            return None
+        best = pick([[record for record in runs if record] for runs in tried.values()])
+        return None if best is None else list(tried)[best]
+
+    def result(self) -> CellResult:
+        """Return the result of the finished runs."""
+        log = self.base.data
+        variants = [self._variant_result(variant) for variant in self.variants]
+        return CellResult(
+            model=self.model_name,
+            data=self.log_name,
+            checksum=log.checksum if isinstance(log, PreparedLog) else None,
+            variants=tuple(variants),
+            ceiling=self._ceiling(),
+            rows=self._averaged(variants),
+            missing=tuple(self._missing()),
+        )
+
+    def _run(self, variant: Variant, trial: int, seed: int) -> PlannedRun:
+        settings = variant.trials[trial]
+        training = dataclasses.replace(settings.training, seed=seed)
+        settings = dataclasses.replace(settings, training=training)
+        name = f"{variant.name}, seed {seed}"
+        if not self.is_alone:
+            name = f"{self.name}: {name}"
+        if len(variant.trials) > 1:
+            name += f", trial {trial + 1}"
+        return PlannedRun(name, settings, RunFolder(self.folder, run_key(settings)))
+
+    def _members(self, variant: Variant, trial: int, seed: int) -> list[PlannedRun]:
+        """Return the runs of a variant with a seed: one, or those of an ensemble, each with its own seed."""
+        seeds = [seed + number * MEMBER_SEEDS for number in range(variant.members)]
+        return [self._run(variant, trial, one) for one in seeds]
+
+    def _tried(self, variant: Variant) -> list[list[PlannedRun]]:
+        """Return the tuning runs of each trial."""
+        return [
+            [self._run(variant, trial, seed) for seed in self.tuning_seeds]
+            for trial in range(len(variant.trials))
+        ]
+
+    def _record(self, variant: Variant, trial: int, seed: int) -> RunRecord | None:
+        """Return the record of a variant with a seed; an ensemble is evaluated by its mean score."""
+        members = self._members(variant, trial, seed)
+        found = [record for run in members if (record := run.record) is not None]
+        if len(found) < len(members):
+            return None
+        if len(found) == 1:
+            return found[0]
+        mean = torch.from_numpy(np.mean([run.folder.scores() for run in members], axis=0))
+        return ensemble_record(found, seed, evaluate_scores(mean, self.test, counts=self.counts))
+
+    def _variant_result(self, variant: Variant) -> VariantResult:
+        trial = self.picked(variant)
+        found = [] if trial is None else [self._record(variant, trial, s) for s in self.seeds]
+        settings = variant.trials[trial or 0].to_mapping()
+        del settings["data"], settings["training"]["seed"]  # of the cell, and of each run
+        is_tuned = trial is not None and len(variant.trials) > 1
+        return VariantResult(
+            name=variant.name,
+            control=variant.control,
+            settings=settings,
+            trials=tuple(self._trials(variant)) if is_tuned else (),
+            runs=tuple(record for record in found if record is not None),
+        )
+
+    def _trials(self, variant: Variant) -> Iterator[Trial]:
+        for settings, runs in zip(variant.trials, self._tried(variant), strict=True):
+            aucs = [record.valid_auc for run in runs if (record := run.record)]
+            yield Trial(
+                settings={
+                    "lr": settings.training.lr,
+                    "table_lr": settings.training.table_lr,
+                    "methods": "+".join(technique_text(method) for method in settings.methods),
+                },
+                valid_auc=statistics.fmean(aucs) if aucs else None,
+            )
+
+    def _ceiling(self) -> Ceiling | None:
+        """Return the AUC of the true click probabilities, where they are known."""
+        if self.test.probability is None:
+            return None
+        truth = torch.logit(self.test.probability.double(), eps=1e-12)
+        best = evaluate_scores(truth, self.test, counts=self.counts)
+        return Ceiling(auc=best.auc, rarest_auc=best.rarest.auc if best.rarest else None)
+
+    def _averaged(self, results: Sequence[VariantResult]) -> dict[str, PairedAUC]:
+        """Return each method against its control by scores averaged over the seeds that both have."""
+        planned = {variant.name: variant for variant in self.variants}
+        seeds = {result.name: {run.seed for run in result.runs} for result in results}
+        found = {}
+        for name, variant in planned.items():
+            both = seeds[name] & seeds.get(variant.control or "", set())
+            if variant.control is not None and both:
+                ours, theirs = (
+                    self._mean_scores(one, both) for one in (variant, planned[variant.control])
+                )
+                found[name] = delong(ours, theirs, self.test.label)
+        return found
+
+    def _mean_scores(self, variant: Variant, seeds: set[int]) -> Tensor:
+        total = torch.zeros(len(self.test), dtype=torch.float64)
+        for seed in sorted(seeds):
+            for run in self._members(variant, self.picked(variant) or 0, seed):
+                total += torch.from_numpy(run.folder.scores().astype(np.float64))
+        return total / (len(seeds) * variant.members)
+
+    def _missing(self) -> Iterator[str]:
+        for variant in self.variants:
+            trial = self.picked(variant)
+            if trial is None:
+                runs = [run for tried in self._tried(variant) for run in tried]
+            else:
+                runs = [run for seed in self.seeds for run in self._members(variant, trial, seed)]
+            for run in runs:
+                if run.record is None:
+                    yield f"{run.name}: {self.failures.get(run.folder.key) or 'not run yet'}"
+            if trial is None:
+                yield f"{variant.name}: its settings are not picked yet"
 
 
-def _make_folder(folder: Path) -> Path:
-    try:
-        (folder / "runs").mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise StudyError(f"cannot write to the folder {str(folder)!r}: {error.strerror}") from None
-    return folder
+def _short_or_full(
+    base: RunSettings, runs: Sequence[RunSettings], name: Callable[[RunSettings, bool], str]
+) -> str:
+    """Return the short name, or the full one where the short name is ambiguous."""
+    short = name(base, False)
+    meant = {name(run, True) for run in runs if name(run, False) == short}
+    return short if len(meant) == 1 else name(base, True)
+
+
+def _model_name(run: RunSettings, in_full: bool) -> str:
+    settings = run.model_settings.items() if in_full else ()
+    return ":".join([run.model, *(f"{name}={value}" for name, value in settings)])
+
+
+def _log_name(run: RunSettings, in_full: bool) -> str:
+    log = run.data
+    if isinstance(log, PreparedLog):
+        return log.folder if in_full else Path(log.folder).name
+    settings = to_mapping(log).items() - to_mapping(SyntheticLog(seed=log.seed)).items()
+    shown = sorted(f"{name}={value}" for name, value in settings) if in_full else ()
+    return ":".join([f"synthetic-{log.seed}", *shown])
+
+
+class _Runner:
+    """Makes the runs that are missing, and keeps the reasons of those that failed."""
+
+    def __init__(
+        self,
+        pool: Pool,
+        folder: Path,
+        progress: StudyProgress,
+        deadline: float | None,
+        failures: dict[str, str],
+        *,
+        keep_models: bool,
+    ) -> None:
+        self.pool, self.folder, self.progress, self.deadline = pool, folder, progress, deadline
+        self.failures, self.keep_models = failures, keep_models
+        self.made = 0
+        """Runs finished in this call."""
+
+    def make(self, runs: Sequence[PlannedRun]) -> None:
+        """Make runs in parallel; one that several variants share is made once."""
+        distinct = {run.folder.key: run for run in _stage_makers_first(runs)}
+        missing = {key: run for key, run in distinct.items() if not self._is_finished(run)}
+        if not distinct or self.pool.stopping.is_set():
+            return
+        stages = Counter(stage_key(run.settings) for run in distinct.values())
+        self.progress.plan(len(distinct), len(distinct) - len(missing))
+        self.pool.run(
+            {key: self._task(run, stages) for key, run in missing.items()},
+            lambda key, answer: self._hear(missing[key], answer),
+            deadline=self.deadline,
+        )
+
+    def _is_finished(self, run: PlannedRun) -> bool:
+        return run.record is not None and (not self.keep_models or run.folder.model.exists())
+
+    def _task(self, run: PlannedRun, stages: Mapping[str | None, int]) -> dict[str, Any]:
+        folder, stage = self.folder.absolute(), stage_key(run.settings)
+        return {
+            "folder": str(folder),
+            "settings": run.settings.to_mapping(),
+            "keep_model": self.keep_models,
+            "pruning": str(folder / STAGE / stage) if stage and stages[stage] > 1 else None,
+        }
+
+    def _hear(self, run: PlannedRun, answer: Mapping[str, Any]) -> None:
+        match answer:
+            case {"started": _}:
+                self.progress.start(run.name)
+            case {"done": _}:
+                record = run.record
+                assert record is not None, "a worker is done when its result is written"
+                self.made += 1
+                self.progress.finish(run.name, record)
+            case {"failed": str(why)}:
+                self.failures[run.folder.key] = why
+                self.progress.fail(run.name, why)
+            case {"epoch": _}:
+                self.progress.epoch(run.name, answer)
+
+
+def _stage_makers_first(runs: Sequence[PlannedRun]) -> list[PlannedRun]:
+    """Return the runs by seed, last those that need a first stage which another run of the seed makes."""
+    seeds = list(dict.fromkeys(run.settings.training.seed for run in runs))
+    made: set[str | None] = set()
+    order = []
+    for place, run in enumerate(runs):
+        stage = stage_key(run.settings)
+        waits = stage is not None and stage in made
+        order.append((seeds.index(run.settings.training.seed), waits, place))
+        made.add(stage)
+    return [runs[place] for *_, place in sorted(order)]

@@ -1,16 +1,13 @@
-"""How evenly the tables of a model use their width: their information abundance, in one number.
-
-A process that makes runs of a study: tasks come in as lines of JSON, answers go out the same way.
+"""A process that makes runs of a study: it reads tasks and writes answers, each a line of JSON.
 
     python -m rarebit.study.worker DEVICE THREADS
 
     in     {"folder": STUDY, "settings": {...}, "keep_model": false, "pruning": null}
-    out    {"epoch": 1, "epochs": 10, "valid_auc": 0.8}      as it goes
+    out    {"epoch": 1, "epochs": 10, "valid_auc": 0.8}      after each epoch
            {"done": true} | {"failed": "why"} | {"stopped": true}
 
-When its input ends, whoever started it wants no more, or is gone: a run that is under way stops after its
-step and is written down, as if by Ctrl-C. So nothing is lost when a study is killed, and no process
-stays behind.
+When its input ends, the study has stopped or was killed: the active run stops after its step and is
+checkpointed, as if by Ctrl-C. So no work is lost when a study is killed, and no process stays behind.
 """
 
 import json
@@ -26,7 +23,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, TextIO, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -34,42 +31,20 @@ from torch import Tensor, nn
 from rarebit.data.dataset import Splits
 from rarebit.errors import DataError, RarebitError, TrainingInterrupted
 from rarebit.machine import commit
-from rarebit.study.runs import RunFolder, RunRecord, run_key
+from rarebit.study.runs import RunFolder, RunRecord, measured_figures, run_key
 from rarebit.tables.find import find_sites, table_bytes
 from rarebit.tables.spectrum import information_abundance
 from rarebit.tables.table import full_table, methods_of
-from rarebit.technique import Rank, SharedStage
-from rarebit.training.loop import EpochRecord, History, Silence
+from rarebit.technique import Rank
+from rarebit.training.loop import EpochRecord, Silence
 from rarebit.training.metrics import evaluate, evaluate_scores, predict
 from rarebit.training.model_file import save_model
-from rarebit.training.run import (
-    STAGE,
-    finish_model,
-    num_parameters,
-    train_model,
-)
+from rarebit.training.run import STAGE, finish_model, num_parameters, train_model
 from rarebit.training.settings import RunSettings, load_splits
 
 __all__ = ["Log", "make_run", "mean_abundance", "open_log", "shortened"]
 
-
-def mean_abundance(model: nn.Module) -> float | None:
-    """Return the mean information abundance of the tables wider than 1; each embedding set by itself.
-
-    >>> import torch
-    >>> mean_abundance(nn.Sequential(nn.Embedding.from_pretrained(torch.eye(5))))
-    5.0
-    """
-    found = []
-    for site in find_sites(model):
-        if site.info.width > 1:
-            sets = [m.num_sets for m in methods_of(site.table) if m.composition_rank is Rank.SETS]
-            weight = full_table(site.table)
-            found += [information_abundance(one) for one in weight.chunk(max([1, *sets]), dim=1)]
-    return statistics.fmean(found) if found else None
-
-
-Tell = Callable[[Mapping[str, Any]], None]
+Tell: TypeAlias = Callable[[Mapping[str, Any]], None]
 
 
 @dataclass(frozen=True)
@@ -81,7 +56,7 @@ class Log:
 
 
 def open_log(settings: RunSettings, device: torch.device) -> Log:
-    """Read the log of a run and bring it to the device: once for all runs on it."""
+    """Load the log of a run to the device: once for all runs on it."""
     splits = load_splits(settings.data)
     counts = splits.train.counts()
     splits = Splits(*(part.to(device) for part in splits))
@@ -98,11 +73,13 @@ def make_run(
     pruning: Path | None = None,
     tell: Tell | None = None,
 ) -> RunRecord:
-    """Train, measure and write one run, or go on with it where it was stopped.
+    """Train and evaluate one run and write its record, or resume it.
 
-    `pruning` is the folder of a first stage that it has together with other runs.
+    `pruning` is the folder of a first stage that it shares with other runs.
     """
     train, valid, test = log.splits
+    methods = settings.methods
+    sharing = [method for method in methods if method.shared_stage(methods) is not None]
     model, history = train_model(
         settings,
         train,
@@ -111,39 +88,33 @@ def make_run(
         resume=True,
         device=device,
         progress=_Epochs(settings.training.epochs, tell) if tell else False,
-        say=_say_nothing,
-        shared=_shared(settings, pruning),
+        say=lambda _: None,
+        shared=sharing[0].share(pruning) if sharing and pruning is not None else None,
     )
     best = history.best_epoch
     assert best is not None, "a study trains with validation rows"
     kept = history.epochs[best - 1].valid
-    if finish_model(settings, model, say=_say_nothing):
+    if finish_model(settings, model, say=lambda _: None):
         kept = evaluate(model, valid).overall
     scores = predict(model, test)
     measured = evaluate_scores(scores, test, counts=log.counts)
     if measured.auc is None or kept is None or kept.auc is None:
-        raise DataError("AUC needs rows of both classes among those to validate and to test on")
+        raise DataError("AUC needs rows of both classes in the validation and the test split")
     record = RunRecord(
         key=folder.key,
         seed=settings.training.seed,
-        auc=measured.auc,
-        logloss=measured.logloss,
-        rarest_auc=measured.rarest.auc if measured.rarest else None,
         valid_auc=kept.auc,
         parameters=num_parameters(model),
         table_bytes=table_bytes(model),
         best_epoch=best,
         epochs=len(history.epochs),
-        microseconds_a_row=_microseconds(history),
+        microseconds_a_row=1e6 / history.samples_per_second,
         device=torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
         torch=str(torch.__version__),
         commit=commit(),
-        pr_auc=measured.pr_auc,
-        rarest_pr_auc=measured.rarest.pr_auc if measured.rarest else None,
-        frequent_pr_auc=measured.frequent.pr_auc if measured.frequent else None,
-        decile_aucs=tuple(part.auc for part in measured.deciles),
         abundance=mean_abundance(model),
         reports=shortened(history.reports),
+        **measured_figures(measured),
     )
     if keep_model:
         save_model(model, folder.model)
@@ -153,29 +124,26 @@ def make_run(
     return record
 
 
-def _shared(settings: RunSettings, folder: Path | None) -> SharedStage | None:
-    sharing = [m for m in settings.methods if m.shared_stage(settings.methods) is not None]
-    return sharing[0].share(folder) if sharing and folder is not None else None
+def mean_abundance(model: nn.Module) -> float | None:
+    """Return the mean information abundance of the tables wider than 1, each embedding set by itself."""
+    found = []
+    for site in find_sites(model):
+        if site.info.width > 1:
+            sets = [m.num_sets for m in methods_of(site.table) if m.composition_rank is Rank.SETS]
+            weight = full_table(site.table)
+            found += [information_abundance(one) for one in weight.chunk(max([1, *sets]), dim=1)]
+    return statistics.fmean(found) if found else None
 
 
 def shortened(report: Any) -> Any:
-    """Return nested values with numbers of a few digits: a study has hundreds of them.
-
-    >>> shortened({"user": {"opposed": 0.123456789, "rows": 1234567}})
-    {'user': {'opposed': 0.12346, 'rows': 1234567}}
-    """
+    """Return a report with five digits per number: a study stores hundreds of reports."""
     if isinstance(report, Mapping):
         return {key: shortened(value) for key, value in report.items()}
     return float(f"{report:.5g}") if isinstance(report, float) else report
 
 
-def _microseconds(history: History) -> float:
-    """Return the time in training steps for each row."""
-    return 1e6 / history.samples_per_second
-
-
 class _Epochs(Silence):
-    """Tells what each epoch gave."""
+    """Reports each epoch to the study."""
 
     def __init__(self, epochs: int, tell: Tell) -> None:
         self.epochs, self.tell = epochs, tell
@@ -186,13 +154,13 @@ class _Epochs(Silence):
 
 
 class _Tasks:
-    """Lines of standard input. When it ends, a run under way is asked to stop, and none begins."""
+    """Lines of standard input. When it ends, the active run is asked to stop, and no other starts."""
 
     def __init__(self, lines: TextIO) -> None:
         self.queue: queue.SimpleQueue[str | None] = queue.SimpleQueue()
         self.running = self.ended = False
         self.changing = threading.Lock()
-        """Held while one of the two changes: a run either sees the end or is seen by it."""
+        """Held while one of the two changes: a run either sees the end, or is stopped by it."""
         self.reader = threading.Thread(target=self._read, args=(lines,), daemon=True)
         self.reader.start()
 
@@ -217,7 +185,7 @@ class _Tasks:
 
 
 class Worker:
-    """Makes the runs it is given, one after the other; a log is read once for runs in a row."""
+    """Makes runs one after the other; a log is loaded once for consecutive runs on it."""
 
     def __init__(self, device: torch.device, tell: Tell) -> None:
         self.device, self.tell = device, tell
@@ -225,11 +193,11 @@ class Worker:
         self.log: Log | None = None
 
     def work(self, task: Mapping[str, Any]) -> None:
-        """Make a run and tell how it ended; a run that fails is no reason not to make the next."""
+        """Make a run and tell how it ended; a run that fails does not stop the next one."""
         settings = RunSettings.from_mapping(task["settings"])
         try:
             if self.log is None or self.log_settings != settings.data:
-                self.log = None  # gives its memory back first
+                self.log = None  # frees its memory first
                 self.log, self.log_settings = open_log(settings, self.device), settings.data
             make_run(
                 settings,
@@ -245,7 +213,7 @@ class Worker:
             raise
         except (RarebitError, torch.OutOfMemoryError) as error:
             self.tell({"failed": str(error)})
-        except Exception as error:  # noqa: BLE001  # whatever a run does, the study goes on
+        except Exception as error:  # noqa: BLE001  # whatever a run does, the study continues
             traceback.print_exc()
             self.tell({"failed": f"{type(error).__name__}: {error}"})
         else:
@@ -259,17 +227,13 @@ def main(device: str, threads: str) -> None:
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # what a model prints is no answer
 
     def tell(answer: Mapping[str, Any]) -> None:
-        with suppress(BrokenPipeError):  # who asked is gone, and the end of the input says so, too
+        with suppress(BrokenPipeError):  # the study is gone; the end of the input says so, too
             answers.write(json.dumps(answer) + "\n")
             answers.flush()
 
     worker = Worker(torch.device(device), tell)
     for line in _Tasks(sys.stdin):
         worker.work(json.loads(line))
-
-
-def _say_nothing(line: str) -> None:
-    del line
 
 
 if __name__ == "__main__":

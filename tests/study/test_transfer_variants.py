@@ -1,4 +1,4 @@
-"""What harmless transfer is held against, and a small study of it with pruning that is shared."""
+"""Controls of harmless transfer, and a small study of it with pruning that is shared."""
 
 import dataclasses
 import json
@@ -12,10 +12,10 @@ from rarebit.errors import SettingsError
 from rarebit.methods.harmless_transfer import HarmlessTransfer
 from rarebit.pruning.pruned import SharedPruning
 from rarebit.study.plan import StudyPlan
-from rarebit.study.pool import StudySilence
-from rarebit.study.runs import run_key, stage_key, together
-from rarebit.study.study import _makers_first
-from rarebit.study.variants import sides_of
+from rarebit.study.pool import StudyProgress
+from rarebit.study.runs import ensemble_record, run_key, stage_key
+from rarebit.study.study import _stage_makers_first
+from rarebit.study.variants import variants_of
 from rarebit.study.worker import shortened
 from rarebit.technique import technique_text
 from rarebit.training.metrics import Evaluation, measure
@@ -25,22 +25,22 @@ from rarebit.training.settings import RunSettings, load_splits
 SCHEMA = Schema((Field(name="user", rows=190), Field(name="item", rows=150)))
 
 
-def sides(methods, **values):
+def variants(methods, **values):
     values = {"model": {"name": "fm", "dim": 8}, **values}
     plan = StudyPlan.from_mapping({"methods": methods, **values})
-    return {side.name: side for side in sides_of(plan, plan.runs[0], SCHEMA)}
+    return {variant.name: variant for variant in variants_of(plan, plan.runs[0], SCHEMA)}
 
 
 def controls(methods, **values):
-    return {name: side.control for name, side in sides(methods, **values).items()}
+    return {name: variant.control for name, variant in variants(methods, **values).items()}
 
 
-def texts(side):
-    return ["+".join(map(technique_text, trial.methods)) for trial in side.trials]
+def texts(variant):
+    return ["+".join(map(technique_text, trial.methods)) for trial in variant.trials]
 
 
 def test_the_control_is_the_plain_sum_at_the_best_of_four_scales():
-    found = sides("harmless-transfer:loss=mmd:alpha=3.0")
+    found = variants("harmless-transfer:loss=mmd:alpha=3.0")
     assert list(found) == ["baseline", "plain-sum:loss=mmd", "harmless-transfer:loss=mmd:alpha=3.0"]
     assert found["harmless-transfer:loss=mmd:alpha=3.0"].control == "plain-sum:loss=mmd"
     assert texts(found["plain-sum:loss=mmd"]) == [
@@ -50,8 +50,8 @@ def test_the_control_is_the_plain_sum_at_the_best_of_four_scales():
 
 
 def test_without_sweeps_controls_have_the_first_of_their_settings():
-    found = sides("harmless-transfer,mlet:inner_dim=8", sweeps=False)
-    swept = sides("harmless-transfer,mlet:inner_dim=8")
+    found = variants("harmless-transfer,mlet:inner_dim=8", sweeps=False)
+    swept = variants("harmless-transfer,mlet:inner_dim=8")
     for name in ("plain-sum", "matched-rate"):
         assert len(swept[name].trials) > 1
         assert found[name].trials == swept[name].trials[:1]
@@ -62,8 +62,8 @@ def test_transfers_that_differ_in_their_barrier_alone_share_the_plain_sum():
     assert [name for name, control in found.items() if control is None] == ["baseline", "plain-sum"]
 
 
-def test_the_plain_sum_has_the_other_methods_of_the_side():
-    found = sides("pruned:keep=100+harmless-transfer")
+def test_the_plain_sum_has_the_other_methods_of_the_variant():
+    found = variants("pruned:keep=100+harmless-transfer")
     assert found["pruned:keep=100+harmless-transfer"].control == "pruned:keep=100+plain-sum"
     assert texts(found["pruned:keep=100+plain-sum"])[0] == (
         "pruned:keep=100+harmless-transfer:rule=sum:scale=0.01"
@@ -71,7 +71,9 @@ def test_the_plain_sum_has_the_other_methods_of_the_side():
 
 
 @pytest.mark.parametrize("transfer", ["rule=sum:scale=0.01", "scale=0.0"])
-def test_a_side_without_transfer_or_without_barrier_is_held_against_what_it_was_added_to(transfer):
+def test_a_variant_without_transfer_or_without_barrier_has_what_it_was_added_to_as_its_control(
+    transfer,
+):
     found = controls(f"harmless-transfer:{transfer},pruned:keep=100+harmless-transfer:{transfer}")
     assert found == {
         "baseline": None,
@@ -82,19 +84,21 @@ def test_a_side_without_transfer_or_without_barrier_is_held_against_what_it_was_
 
 
 def test_doubled_rows_are_a_control_that_can_be_asked_for():
-    found = sides("harmless-transfer:fields=user", control="doubled-rows")
+    found = variants("harmless-transfer:fields=user", control="doubled-rows")
     assert found["harmless-transfer:fields=user"].control == "doubled-rows:fields=user"
     assert texts(found["doubled-rows:fields=user"]) == ["harmless-transfer:scale=0.0:fields=user"]
 
 
 @pytest.mark.parametrize("control", ["plain-sum", "doubled-rows"])
 def test_controls_of_transfers_are_for_transfers(control):
-    with pytest.raises(SettingsError, match=f"low-rank.* has no transfer, which {control} is a"):
-        sides("low-rank:rank=2", control=control)
+    with pytest.raises(
+        SettingsError, match=f"low-rank.* has no method that makes the control {control}"
+    ):
+        variants("low-rank:rank=2", control=control)
 
 
 def test_a_matched_rate_keeps_the_transfer():
-    found = sides("mlet:inner_dim=16,harmless-transfer+mlet:inner_dim=16")
+    found = variants("mlet:inner_dim=16,harmless-transfer+mlet:inner_dim=16")
     control = found[found["harmless-transfer+mlet:inner_dim=16"].control]
     assert {HarmlessTransfer() in trial.methods for trial in control.trials} == {True}
     plain = found[found["mlet:inner_dim=16"].control]
@@ -102,14 +106,14 @@ def test_a_matched_rate_keeps_the_transfer():
 
 
 def test_the_scale_is_tuned():
-    found = sides("harmless-transfer", trials=4)
+    found = variants("harmless-transfer", trials=4)
     scales = {method.scale for t in found["harmless-transfer"].trials for method in t.methods}
     assert len(scales) > 1
 
 
 def test_thresholds_that_are_still_learned_are_told_before_anything_is_run():
     with pytest.raises(SettingsError, match="thresholds of pep that are still being learned"):
-        sides("pep+harmless-transfer")
+        variants("pep+harmless-transfer")
 
 
 def settings_of(*methods, seed=0):
@@ -156,7 +160,7 @@ def test_runs_that_wait_for_the_first_stage_of_another_come_last_in_their_seed()
         Planned(PRUNED, seed=1),
         Planned(HarmlessTransfer(), seed=1),
     ]
-    order = [runs.index(run) for run in _makers_first(runs)]
+    order = [runs.index(run) for run in _stage_makers_first(runs)]
     assert order == [0, 1, 3, 2, 4, 6, 5]
 
 
@@ -168,7 +172,7 @@ def test_reports_are_short():
 def test_an_ensemble_has_no_report_of_one_of_its_models(record):
     members = [record(seed=seed, reports={"harmless-transfer": {"steps": seed}}) for seed in (1, 2)]
     scores, labels = torch.tensor([0.2, 0.9, 0.4]), torch.tensor([0.0, 1.0, 0.0])
-    found = together(members, 1, Evaluation(overall=measure(scores, labels)))
+    found = ensemble_record(members, 1, Evaluation(overall=measure(scores, labels)))
     assert (found.auc, found.reports) == (1.0, {})
 
 
@@ -190,7 +194,7 @@ def shared_study(tmp_path_factory):
 
 
 def aucs(result, name):
-    return result.cells[0].side(name).figures("auc")
+    return result.cells[0].variant(name).figures("auc")
 
 
 @pytest.mark.slow
@@ -204,7 +208,7 @@ def test_a_shared_first_stage_gives_what_runs_by_themselves_give(shared_study, t
     assert both[0] != both[1]
 
 
-class Starts(StudySilence):
+class Starts(StudyProgress):
     """Notes which runs begin."""
 
     def __init__(self):
@@ -235,7 +239,7 @@ def test_a_first_stage_that_is_there_serves_all_runs_that_have_it(tmp_path):
     starts = Starts()
     found = rb.study(tmp_path, **options | {"progress": starts})
     names = several.split(",")
-    sizes = {name: found.cells[0].side(name).runs[0].parameters for name in ("baseline", *names)}
+    sizes = {name: found.cells[0].variant(name).runs[0].parameters for name in ("baseline", *names)}
     entries = sum(mask.numel() for mask in kept.values())
     assert sizes[names[0]] == sizes[names[1]] == sizes["baseline"] - entries + 7
     # the second of two that have it comes last: by then it is there
@@ -254,12 +258,12 @@ def test_nothing_of_the_first_stages_is_left_of_a_complete_study(shared_study):
 def test_the_ledger_is_in_the_record_of_each_run_with_a_transfer(shared_study):
     folder, result = shared_study
     cell = result.cells[0]
-    for run in cell.side("pruned:keep=3000+harmless-transfer").runs:
+    for run in cell.variant("pruned:keep=3000+harmless-transfer").runs:
         ledger = run.reports["harmless-transfer"]
         assert ledger["steps"] == 2 * 8
         assert ledger["tables"]["backbone.tables.item"]["rows"] > 0
         assert len(json.dumps(ledger)) < 5000
-    assert all(not run.reports for run in cell.side("pruned:keep=3000").runs)
+    assert all(not run.reports for run in cell.variant("pruned:keep=3000").runs)
     assert rb.study(folder, methods=METHODS, control="baseline", **SMALL) == result
 
 
@@ -269,13 +273,13 @@ def test_a_study_of_transfers_with_their_own_control(tmp_path):
     found = rb.study(tmp_path, methods="harmless-transfer,harmless-transfer:rule=sum", **options)
     [cell] = found.cells
     assert found.is_complete
-    assert {side.name: side.control for side in cell.sides} == {
+    assert {variant.name: variant.control for variant in cell.variants} == {
         "baseline": None,
         "plain-sum": None,
         "harmless-transfer": "plain-sum",
         "harmless-transfer:rule=sum": "baseline",
     }
-    tried = cell.side("plain-sum").trials
+    tried = cell.variant("plain-sum").trials
     best = max(tried, key=lambda trial: trial.valid_auc)
     assert len(tried) == 4
-    assert cell.side("plain-sum").runs[0].valid_auc == pytest.approx(best.valid_auc)
+    assert cell.variant("plain-sum").runs[0].valid_auc == pytest.approx(best.valid_auc)

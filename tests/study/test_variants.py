@@ -1,4 +1,4 @@
-"""The sides of a study: controls with real bytes, the same trials for all, the same start."""
+"""The variants of a study: controls with real bytes, the same trials for all, the same start."""
 
 import copy
 import dataclasses
@@ -16,7 +16,7 @@ from rarebit.methods.low_rank import LowRank
 from rarebit.models import model_names
 from rarebit.pruning.pruned import Pruned
 from rarebit.study.plan import StudyPlan
-from rarebit.study.variants import LR_FACTORS, sides_of
+from rarebit.study.variants import LR_FACTORS, variants_of
 from rarebit.tables.apply import apply_
 from rarebit.tables.find import table_bytes, table_parameters
 from rarebit.training.run import start_model
@@ -32,14 +32,14 @@ SCHEMA = Schema(
 WITH_WIDTH = [name for name in model_names() if name != "lr"]
 
 
-def sides(methods, *, schema=SCHEMA, **values):
+def variants(methods, *, schema=SCHEMA, **values):
     model = values.pop("model", {"name": "fm", "dim": 8})
     plan = StudyPlan.from_mapping({"methods": methods, "model": model, **values})
-    return sides_of(plan, plan.runs[0], schema)
+    return variants_of(plan, plan.runs[0], schema)
 
 
 def controls(*arguments, **values):
-    return {side.name: side.control for side in sides(*arguments, **values)}
+    return {variant.name: variant.control for variant in variants(*arguments, **values)}
 
 
 def started(settings):
@@ -52,28 +52,28 @@ def bytes_of(settings):
 
 def test_the_baseline_is_there_and_first():
     for methods in ("baseline", "low-rank", "low-rank,baseline", "hashing,low-rank,baseline"):
-        first, *others = sides(methods)
+        first, *others = variants(methods)
         assert (first.name, first.control, first.trials[0].methods) == ("baseline", None, ())
-        assert "baseline" not in [side.name for side in others]
+        assert "baseline" not in [variant.name for variant in others]
 
 
 def test_controls_come_before_methods_in_the_order_of_the_plan():
-    found = sides("hashing:buckets=60,low-rank:rank=1")
-    names = [side.name for side in found]
+    found = variants("hashing:buckets=60,low-rank:rank=1")
+    names = [variant.name for variant in found]
     assert names[0] == "baseline"
     assert [name.split(":")[0] for name in names[1:]] == ["narrow", "narrow", "hashing", "low-rank"]
-    assert [side.is_method for side in found] == [False, False, False, True, True]
+    assert [variant.is_method for variant in found] == [False, False, False, True, True]
 
 
 def check_narrow(methods, model, share):
     """Return how many narrow controls there are, having measured each against its method."""
-    found = {side.name: side for side in sides(methods, model=model, share=share)}
-    compared = [side for side in found.values() if side.is_method]
-    for side in compared:
-        control = found[side.control].trials[0]
-        kept = bytes_of(side.trials[0])
+    found = {variant.name: variant for variant in variants(methods, model=model, share=share)}
+    compared = [variant for variant in found.values() if variant.is_method]
+    for variant in compared:
+        control = found[variant.control].trials[0]
+        kept = bytes_of(variant.trials[0])
         assert not control.methods
-        if side.control == "baseline":  # one column less would be too small
+        if variant.control == "baseline":  # one column less would be too small
             width = started(control).settings["dim"]
             control = dataclasses.replace(
                 control, model_settings={**control.model_settings, "dim": width}
@@ -83,7 +83,7 @@ def check_narrow(methods, model, share):
         if width > 1:
             values = {**control.model_settings, "dim": width - 1}
             assert bytes_of(dataclasses.replace(control, model_settings=values)) < kept
-    return sum(side.control != "baseline" for side in compared)
+    return sum(variant.control != "baseline" for variant in compared)
 
 
 @pytest.mark.parametrize("name", WITH_WIDTH)
@@ -130,7 +130,7 @@ def test_a_method_as_the_control_of_all(methods):
 
 
 @pytest.mark.parametrize("control", ["low-rank", "low_rank", " low-rank ", "low-rank:rank=3"])
-def test_nothing_is_held_against_itself(control):
+def test_nothing_is_its_own_control(control):
     assert controls("low-rank", control=control)["low-rank:rank=3"] == "baseline"
 
 
@@ -149,7 +149,7 @@ def test_a_method_may_name_another_as_its_control(monkeypatch):
     [
         (
             "narow",
-            "control must be own, narrow, matched-rate, tuned, magnitude, wide, ensemble, plain-sum, doubled-rows, baseline or a method: unknown method 'narow'",
+            "control must be own, narrow, matched-rate, tuned, wide, ensemble, plain-sum, doubled-rows, magnitude, baseline or a method: unknown method 'narow'",
         ),
         ("low-rank,hashing", "one for all, got 'low-rank,hashing'"),
         ("low-rank:rnk=2", "control must be .*: method low-rank: unknown setting 'rnk'"),
@@ -159,12 +159,12 @@ def test_a_method_may_name_another_as_its_control(monkeypatch):
 @pytest.mark.parametrize("methods", ["baseline", "low-rank"])
 def test_a_wrong_control_is_told(methods, control, message):
     with pytest.raises(SettingsError, match=message):
-        sides(methods, control=control)
+        variants(methods, control=control)
 
 
 def test_a_tuned_baseline_tries_rates_and_weight_decays():
-    found = sides("low-rank", control="tuned", training={"lr": 0.25, "weight_decay": 0.5})
-    [control] = [side for side in found if side.name == "tuned"]
+    found = variants("low-rank", control="tuned", training={"lr": 0.25, "weight_decay": 0.5})
+    [control] = [variant for variant in found if variant.name == "tuned"]
     tried = [(run.training.lr, run.training.weight_decay) for run in control.trials]
     assert tried[:4] == [(0.25, 0.5), (0.5, 0.5), (0.125, 0.5), (0.25, 5.0)]
     assert set(tried) == set(itertools.product((0.25, 0.5, 0.125), (0.5, 5.0, 0.05)))
@@ -173,8 +173,8 @@ def test_a_tuned_baseline_tries_rates_and_weight_decays():
 
 
 def test_without_weight_decay_two_small_ones_are_tried():
-    found = sides("low-rank", control="tuned", training={"weight_decay": 0.0})
-    [control] = [side for side in found if side.name == "tuned"]
+    found = variants("low-rank", control="tuned", training={"weight_decay": 0.0})
+    [control] = [variant for variant in found if variant.name == "tuned"]
     assert len(control.trials) == 9
     assert {run.training.weight_decay for run in control.trials} == {0.0, 1e-5, 1e-4}
 
@@ -188,17 +188,17 @@ def test_a_tuned_baseline_that_is_not_tuned_is_the_baseline():
 
 def test_a_model_without_a_width_has_no_tables_to_change():
     assert controls("baseline", model="lr") == {"baseline": None}
-    with pytest.raises(SettingsError, match="none were given"):
-        sides("low-rank", model="lr")
+    with pytest.raises(SettingsError, match="depends on the shapes of tables, got none"):
+        variants("low-rank", model="lr")
 
 
 @pytest.mark.parametrize("control", ["own", "baseline", "hashing"])
 def test_a_method_that_fits_no_table_is_told_before_any_run(control):
     with pytest.raises(NoTableError, match="matched no table"):
-        sides("low-rank:rank=9", control=control)
+        variants("low-rank:rank=9", control=control)
 
 
-def test_a_size_that_is_given_is_kept_and_the_same_side_is_there_once():
+def test_a_size_that_is_given_is_kept_and_the_same_variant_is_there_once():
     assert set(controls("low-rank,low-rank:rank=3")) == {
         "baseline",
         "narrow:dim=4",
@@ -206,30 +206,30 @@ def test_a_size_that_is_given_is_kept_and_the_same_side_is_there_once():
     }
 
 
-def knob_values(side):
-    return [(*(method for method in trial.methods), trial.training.lr) for trial in side.trials]
+def knob_values(variant):
+    return [(*(method for method in trial.methods), trial.training.lr) for trial in variant.trials]
 
 
 @pytest.mark.parametrize("trials", [1, 3, 7])
-def test_each_side_has_as_many_trials_and_its_own_settings_first(trials):
-    for side in sides("low-rank,hashing", trials=trials, training={"lr": 0.25}):
-        assert len(side.trials) == trials
-        rates = [trial.training.lr for trial in side.trials]
+def test_each_variant_has_as_many_trials_and_its_own_settings_first(trials):
+    for variant in variants("low-rank,hashing", trials=trials, training={"lr": 0.25}):
+        assert len(variant.trials) == trials
+        rates = [trial.training.lr for trial in variant.trials]
         assert rates == [0.25 * factor for factor in (1, 2, 0.5, 4, 0.25, 8, 0.125)][:trials]
-        own = dataclasses.replace(side.trials[0], training=side.trials[1 % trials].training)
-        assert side.trials[1 % trials] == own  # nothing else differs
+        own = dataclasses.replace(variant.trials[0], training=variant.trials[1 % trials].training)
+        assert variant.trials[1 % trials] == own  # nothing else differs
 
 
 def test_too_many_trials_are_told():
     with pytest.raises(
         SettingsError, match="baseline has 7 settings to try, and trials=8 asks for"
     ):
-        sides("low-rank", trials=8)
+        variants("low-rank", trials=8)
 
 
 def test_knobs_are_tried_with_the_rate_the_nearest_first(monkeypatch):
     monkeypatch.setattr(LowRank, "knobs", {"rank": (5, 2, 4)})
-    *_, low_rank = sides("low-rank:rank=2", trials=7, training={"lr": 1.0})
+    *_, low_rank = variants("low-rank:rank=2", trials=7, training={"lr": 1.0})
     assert low_rank.name == "low-rank:rank=2"
     tried = [(trial.methods[0].rank, trial.training.lr) for trial in low_rank.trials]
     assert tried[0] == (2, 1.0)
@@ -243,7 +243,10 @@ def test_all_values_of_two_methods_are_tried_and_each_once(monkeypatch):
     monkeypatch.setattr(LowRank, "knobs", {"rank": (1, 2)})
     monkeypatch.setattr(Hashing, "knobs", {"buckets": (30, 40)})
     values = {"control": "hashing:buckets=40+low-rank:rank=2", "trials": 7}
-    found = {side.name: side for side in sides("hashing:buckets=40+low-rank:rank=2", **values)}
+    found = {
+        variant.name: variant
+        for variant in variants("hashing:buckets=40+low-rank:rank=2", **values)
+    }
     tried = knob_values(found["hashing:buckets=40+low-rank:rank=2"])
     assert tried[0] == (Hashing(buckets=40), LowRank(rank=2), 1e-3)
     assert len(set(tried)) == 7
@@ -257,15 +260,17 @@ def test_all_values_of_two_methods_are_tried_and_each_once(monkeypatch):
 @pytest.mark.parametrize("seed", [0, 5])
 @pytest.mark.parametrize("name", ["fm", "deepfm"])
 def test_all_methods_of_a_seed_start_from_the_same_weights(name, seed):
-    found = {side.name: side.trials[0] for side in sides("low-rank,hashing", model=name)}
+    found = {
+        variant.name: variant.trials[0] for variant in variants("low-rank,hashing", model=name)
+    }
     drawn = {}
-    for side, settings in found.items():
+    for variant, settings in found.items():
         training = dataclasses.replace(settings.training, seed=seed)
         seeded = dataclasses.replace(settings, training=training)
-        drawn[side] = (started(seeded), torch.rand(4))
+        drawn[variant] = (started(seeded), torch.rand(4))
     plain = drawn["baseline"][0]
-    for side, settings in found.items():
-        model, noise = drawn[side]
+    for variant, settings in found.items():
+        model, noise = drawn[variant]
         assert torch.equal(noise, drawn["baseline"][1])  # dropout draws the same
         if settings.methods:
             expected = copy.deepcopy(plain)
@@ -279,11 +284,11 @@ def test_all_methods_of_a_seed_start_from_the_same_weights(name, seed):
 
 
 def test_another_seed_starts_from_other_weights():
-    [side] = sides("baseline")
-    other = dataclasses.replace(side.trials[0].training, seed=1)
+    [variant] = variants("baseline")
+    other = dataclasses.replace(variant.trials[0].training, seed=1)
     one, two = (
         started(settings).state_dict()
-        for settings in (side.trials[0], dataclasses.replace(side.trials[0], training=other))
+        for settings in (variant.trials[0], dataclasses.replace(variant.trials[0], training=other))
     )
     assert any(not torch.equal(one[key], two[key]) for key in one)
 
@@ -294,24 +299,26 @@ def assert_same_bits(ours, theirs):
         assert torch.equal(value, theirs[key]), key
 
 
-def test_finding_the_sides_draws_nothing_from_the_random_state():
+def test_finding_the_variants_draws_nothing_from_the_random_state():
     torch.manual_seed(3)
     expected = torch.rand(2)
     torch.manual_seed(3)
-    sides("low-rank,hashing")
+    variants("low-rank,hashing")
     assert torch.equal(torch.rand(2), expected)
 
 
-def test_thresholds_without_a_budget_have_nothing_to_be_held_against():
+def test_thresholds_without_a_budget_have_no_control():
     with pytest.raises(
-        SettingsError, match=r"pep is held against .* needs a budget: use pep\+pruned:keep=10000"
+        SettingsError, match=r"pruning by magnitude needs a budget: use pep\+pruned:keep=10000"
     ):
-        sides("pep")
+        variants("pep")
 
 
-def test_pruning_is_held_against_the_same_budget_by_magnitude():
-    found = {side.name: side for side in sides("pruned:keep=30:epochs=2,pep+pruned:keep=40")}
-    control = {name: side.control for name, side in found.items() if side.is_method}
+def test_the_control_of_pruning_is_the_same_budget_by_magnitude():
+    found = {
+        variant.name: variant for variant in variants("pruned:keep=30:epochs=2,pep+pruned:keep=40")
+    }
+    control = {name: variant.control for name, variant in found.items() if variant.is_method}
     assert control == {
         "pruned:keep=30:epochs=2": "pruned:keep=30:by=magnitude",
         "pep+pruned:keep=40": "pruned:keep=40:by=magnitude",
@@ -320,6 +327,6 @@ def test_pruning_is_held_against_the_same_budget_by_magnitude():
     assert trial.methods == (Pruned(keep=30, by="magnitude"),)
 
 
-def test_pruning_by_magnitude_is_held_against_the_baseline():
-    found = {side.name: side.control for side in sides("pruned:keep=30:by=magnitude")}
+def test_the_control_of_pruning_by_magnitude_is_the_baseline():
+    found = {variant.name: variant.control for variant in variants("pruned:keep=30:by=magnitude")}
     assert found == {"baseline": None, "pruned:keep=30:by=magnitude": "baseline"}

@@ -1,4 +1,4 @@
-"""Trials: every side has as many, validation picks among them, and test rows have no say."""
+"""Trials: every variant has as many, validation picks among them, and test rows have no say."""
 
 import json
 import statistics
@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 
 import rarebit as rb
 from rarebit.methods.low_rank import LowRank
-from rarebit.study.cells import Cell
 from rarebit.study.plan import StudyPlan
 from rarebit.study.results import pick
 from rarebit.study.runs import RunFolder, RunRecord, run_key
+from rarebit.study.study import Cell
 from rarebit.study.worker import make_run, open_log
 
 TRIALS, TUNING_SEEDS, SEEDS = 3, 2, 3
@@ -87,7 +87,7 @@ def tuned(tmp_path_factory):
 
 
 def runs_in(folder):
-    """Return the records of all runs by side, by the settings tried, and by seed."""
+    """Return the records of all runs by variant, by the settings tried, and by seed."""
     found = defaultdict(lambda: defaultdict(dict))
     for path in folder.glob("runs/*/result.json"):
         values = json.loads(path.read_text())
@@ -99,13 +99,13 @@ def runs_in(folder):
 
 
 @pytest.mark.slow
-def test_every_side_has_as_many_tuning_runs(tuned):
+def test_every_variant_has_as_many_tuning_runs(tuned):
     folder, result = tuned
     found = runs_in(folder)
     assert result.is_complete
     assert set(found) == {"baseline", "low-rank:rank=1"}
     assert set(found["baseline"]) == {(0.02,), (0.04,), (0.01,)}
-    # the side's own settings, then one step along each of its two knobs
+    # the variant's own settings, then one step along each of its two knobs
     assert set(found["low-rank:rank=1"]) == {(0.02, 1), (0.04, 1), (0.02, 2)}
     for trials in found.values():
         for seeds in trials.values():
@@ -120,10 +120,10 @@ def test_the_pick_is_the_best_mean_on_validation_rows_of_the_tuning_seeds(tuned)
             trials,
             key=lambda tried: sum(trials[tried][seed]["valid_auc"] for seed in range(TUNING_SEEDS)),
         )
-        side = result.cells[0].side(name)
-        assert side.settings["training"]["lr"] == best[0]
-        assert [method["rank"] for method in side.settings["methods"]] == list(best[1:])
-        assert [run.key for run in side.runs] == [trials[best][s]["key"] for s in range(SEEDS)]
+        variant = result.cells[0].variant(name)
+        assert variant.settings["training"]["lr"] == best[0]
+        assert [method["rank"] for method in variant.settings["methods"]] == list(best[1:])
+        assert [run.key for run in variant.runs] == [trials[best][s]["key"] for s in range(SEEDS)]
         # seeds that tune nothing are run with the pick alone
         assert [tried for tried in trials if len(trials[tried]) > TUNING_SEEDS] == [best]
 
@@ -145,16 +145,16 @@ def test_all_trials_are_told_with_what_picked_them(tuned):
                 trial.settings["lr"],
                 int(trial.settings["methods"].rpartition("=")[2]),
             ): trial.valid_auc
-            for trial in result.cells[0].side(name).trials
+            for trial in result.cells[0].variant(name).trials
         }
         assert told == pytest.approx(expected)
         assert len(told) == TRIALS
 
 
 @pytest.mark.slow
-def test_a_trial_changes_its_side_and_not_its_name(tuned):
+def test_a_trial_changes_its_variant_and_not_its_name(tuned):
     [cell] = tuned[1].cells
-    assert [(side.name, side.control) for side in cell.sides] == [
+    assert [(variant.name, variant.control) for variant in cell.variants] == [
         ("baseline", None),
         ("low-rank:rank=1", "baseline"),
     ]
@@ -165,7 +165,7 @@ def test_a_trial_that_failed_is_out_and_the_next_best_is_picked(tuned):
     folder, result = tuned
     failures = {}
     cell = Cell(StudyPlan.from_mapping(result.plan), plan_run(result), folder, failures)
-    [baseline] = [side for side in cell.sides if side.name == "baseline"]
+    [baseline] = [variant for variant in cell.variants if variant.name == "baseline"]
     trials = {
         trial: [run.record.valid_auc for run in runs]
         for trial, runs in enumerate(cell._tried(baseline))

@@ -8,11 +8,11 @@ from torch import nn
 import rarebit as rb
 from rarebit.data.synthetic import SyntheticLog, generate
 from rarebit.errors import SettingsError, StudyError
-from rarebit.study.cells import MEMBER_SEEDS
 from rarebit.study.plan import StudyPlan
-from rarebit.study.results import side_table
+from rarebit.study.results import variant_table
 from rarebit.study.runs import RunFolder, run_key
-from rarebit.study.variants import sides_of
+from rarebit.study.study import MEMBER_SEEDS
+from rarebit.study.variants import variants_of
 from rarebit.study.worker import mean_abundance
 from rarebit.training.metrics import auc
 
@@ -20,57 +20,58 @@ SCHEMA = rb.Schema((rb.Field(name="user", rows=90), rb.Field(name="item", rows=5
 MODEL = {"name": "dcn_v2", "dim": 4, "hidden": [8, 8]}
 
 
-def sides(methods, **values):
+def variants(methods, **values):
     plan = StudyPlan.from_mapping({"methods": methods, "model": MODEL, **values})
-    return {side.name: side for side in sides_of(plan, plan.runs[0], SCHEMA)}
+    return {variant.name: variant for variant in variants_of(plan, plan.runs[0], SCHEMA)}
 
 
-def test_sets_are_held_against_one_as_wide_as_all():
-    found = sides("multi-embedding:num_sets=3")
+def test_the_control_of_sets_is_one_as_wide_as_all():
+    found = variants("multi-embedding:num_sets=3")
     assert found["multi-embedding:num_sets=3"].control == "wide:dim=12"
     [wide] = found["wide:dim=12"].trials
     assert (wide.model_settings["dim"], wide.methods) == (12, ())
 
 
 def test_what_else_is_applied_is_applied_to_the_wide_tables_too():
-    found = sides("multi-embedding:num_sets=3+low-rank:rank=2", control="wide")
+    found = variants("multi-embedding:num_sets=3+low-rank:rank=2", control="wide")
     [wide] = found["wide:dim=12+low-rank:rank=2"].trials
     assert wide.methods == (rb.LowRank(rank=2),)
 
 
 def test_a_control_with_sets_has_as_many_as_the_method():
-    found = sides("aligned-sets:num_sets=3")
+    found = variants("aligned-sets:num_sets=3")
     assert found["aligned-sets:num_sets=3"].control == "multi-embedding:num_sets=3"
-    found = sides("multi-embedding:num_sets=2", control="shared-sets")
+    found = variants("multi-embedding:num_sets=2", control="shared-sets")
     assert found["multi-embedding:num_sets=2"].control == "shared-sets:num_sets=2"
 
 
 def test_an_ensemble_has_as_many_models_as_there_are_sets():
-    found = sides("multi-embedding:num_sets=3", control="ensemble")
+    found = variants("multi-embedding:num_sets=3", control="ensemble")
     assert found["multi-embedding:num_sets=3"].control == "ensemble:x=3"
     assert found["ensemble:x=3"].members == 3
     assert found["ensemble:x=3"].trials == found["baseline"].trials
     assert found["multi-embedding:num_sets=3"].members == 1
 
 
-def test_an_ensemble_has_as_many_trials_as_what_is_held_against_it():
-    found = sides("multi-embedding:num_sets=2", control="ensemble", trials=3)
-    assert {len(side.trials) for side in found.values()} == {3}
+def test_an_ensemble_has_as_many_trials_as_the_method():
+    found = variants("multi-embedding:num_sets=2", control="ensemble", trials=3)
+    assert {len(variant.trials) for variant in found.values()} == {3}
     assert found["ensemble:x=2"].trials == found["baseline"].trials
 
 
 @pytest.mark.parametrize("control", ["wide", "ensemble"])
 def test_a_method_without_sets_has_no_such_control(control):
     with pytest.raises(
-        SettingsError, match=f"low-rank:rank=2 has no embedding sets, which {control}"
+        SettingsError,
+        match=f"low-rank:rank=2 has no embedding sets, which the control {control} needs",
     ):
-        sides("low-rank:rank=2", control=control)
+        variants("low-rank:rank=2", control=control)
 
 
 def test_a_model_without_a_width_has_no_wider_tables():
     plan = StudyPlan.from_mapping({"methods": "multi-embedding", "model": "lr"})
     with pytest.raises((SettingsError, rb.errors.RarebitError)):
-        sides_of(plan, plan.runs[0], SCHEMA)
+        variants_of(plan, plan.runs[0], SCHEMA)
 
 
 @pytest.fixture(scope="module")
@@ -95,7 +96,7 @@ def ensemble(tmp_path_factory):
 def test_an_ensemble_is_the_mean_of_runs_with_seeds_of_their_own(ensemble):
     folder, cell = ensemble
     labels = generate(SyntheticLog(rows=1500)).test.label
-    base = {run.seed: run for run in cell.side("baseline").runs}
+    base = {run.seed: run for run in cell.variant("baseline").runs}
     plan = StudyPlan.from_mapping(
         {
             "methods": "baseline",
@@ -104,7 +105,7 @@ def test_an_ensemble_is_the_mean_of_runs_with_seeds_of_their_own(ensemble):
             "training": {"epochs": 1, "batch_size": 256},
         }
     )
-    for found in cell.side("ensemble:x=2").runs:
+    for found in cell.variant("ensemble:x=2").runs:
         settings = plan.runs[0].to_mapping()
         settings["training"]["seed"] = found.seed + MEMBER_SEEDS
         second = RunFolder(folder, run_key(rb.RunSettings.from_mapping(settings)))
@@ -127,14 +128,14 @@ def test_the_scores_that_are_averaged_are_those_of_all_models(ensemble):
 
 
 @pytest.mark.slow
-def test_the_table_of_sides_has_the_abundance(ensemble):
+def test_the_table_of_variants_has_the_abundance(ensemble):
     _, cell = ensemble
-    table = side_table(cell)
+    table = variant_table(cell)
     assert table.header[-1] == "IA"
     shown = {row[0]: row[-1] for row in table.rows}
-    for side in cell.sides:
-        values = [run.abundance for run in side.runs]
-        assert shown[side.name].startswith(f"{np.mean(values):.2f} ± ")
+    for variant in cell.variants:
+        values = [run.abundance for run in variant.runs]
+        assert shown[variant.name].startswith(f"{np.mean(values):.2f} ± ")
     assert shown["best possible"] == ""
 
 
@@ -163,16 +164,16 @@ def test_each_embedding_set_has_an_abundance_of_its_own():
 
 
 @pytest.mark.slow
-def test_stored_runs_are_held_against_any_side_of_theirs(ensemble):
+def test_any_variant_can_be_the_control_of_stored_runs(ensemble):
     _, cell = ensemble
     other = cell.against("baseline")
     ours, theirs = (
-        cell.side(name).figures("auc") for name in ("multi-embedding:num_sets=2", "baseline")
+        cell.variant(name).figures("auc") for name in ("multi-embedding:num_sets=2", "baseline")
     )
     expected = [ours[seed] - theirs[seed] for seed in sorted(ours)]
-    assert other.differences(other.side("multi-embedding:num_sets=2"), "auc") == expected
-    assert [side.name for side in other.methods] == ["multi-embedding:num_sets=2"]
+    assert other.differences(other.variant("multi-embedding:num_sets=2"), "auc") == expected
+    assert [variant.name for variant in other.methods] == ["multi-embedding:num_sets=2"]
     itself = cell.against("multi-embedding:num_sets=2")
     assert itself.methods == []
-    with pytest.raises(StudyError, match=r"there is no side 'basline' on dcn_v2 and .*baseline"):
+    with pytest.raises(StudyError, match=r"there is no variant 'basline' on dcn_v2 and .*baseline"):
         cell.against("basline")
