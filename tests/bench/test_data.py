@@ -137,7 +137,7 @@ def test_the_pandas_program_gives_the_ids_of_naive_loops(log, tmp_path):
 @needs_package("polars")
 def test_both_sides_give_the_same_ids(log, tmp_path):
     from rarebit.bench import _pandas_program
-    from rarebit.data.raw.passes import split_rows
+    from rarebit.data.raw.encode import split_rows
     from rarebit.data.sources.criteo import Criteo
 
     _pandas_program.prepare(log, tmp_path / "pandas")

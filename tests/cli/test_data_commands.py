@@ -223,7 +223,7 @@ def test_a_bad_row_stops_by_default_and_says_where(call, log):
     assert code == 2
     assert err.startswith("rarebit: clicks.csv, line 5: wrong number of columns (2, expected 6): ")
     assert err.count("\n") == 1
-    assert "3 bad rows in all" in err
+    assert "3 malformed rows in total" in err
     assert "--bad-rows aside" in err
     assert {path.name for path in Path.cwd().iterdir()} == {log, "s.toml"}
 

@@ -12,7 +12,7 @@ from rich.console import Console
 
 from rarebit.cli.data import BLOCKS, show_dataset, show_schema, tail_chart
 from rarebit.data.log_schema import Column, LogSchema, Split
-from rarebit.data.statistics import DataStatistics, FieldStatistics, value_statistics
+from rarebit.data.prepared import DataStatistics, FieldStatistics, value_statistics
 
 SCHEMA = LogSchema(
     label="click",

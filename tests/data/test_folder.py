@@ -14,8 +14,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rarebit import Dataset, Field, Schema
-from rarebit.data.prepared import ArrayWriter, PreparedFolder, new_folder, write_manifest
-from rarebit.data.statistics import DataStatistics
+from rarebit.data.prepared import (
+    ArrayWriter,
+    DataStatistics,
+    PreparedFolder,
+    new_folder,
+    write_manifest,
+)
 from rarebit.errors import DataError
 from rarebit.storage.files import own_checksum
 

@@ -110,7 +110,7 @@ def stopped(tmp_path, bad):
         prepare(tmp_path / "log.csv", tmp_path / "out", schema=SCHEMA)
     assert [path.name for path in tmp_path.iterdir()] == ["log.csv"]
     message = str(error.value)
-    assert f"{len(bad)} bad rows in all: " in message
+    assert f"{len(bad)} malformed rows in total: " in message
     assert "3 x price is not a number" in message
     return message
 
@@ -118,14 +118,16 @@ def stopped(tmp_path, bad):
 @pytest.mark.parametrize("first", REASONS)
 def test_stopping_names_the_first_bad_value_and_counts_the_rest(tmp_path, first):
     message = stopped(tmp_path, [first] + [line for line in REASONS if line != first])
-    assert message.startswith(f"log.csv, line 5: {REASONS[first]}: {first!r}. 9 bad rows in all")
+    assert message.startswith(
+        f"log.csv, line 5: {REASONS[first]}: {first!r}. 9 malformed rows in total"
+    )
 
 
 @pytest.mark.parametrize("first", [TOO_FEW, TOO_MANY])
 def test_stopping_names_the_first_line_of_wrong_columns_and_counts_the_rest(tmp_path, first):
     message = stopped(tmp_path, [first, *REASONS])
     assert message.startswith("log.csv, line 5: wrong number of columns")
-    assert f"{first!r}. 10 bad rows in all" in message
+    assert f"{first!r}. 10 malformed rows in total" in message
 
 
 def test_stopping_names_a_bad_value_that_stands_before_a_line_of_wrong_columns(tmp_path):

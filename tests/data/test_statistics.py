@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rarebit.data.statistics import (
+from rarebit.data.prepared import (
     DataStatistics,
     FieldStatistics,
     tail_ranks,

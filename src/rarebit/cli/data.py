@@ -14,9 +14,15 @@ from rich.text import Text
 from rarebit.cli import options as opt
 from rarebit.cli.show import WIDE, RunBars, console, show_command, show_line, show_table
 from rarebit.data.log_schema import SPLIT_NAMES, Column, LogSchema, Split, TextFormat
-from rarebit.data.prepared import BAD_ROWS, SCHEMA, PreparedFolder
+from rarebit.data.prepared import (
+    BAD_ROWS,
+    SCHEMA,
+    DataStatistics,
+    FieldStatistics,
+    PreparedFolder,
+    tail_ranks,
+)
 from rarebit.data.sources import source_names
-from rarebit.data.statistics import DataStatistics, FieldStatistics, tail_ranks
 from rarebit.errors import SettingsError
 from rarebit.settings import suggest, updated
 from rarebit.text import NOTHING, percent

@@ -312,7 +312,7 @@ class Dataset:
         What each column is, is guessed, or said by a `schema`. Rows `like` those of another data set
         get the ids that it gives to the same values. Needs Polars.
         """
-        from rarebit.data.raw.frames import encode_frame
+        from rarebit.data.raw.encode import encode_frame
 
         return encode_frame(frame, label, schema=schema, split=split, like=like)
 

@@ -1,13 +1,14 @@
 """The calls that prepare a log: a file of one's own, or one of the well-known sets."""
 
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from rarebit.data.dataset import Dataset
 from rarebit.data.log_schema import SPLIT_NAMES, LogSchema, Split, TextFormat
+from rarebit.data.prepared import Progress, no_progress
 from rarebit.data.sources import find_source
 from rarebit.errors import DataError, SettingsError
 from rarebit.settings import suggest
@@ -20,12 +21,6 @@ __all__ = ["infer_log", "prepare", "prepare_source"]
 
 
 PathLike = str | os.PathLike[str]
-Progress = Callable[[str, int, int], None]
-"""Told what is going on ("reading", "writing"), how much of it is done, and of how much."""
-
-
-def no_progress(stage: str, done: int, total: int) -> None:
-    """Tell nobody."""
 
 
 def prepare(
@@ -53,7 +48,7 @@ def prepare(
     >>> len(data), data.schema["user"].rows
     (40, 5)
     """
-    from rarebit.data.raw.encode import Origin, encode_log
+    from rarebit.data.raw.encode import LogOrigin, encode_log
     from rarebit.data.raw.readers import find_format
     from rarebit.data.raw.rows import BadRows
 
@@ -71,7 +66,7 @@ def prepare(
     schema = replace(schema, text=format or schema.text or find_format(first))
     bad = BadRows(bad_rows)
     chunks = _read(files, schema, bad, progress)
-    origin = Origin(name=", ".join(path.name for path in files.values()), notes=schema.notes)
+    origin = LogOrigin(name=", ".join(path.name for path in files.values()), notes=schema.notes)
     encode_log(chunks, schema, out, origin=origin, bad=bad, overwrite=overwrite, progress=progress)
     return Dataset.open(out)
 
@@ -95,13 +90,13 @@ def prepare_source(
     ...
     rarebit.errors.SettingsError: unknown source 'movielens'; ...
     """
-    from rarebit.data.raw.encode import Origin, encode_log
+    from rarebit.data.raw.encode import LogOrigin, encode_log
     from rarebit.data.raw.rows import BadRows
 
     source = find_source(name)
     bad = BadRows(bad_rows)
     chunks = source.rows(Path(folder), bad, lambda done, total: progress("reading", done, total))
-    origin = Origin(name=name, notes=lambda: source.notes(protocol))
+    origin = LogOrigin(name=name, notes=lambda: source.notes(protocol))
     schema = replace(source.schema(protocol), text=source.text)
     encode_log(chunks, schema, out, origin=origin, bad=bad, overwrite=overwrite, progress=progress)
     return Dataset.open(out)

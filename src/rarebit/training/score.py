@@ -16,7 +16,7 @@ from rarebit.models._base import RankingModel
 from rarebit.training.metrics import Metrics, measure, predict
 
 if TYPE_CHECKING:
-    from rarebit.data.raw.encoder import EncodedRows, Encoder
+    from rarebit.data.raw.encoder import EncodedRows, LogEncoder
     from rarebit.data.raw.rows import RawChunk
 
 __all__ = ["Scored", "bad_rows_file", "score_log"]
@@ -126,7 +126,7 @@ def _check_out(log: Path, out: Path | None, bad_rows: str) -> None:
         raise DataError(f"the scores would replace the log {str(log)!r}; choose another name")
 
 
-def _encoder_of(model: nn.Module) -> "Encoder":
+def _encoder_of(model: nn.Module) -> "LogEncoder":
     from rarebit.data.raw.encoder import encoder_of
 
     if not isinstance(model, RankingModel) or model.schema.encoder is None:

@@ -30,13 +30,13 @@ def test_the_first_bad_row_is_named_and_the_others_counted_by_reason():
         bad.raise_if_any()
     message = str(caught.value)
     assert message.startswith("a.csv, line 1,204: wrong number of columns (2, expected 3): 'x,y'.")
-    assert "3 bad rows in all: 2 x a blank line, 1 x wrong number of columns." in message
+    assert "3 malformed rows in total: 2 x a blank line, 1 x wrong number of columns." in message
 
 
 def test_one_bad_row_in_memory_is_named_by_its_row():
     bad = BadRows()
     bad.add(Place("", 7, "label=2", "row"), "a label other than 0 and 1")
-    with pytest.raises(DataError, match=r"^row 7: a label other than 0 and 1: 'label=2'\. Mend"):
+    with pytest.raises(DataError, match=r"^row 7: a label other than 0 and 1: 'label=2'\. Fix"):
         bad.raise_if_any()
 
 

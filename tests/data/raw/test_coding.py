@@ -123,7 +123,7 @@ def test_the_first_bad_row_is_named_with_its_line_and_value():
     with pytest.raises(DataError) as error:
         bad.raise_if_any()
     assert str(error.value).startswith(
-        "log.csv, line 3: the label is not 0 or 1 (got '2'): 'line of row 1'. 2 bad rows in all: "
+        "log.csv, line 3: the label is not 0 or 1 (got '2'): 'line of row 1'. 2 malformed rows in total: "
         "2 x the label is not 0 or 1."
     )
 

@@ -13,9 +13,9 @@ pl = pytest.importorskip("polars", reason="capability: package polars: it is not
 
 from rarebit.data.log_schema import Column, LogSchema, Split  # noqa: E402  # the same
 from rarebit.data.prepared import PreparedFolder  # noqa: E402  # after the check that Polars is there
-from rarebit.data.raw import passes  # noqa: E402  # the same
-from rarebit.data.raw.encode import Origin, encode_log  # noqa: E402  # the same
-from rarebit.data.raw.encoder import Encoder  # noqa: E402  # the same
+from rarebit.data.raw import encode as encoding  # noqa: E402  # the same
+from rarebit.data.raw.encode import LogOrigin, encode_log  # noqa: E402  # the same
+from rarebit.data.raw.encoder import LogEncoder  # noqa: E402  # the same
 from rarebit.data.raw.rows import (  # noqa: E402  # the same
     BadRows,  # the same
     Place,
@@ -37,7 +37,7 @@ def chunks_of(frame, rows=10**9):
 
 def encode(frame, schema, folder, *, rows=10**9, **options):
     chunks = chunks_of(frame, rows)
-    encode_log(chunks, schema, folder, origin=Origin(name="a test"), **options)
+    encode_log(chunks, schema, folder, origin=LogOrigin(name="a test"), **options)
     return PreparedFolder(folder)
 
 
@@ -217,8 +217,8 @@ def test_log_square_bins_by_hand(tmp_path):
         vocabulary = naive_vocabulary([[t] for t in texts], ["train"] * 11)
         ids = arrays_of(folder)["ids"]
         assert ids[:, 0].tolist() == [naive_id(t, vocabulary) for t in texts]
-        assert Encoder.open(folder / "encoder").decode(ids)["n"].to_list() == texts
-        again = Encoder.open(folder / "encoder").encode(next(chunks_of(frame)), BadRows())
+        assert LogEncoder.open(folder / "encoder").decode(ids)["n"].to_list() == texts
+        again = LogEncoder.open(folder / "encoder").encode(next(chunks_of(frame)), BadRows())
         assert np.array_equal(again.ids, ids)
 
 
@@ -247,7 +247,7 @@ def test_quantile_bins_are_those_of_numpy(tmp_path):
 
 @pytest.mark.parametrize("rows", [1, 64, 10**9])
 def test_standardised_numbers_are_those_of_numpy(tmp_path, rows, monkeypatch):
-    monkeypatch.setattr(passes, "COUNTING_BLOCK", 50)
+    monkeypatch.setattr(encoding, "SUMMED_AT_ONCE", 50)
     rng = np.random.default_rng(2)
     numbers = 1e6 + rng.normal(size=300)
     numbers[::7] = np.nan
@@ -297,7 +297,7 @@ def big_log(rows=3000):
 
 @pytest.mark.parametrize("by", slow_after([GIVEN, Split(), Split(kind="user", column="user")]))
 def test_a_folder_does_not_depend_on_chunks(tmp_path, by, monkeypatch):
-    monkeypatch.setattr(passes, "COUNTING_BLOCK", 1000)
+    monkeypatch.setattr(encoding, "SUMMED_AT_ONCE", 1000)
     folders = []
     for name, rows in (("one", 10**9), ("two", 1600), ("tiny", 13), ("tiny again", 13)):
         encode(big_log(), everything(by), tmp_path / name, rows=rows)
@@ -307,9 +307,9 @@ def test_a_folder_does_not_depend_on_chunks(tmp_path, by, monkeypatch):
 
 
 def test_random_keys_do_not_depend_on_blocks(monkeypatch):
-    expected = passes.split_rows(Split(seed=4), 1000, np.empty(0))
-    monkeypatch.setattr(passes, "BLOCK", 17)
-    assert np.array_equal(passes.split_rows(Split(seed=4), 1000, np.empty(0)), expected)
+    expected = encoding.split_rows(Split(seed=4), 1000, np.empty(0))
+    monkeypatch.setattr(encoding, "BLOCK", 17)
+    assert np.array_equal(encoding.split_rows(Split(seed=4), 1000, np.empty(0)), expected)
 
 
 def test_the_row_of_unknown_values_is_trained(tmp_path):
@@ -369,7 +369,7 @@ def test_names_with_colons_and_names_that_look_like_places(tmp_path):
 
 
 def test_what_the_split_by_files_needs(tmp_path):
-    with pytest.raises(DataError, match="a file was not said to be for train, valid or test"):
+    with pytest.raises(DataError, match="a file was one is not for train, valid or test"):
         encode(
             random_log(), schema_of(Column(name="ad"), split=Split(kind="given")), tmp_path / "o"
         )

@@ -21,12 +21,12 @@ from rarebit.data.log_schema import (  # noqa: E402  # the same
     TextFormat,  # the same
 )
 from rarebit.data.prepare import prepare  # noqa: E402  # the same
+from rarebit.data.raw.encode import split_rows  # noqa: E402  # the same
 from rarebit.data.raw.encoder import (  # noqa: E402  # the same
-    Encoder,
+    LogEncoder,
     encoder_of,  # the same
     unknown_values,
 )
-from rarebit.data.raw.passes import split_rows  # noqa: E402  # the same
 from rarebit.data.raw.readers import read_frame  # noqa: E402  # the same
 from rarebit.data.raw.rows import BadRows  # noqa: E402  # the same
 from rarebit.errors import DataError  # noqa: E402  # the same
@@ -198,7 +198,7 @@ def test_bad_rows_are_left_out_and_handed_over():
 def test_saved_and_opened_it_is_the_same(tmp_path):
     encoder = encoder_of(Dataset.from_frame(LOG, schema=SCHEMA))
     encoder.save(tmp_path / "encoder")
-    opened = Encoder.open(tmp_path / "encoder")
+    opened = LogEncoder.open(tmp_path / "encoder")
     assert opened.schema == encoder.schema == SCHEMA
     assert (opened.scales, opened.edges) == (encoder.scales, encoder.edges)
     assert opened.fields == encoder.fields
@@ -224,7 +224,7 @@ def test_a_damaged_encoder_is_a_data_error(tmp_path, file, damage):
     if damage != "gone":
         path.write_bytes(b"" if damage == "empty" else b"[1, 2]")
     with pytest.raises(DataError, match=r"holds no vocabulary|is damaged"):
-        Encoder.open(tmp_path / "encoder")
+        LogEncoder.open(tmp_path / "encoder")
 
 
 def test_values_of_another_log_are_noticed(tmp_path):
@@ -232,7 +232,7 @@ def test_values_of_another_log_are_noticed(tmp_path):
     path = tmp_path / "encoder" / "values-000.parquet"
     pl.read_parquet(path).reverse().write_parquet(path)
     with pytest.raises(DataError, match=r"the vocabulary 'people' in .* is damaged"):
-        Encoder.open(tmp_path / "encoder")
+        LogEncoder.open(tmp_path / "encoder")
 
 
 @pytest.mark.parametrize(("version", "words"), [(2, "reads up to 1: upgrade it"), ("x", "damaged")])
@@ -241,7 +241,7 @@ def test_a_newer_encoder_is_refused_by_name(tmp_path, version, words):
     path = tmp_path / "encoder" / "encoder.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"format": version}))
     with pytest.raises(DataError, match=words):
-        Encoder.open(tmp_path / "encoder")
+        LogEncoder.open(tmp_path / "encoder")
 
 
 @needs_pyarrow
@@ -253,7 +253,7 @@ def test_the_encoder_of_a_folder_is_read_when_it_is_asked_for(tmp_path):
     assert in_training["user"].to_list() == LOG["user"][:24]
     assert in_training["tags"].to_list() == [(row or "").split()[:2] for row in LOG["tags"][:24]]
     data.schema.encoder.save(tmp_path / "copy")
-    assert Encoder.open(tmp_path / "copy").schema == SCHEMA
+    assert LogEncoder.open(tmp_path / "copy").schema == SCHEMA
 
 
 def test_ids_without_raw_values_have_no_encoder():

@@ -10,8 +10,8 @@ pl = pytest.importorskip("polars", reason="capability: package polars: it is not
 
 import rarebit as rb  # noqa: E402  # after the check that Polars is there
 from rarebit.data.log_schema import Column, LogSchema, Split  # noqa: E402  # the same
+from rarebit.data.raw.encode import as_polars  # noqa: E402  # the same
 from rarebit.data.raw.encoder import encoder_of  # noqa: E402  # the same
-from rarebit.data.raw.frames import as_polars  # noqa: E402  # the same
 from rarebit.errors import DataError, SettingsError  # noqa: E402  # the same
 from rarebit.models.fm import FM  # noqa: E402  # the same
 
@@ -164,7 +164,7 @@ def test_rows_like_those_of_another_data_set():
 def test_a_bad_row_stops_with_its_number():
     frame = polars_frame().with_columns(click=pl.Series([0, 1, 2, 3] * 10))
     with pytest.raises(
-        DataError, match=r"row 3: the label is not 0 or 1 \(got '2'\).* 20 bad rows"
+        DataError, match=r"row 3: the label is not 0 or 1 \(got '2'\).* 20 malformed rows"
     ):
         rb.Dataset.from_frame(frame, schema=SCHEMA)
 

@@ -9,8 +9,8 @@ pl = pytest.importorskip("polars", reason="capability: package polars: it is not
 
 from rarebit.data.log_schema import Column, LogSchema, Split  # noqa: E402  # after the check that Polars is there
 from rarebit.data.prepared import PreparedFolder  # noqa: E402  # the same
-from rarebit.data.raw.encode import Origin, encode_log  # noqa: E402  # the same
-from rarebit.data.raw.encoder import Encoder  # noqa: E402  # the same
+from rarebit.data.raw.encode import LogOrigin, encode_log  # noqa: E402  # the same
+from rarebit.data.raw.encoder import LogEncoder  # noqa: E402  # the same
 from rarebit.data.raw.readers import read_frame  # noqa: E402  # the same
 from rarebit.data.raw.rows import BadRows  # noqa: E402  # the same
 
@@ -29,7 +29,7 @@ def encode(folder, columns, *, train=None, **values):
         unknown_share=0.0,
     )
     chunks = read_frame(frame, schema.columns_read)
-    encode_log(chunks, schema, folder, origin=Origin(name="a test"))
+    encode_log(chunks, schema, folder, origin=LogOrigin(name="a test"))
     prepared = PreparedFolder(folder)
     return prepared, prepared.array("ids"), prepared.array("numeric")
 
@@ -70,7 +70,7 @@ def test_quantile_bins_without_a_value_in_training(tmp_path):
     prepared, ids, _ = encode(tmp_path / "out", [quantile(4)], train=3, n=numbers)
     assert ids[:, 0].tolist() == [2, 2, 2, 3]
     assert prepared.schema["n"].rows == 4
-    assert Encoder.open(tmp_path / "out" / "encoder").edges == {"n": ()}
+    assert LogEncoder.open(tmp_path / "out" / "encoder").edges == {"n": ()}
 
 
 @pytest.mark.parametrize("spread", [1e-3, 1e-150])
@@ -81,7 +81,7 @@ def test_standardised_values_far_outside_stay_finite(tmp_path, spread):
     _, _, found = encode(tmp_path / "out", columns, train=2, n=numbers)
     expected = [-1, 1, LARGEST, -LARGEST, 0, 0.5]
     assert found[:, 0].tolist() == pytest.approx(expected, rel=1e-6)
-    again = Encoder.open(tmp_path / "out" / "encoder").encode(
+    again = LogEncoder.open(tmp_path / "out" / "encoder").encode(
         next(read_frame(pl.DataFrame({"n": numbers}), None)), BadRows()
     )
     assert np.array_equal(again.numeric, found)

@@ -11,7 +11,7 @@ pl = pytest.importorskip("polars", reason="capability: package polars: it is not
 
 from rarebit.data.log_schema import Column, LogSchema, Split  # noqa: E402  # after the check that Polars is there
 from rarebit.data.raw.coding import RowCoder  # noqa: E402  # the same
-from rarebit.data.raw.passes import split_rows  # noqa: E402  # the same
+from rarebit.data.raw.encode import split_rows  # noqa: E402  # the same
 from rarebit.data.raw.rows import (  # noqa: E402  # the same
     BadRows,  # the same
     Place,

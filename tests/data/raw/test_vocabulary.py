@@ -11,11 +11,8 @@ from hypothesis import strategies as st
 pl = pytest.importorskip("polars", reason="capability: package polars: it is not installed")
 
 from rarebit.data.raw.coding import GrowingDictionary  # noqa: E402  # after the check that Polars is there
-from rarebit.data.raw.passes import (  # noqa: E402  # the same
-    add_counts,  # the same
-    digest,
-    make_vocabulary,
-)
+from rarebit.data.raw.encode import add_counts, make_vocabulary  # noqa: E402  # the same
+from rarebit.data.raw.encoder import _digest  # noqa: E402  # the same
 
 TEXTS = st.text(st.characters(exclude_categories=["Cs"]), max_size=4)
 
@@ -27,12 +24,12 @@ TEXTS = st.text(st.characters(exclude_categories=["Cs"]), max_size=4)
 def test_values_stand_by_count_and_then_by_text(counted, min_count):
     texts = pl.Series(list(counted), dtype=pl.String)
     counts = np.array(list(counted.values()), dtype=np.int64)
-    found = make_vocabulary(counts, texts.gather, min_count=min_count)
+    values, found_ids = make_vocabulary(counts, texts.gather, min_count=min_count)
     kept = [value for value, n in counted.items() if n >= min_count]
     expected = sorted(kept, key=lambda value: (-counted[value], value))
-    assert found.values.to_list() == expected
+    assert values.to_list() == expected
     ids = [3 + expected.index(value) if value in expected else 1 for value in counted]
-    assert found.ids.tolist() == [0, 1, 2, *ids]
+    assert found_ids.tolist() == [0, 1, 2, *ids]
 
 
 @given(
@@ -44,17 +41,17 @@ def test_values_stand_by_count_and_then_by_text(counted, min_count):
 def test_a_share_of_the_values_seen_once_is_left_out(singles, others, share, seed):
     counts = np.array([1] * singles + [2] * others)
     texts = pl.Series([f"v{n}" for n in range(len(counts))], dtype=pl.String)
-    found = make_vocabulary(counts, texts.gather, unknown_share=share, stream="user", seed=seed)
-    assert len(found.values) == len(counts) - math.ceil(singles * share)
-    assert set(texts.to_list()[singles:]) <= set(found.values.to_list())
+    values, _ = make_vocabulary(counts, texts.gather, unknown_share=share, stream="user", seed=seed)
+    assert len(values) == len(counts) - math.ceil(singles * share)
+    assert set(texts.to_list()[singles:]) <= set(values.to_list())
     order = np.random.default_rng(seed).permutation(len(counts))
-    shuffled = make_vocabulary(
+    shuffled, _ = make_vocabulary(
         counts[order], texts.gather(order).gather, unknown_share=share, stream="user", seed=seed
     )
-    assert shuffled.values.to_list() == found.values.to_list()
+    assert shuffled.to_list() == values.to_list()
     if share > 0 and min(counts, default=2) == 1:
-        least_two = make_vocabulary(counts, texts.gather, min_count=2, unknown_share=share)
-        assert len(least_two.values) == others
+        least_two, _ = make_vocabulary(counts, texts.gather, min_count=2, unknown_share=share)
+        assert len(least_two) == others
 
 
 def test_seeds_and_columns_leave_out_other_values():
@@ -63,7 +60,7 @@ def test_seeds_and_columns_leave_out_other_values():
         tuple(
             make_vocabulary(
                 np.ones(100, int), texts.gather, unknown_share=0.5, stream=stream, seed=seed
-            ).values
+            )[0]
         )
         for stream in ("user", "item")
         for seed in (0, 1)
@@ -72,14 +69,14 @@ def test_seeds_and_columns_leave_out_other_values():
 
 
 def test_no_values():
-    found = make_vocabulary(np.zeros(0, int), GrowingDictionary().texts, unknown_share=0.5)
-    assert found.values.to_list() == []
-    assert found.ids.tolist() == [0, 1, 2]
+    values, ids = make_vocabulary(np.zeros(0, int), GrowingDictionary().texts, unknown_share=0.5)
+    assert values.to_list() == []
+    assert ids.tolist() == [0, 1, 2]
 
 
 @given(st.lists(TEXTS, max_size=6), st.lists(TEXTS, max_size=6))
 def test_digests_are_equal_for_equal_values_only(first, second):
-    digests = [digest(pl.Series(values, dtype=pl.String)) for values in (first, second)]
+    digests = [_digest(pl.Series(values, dtype=pl.String)) for values in (first, second)]
     assert (digests[0] == digests[1]) == (first == second)
 
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from rarebit.data.raw.rows import BadRows
 from rarebit.data.sources import find_source
-from rarebit.data.sources._base import draw_unused
+from rarebit.data.sources.frappe import draw_unused
 from rarebit.errors import DataError
 
 HEADER = (

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from rarebit.data.log_schema import LogSchema
 from rarebit.data.raw.rows import BadRows, Place, RawChunk
 from rarebit.data.sources import find_source, source_names
-from rarebit.data.sources._base import FileFacts, keep, read_table, set_aside, split_lines
+from rarebit.data.sources._base import FileFacts, keep, read_table, skip_wrong, split_lines
 from rarebit.errors import DataError, SettingsError
 
 
@@ -86,7 +86,7 @@ def test_kept_rows_know_their_place(wanted):
 
 def test_rows_set_aside_are_reported_with_their_place():
     bad = BadRows("aside")
-    kept = set_aside(chunk_of([5, 6, 7, 8]), pl.Series([True, False, None, True]), bad, "odd")
+    kept = skip_wrong(chunk_of([5, 6, 7, 8]), pl.Series([True, False, None, True]), bad, "odd")
     assert kept.frame["x"].to_list() == [5, 8]
     assert bad.count == 2
     assert bad.first == (Place("log.csv", 2, "6"), "odd")

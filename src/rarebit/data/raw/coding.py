@@ -1,14 +1,12 @@
-"""Values as text, the same whatever file they come from, or however a program spells them.
+"""Rows of a raw log as numbers: a code per value, a float per number, 0 or 1 for the label.
 
-A frame has the number 15 where one program writes "15" and another, whose column has gaps, "15.0"; it
-has true where others write "True" or "TRUE". A log keeps the spelling of its own file. Rows that come
-later are looked up as they are spelled, then in the other ways.
+Codes are numbered like ids (0 padding, 1 unknown, 2 missing, 3 the first value), so with the final
+vocabulary a code is the id. While the vocabulary is still unknown, a growing dictionary numbers values
+in the order they appear. Rows with a wrong value go to `BadRows`.
 
-Rows of a raw log as numbers: a code for every value, a float for every number, 0 or 1 for the label.
-
-Codes have the places of ids (0 padding, 1 unknown, 2 missing, 3 the first value), so that with the
-final vocabulary a code is the id. Where the vocabulary is still being found, a growing dictionary
-numbers the values as they come. Rows that cannot be read go to `BadRows`.
+The same value may be spelled in several ways: one program writes "15", another, whose column has gaps,
+"15.0"; a frame has true where a file says "True" or "TRUE". A log keeps the spelling of its own file.
+Rows encoded later are looked up as they are spelled, then in the other ways.
 """
 
 import zlib
@@ -26,10 +24,8 @@ from rarebit.data.schema import FIRST_VALUE, MISSING, PADDING, UNKNOWN
 from rarebit.errors import DataError
 
 __all__ = [
-    "HIGHEST_BIN",
     "LOWEST_BIN",
-    "MAX_EXACT",
-    "Coded",
+    "CodedRows",
     "GrowingDictionary",
     "RowCoder",
     "one_spelling",
@@ -41,6 +37,16 @@ MAX_EXACT = 1 << 53
 """Up to here, a float tells two neighbouring whole numbers apart."""
 WHOLE, WHOLE_AS_DECIMAL = r"^[+-]?\d+$", r"^([+-]?\d+)\.0+$"
 TRUTHS = ("true", "false")
+LOWEST_BIN, HIGHEST_BIN = -1000, 2000
+"""Bounds of log-square bins: everything below -998 shares a bin; no 64-bit number lies above."""
+NO_NUMBER = (MISSING - FIRST_VALUE) % (1 << 32)
+"""Stands for a missing value among a growing dictionary's numbers: its code is that of missing."""
+LABEL_WORDS = {"false": 0.0, "False": 0.0, "FALSE": 0.0, "true": 1.0, "True": 1.0, "TRUE": 1.0}
+TIME_FORMATS = (
+    *("%Y-%m-%d %H:%M:%S%.f", "%Y-%m-%dT%H:%M:%S%.f", "%Y-%m-%dT%H:%M:%S%.fZ"),
+    *("%Y-%m-%dT%H:%M:%S%.f%z", "%Y-%m-%d %H:%M:%S%.f%z"),
+    *("%Y-%m-%d %H:%M", "%Y-%m-%d", "%Y/%m/%d %H:%M:%S", "%Y/%m/%d"),
+)
 
 
 def text_of(column: pl.Expr, dtype: pl.DataType) -> pl.Expr:
@@ -56,12 +62,7 @@ def text_of(column: pl.Expr, dtype: pl.DataType) -> pl.Expr:
 
 
 def other_spellings(text: pl.Expr) -> list[pl.Expr]:
-    """Return other texts for the same values, the likeliest first; null where there is none.
-
-    >>> texts = pl.DataFrame({"text": ["15", "15.0", "TRUE", "red"]})
-    >>> texts.select(pl.coalesce(other_spellings(pl.col("text")))).to_series().to_list()
-    ['15.0', '15', 'true', None]
-    """
+    """Return other texts for the same values, the likeliest first; null where there is none."""
     lower = text.str.to_lowercase()
     is_truth = lower.is_in(TRUTHS)
     return [
@@ -74,31 +75,14 @@ def other_spellings(text: pl.Expr) -> list[pl.Expr]:
 
 
 def one_spelling(texts: pl.Series) -> pl.Series:
-    """Return texts in the one spelling that stands for all of a value.
-
-    >>> one_spelling(pl.Series(["15.0", "True", "red"])).to_list()
-    ['15', 'true', 'red']
-    """
+    """Return texts in the one spelling that represents all spellings of a value."""
     lower = texts.str.to_lowercase()
     whole = texts.str.replace(WHOLE_AS_DECIMAL, "$1")
     return lower.zip_with(lower.is_in(TRUTHS), whole)
 
 
-LOWEST_BIN, HIGHEST_BIN = -1000, 2000
-"""Bounds of log-square bins: everything below -998 shares a bin; no 64-bit number lies above."""
-
-NO_NUMBER = (MISSING - FIRST_VALUE) % (1 << 32)
-"""What stands for a missing value among a growing dictionary's numbers: its code is that of missing."""
-LABEL_WORDS = {"false": 0.0, "False": 0.0, "FALSE": 0.0, "true": 1.0, "True": 1.0, "TRUE": 1.0}
-TIME_FORMATS = (
-    *("%Y-%m-%d %H:%M:%S%.f", "%Y-%m-%dT%H:%M:%S%.f", "%Y-%m-%dT%H:%M:%S%.fZ"),
-    *("%Y-%m-%dT%H:%M:%S%.f%z", "%Y-%m-%d %H:%M:%S%.f%z"),
-    *("%Y-%m-%d %H:%M", "%Y-%m-%d", "%Y/%m/%d %H:%M:%S", "%Y/%m/%d"),
-)
-
-
 class GrowingDictionary:
-    """Values numbered from 0 in the order they come; kept by Polars, in one place for all chunks."""
+    """Numbers values from 0 in the order they appear; Polars keeps them for all chunks."""
 
     def __init__(self) -> None:
         self.dtype = pl.Categorical(pl.Categories.random())
@@ -111,13 +95,13 @@ class GrowingDictionary:
 
 
 @dataclass(frozen=True)
-class Coded:
-    """Some rows as numbers, a line a column."""
+class CodedRows:
+    """Some rows as numbers, one array row per column."""
 
     codes: NDArray[np.int32]
-    """`(slots, rows)`: of every column with codes; of multi-valued ones, each place."""
+    """`(slots, rows)`: every column with codes; a multi-valued one has several slots."""
     numbers: NDArray[np.float64]
-    """`(columns, rows)`: of every column read as a number; not a number where it is missing."""
+    """`(columns, rows)`: every column read as a number; NaN where it is missing."""
     label: NDArray[np.uint8]
     """`(rows,)`; empty where the log has no label."""
     key: NDArray[Any]
@@ -125,7 +109,7 @@ class Coded:
     cut: int = 0
     """Values left out because a row had more than `max_length`."""
     kept: NDArray[np.bool_] | None = None
-    """Which rows of the chunk these are, where some were bad."""
+    """Which rows of the chunk these are, where some were malformed."""
 
     def __len__(self) -> int:
         return int(self.codes.shape[1] if self.codes.size else self.numbers.shape[1])
@@ -133,7 +117,7 @@ class Coded:
 
 @dataclass(frozen=True)
 class _Check:
-    """A reason to refuse a row: the column it lies in, in words, and which rows it is true for."""
+    """A reason to refuse a row: the column, the reason, and the rows it holds for."""
 
     column: str
     reason: str
@@ -142,7 +126,7 @@ class _Check:
 
 @dataclass(frozen=True)
 class _Plan:
-    """What to compute of frames of some types: checks first. Most chunks of a log have the same."""
+    """What to compute from frames of these types, checks first. Most chunks of a log share them."""
 
     types: pl.Schema
     checks: list[_Check]
@@ -152,8 +136,8 @@ class _Plan:
 class RowCoder:
     """Turns chunks of a raw log into numbers.
 
-    `dtypes` has, for each vocabulary, the Polars type that numbers its values: that of a growing
-    dictionary, or an Enum of the final ones.
+    `dtypes` has, for each vocabulary, the Polars type that numbers its values: a growing dictionary, or
+    an Enum of the final values.
     """
 
     def __init__(
@@ -168,31 +152,24 @@ class RowCoder:
         self.with_label, self.with_key = with_label, with_key and bool(schema.split.column)
         self._plan: _Plan | None = None
 
-    def code(self, chunk: RawChunk, bad: BadRows) -> Coded:
+    def code(self, chunk: RawChunk, bad: BadRows) -> CodedRows:
         """Return the good rows of a chunk as numbers."""
         frame = _plain_types(chunk.frame, self.schema.missing)
         if self._plan is None or self._plan.types != frame.schema:
-            self._plan = self._make_plan(frame.schema)
+            _refuse_types(frame.schema, self.schema)
+            checks = list(self._checks(frame.schema))
+            tests = {f"bad:{number}": check.is_bad for number, check in enumerate(checks)}
+            self._plan = _Plan(frame.schema, checks, tests | dict(self._outputs(frame.schema)))
         _refuse_large_floats(frame, self.schema)
         checks = self._plan.checks
         found = frame.lazy().select(**self._plan.expressions).collect()
         keep = _keep_good(found[:, : len(checks)], checks, chunk, bad)
         if keep is not None:
             found = found.filter(pl.Series(keep))
-        return self._coded(found, keep)
-
-    def _make_plan(self, types: pl.Schema) -> "_Plan":
-        _refuse_types(types, self.schema)
-        checks = list(self._checks(types))
-        tests = {f"bad:{number}": check.is_bad for number, check in enumerate(checks)}
-        return _Plan(types, checks, tests | dict(self._outputs(types)))
-
-    def _coded(self, found: pl.DataFrame, keep: NDArray[np.bool_] | None) -> Coded:
-        names = found.columns
-        rows = found.height
+        names, rows = found.columns, found.height
         codes = [_as_codes(found[name]) for name in names if name.startswith("code:")]
         numbers = [found[name].to_numpy() for name in names if name.startswith("number:")]
-        return Coded(
+        return CodedRows(
             codes=np.stack(codes) if codes else np.empty((0, rows), np.int32),
             numbers=np.stack(numbers) if numbers else np.empty((0, rows)),
             label=found["label"].to_numpy() if self.with_label else np.empty(0, np.uint8),
@@ -202,26 +179,28 @@ class RowCoder:
         )
 
     def _checks(self, types: pl.Schema) -> Iterator[_Check]:
-        """Yield each reason to refuse a row."""
+        """Yield each reason to refuse a row. Manifests of prepared logs store these reasons."""
         schema = self.schema
         if self.with_label:
             label = schema.label
             yield _Check(label, "the label is not 0 or 1", _label(label, types[label]).is_null())
         for column in schema.columns:
-            if column.kind == "numeric":
-                name = column.name
-                if types[name].is_integer() or types[name] == pl.Boolean:
-                    continue  # always a number
-                number = _number(name, types[name])
-                is_bad = (number.is_null() & pl.col(name).is_not_null()) | _is_too_large(number)
-                yield _Check(name, f"{name} is not a number", is_bad.fill_null(value=False))
+            name = column.name
+            if column.kind != "numeric" or types[name].is_integer() or types[name] == pl.Boolean:
+                continue
+            number = _number(name, types[name])
+            is_there = pl.col(name).is_not_null()
+            if types[name] == pl.String:
+                is_there &= pl.col(name).str.strip_chars() != ""
+            is_bad = (number.is_null() & is_there) | _is_too_large(number)
+            yield _Check(name, f"{name} is not a number", is_bad.fill_null(value=False))
         if self.with_key and schema.split.kind in ("time", "given"):
             name = schema.split.column
             wanted = "a time" if schema.split.kind == "time" else "train, valid or test"
             yield _Check(name, f"{name} is not {wanted}", self._key(types).is_null())
 
     def _outputs(self, types: pl.Schema) -> Iterator[tuple[str, pl.Expr]]:
-        """Yield everything that a row becomes, in order, by a name that says what it is."""
+        """Yield everything that a row becomes, in order, by a name that tells what it is."""
         for number, column in enumerate(self.schema.columns):
             if column.kind == "numeric" and column.treatment == "log_square":
                 yield f"code:{number}", self._binned(column, types[column.name])
@@ -240,7 +219,7 @@ class RowCoder:
             yield "key", self._key(types)
 
     def _codes(self, column: Column, text: pl.Expr) -> pl.Expr:
-        """Return the codes of one value a row, where a null is missing."""
+        """Return the codes of one value per row; null is missing."""
         if column.buckets is not None:
             return _hashed(text, column.buckets)
         dtype = self.dtypes[column.vocabulary_name]
@@ -253,15 +232,21 @@ class RowCoder:
         return pl.when(text.is_null()).then(MISSING).otherwise(code).cast(pl.Int32)
 
     def _codes_or_numbers(self, column: Column, text: pl.Expr) -> pl.Expr:
-        """Return codes; or the numbers of a growing dictionary, which `_as_codes` makes codes of."""
+        """Return codes; or numbers of a growing dictionary, which `_as_codes` turns into codes."""
         dtype = None if column.buckets is not None else self.dtypes[column.vocabulary_name]
         if dtype is None or isinstance(dtype, pl.Enum):
             return self._codes(column, text)
         return text.cast(dtype, strict=False).to_physical().fill_null(NO_NUMBER)
 
     def _places(self, column: Column, dtype: pl.DataType) -> Iterator[tuple[str, pl.Expr]]:
-        """Yield the codes of each place of a multi-valued column: values first, then padding."""
-        values = _list_of_texts(column, dtype)
+        """Yield the codes of each slot of a multi-valued column: values first, then padding."""
+        values = pl.col(column.name)
+        if isinstance(dtype, pl.List):
+            values = values.list.eval(text_of(pl.element(), dtype.inner))  # type: ignore[arg-type]  # an instance here
+        else:
+            values = text_of(values, dtype).str.split(column.separator)
+        element = pl.element()
+        values = values.list.eval(element.filter(element.is_not_null() & (element != "")))
         present = values.list.len().fill_null(0)
         for place in range(column.max_length):
             code = self._codes(column, values.list.get(place, null_on_oob=True))
@@ -275,13 +260,12 @@ class RowCoder:
         x = self._value(column.name, dtype)
         square = pl.when(x > 2).then(x.log().pow(2)).otherwise(x - 2).floor()
         bins = square.clip(LOWEST_BIN, HIGHEST_BIN)
-        final = self.dtypes[column.vocabulary_name]
-        if isinstance(final, pl.Enum):
+        if isinstance(self.dtypes[column.vocabulary_name], pl.Enum):
             return self._codes(column, bins.cast(pl.Int32, strict=False).cast(pl.String))
         return (bins - LOWEST_BIN + FIRST_VALUE).fill_nan(None).cast(pl.Int32).fill_null(MISSING)
 
     def _value(self, name: str, dtype: pl.DataType) -> pl.Expr:
-        """Return the numbers of a column, null for those that stand for a missing value."""
+        """Return the numbers of a column, null for those that mean a missing value."""
         number = _number(name, dtype)
         missing = [found for found in map(_as_float, self.schema.missing) if found is not None]
         return pl.when(~number.is_in(missing)).then(number) if missing else number
@@ -299,7 +283,7 @@ class RowCoder:
 
 
 def _as_codes(found: pl.Series) -> NDArray[np.int32]:
-    """Return codes: what Polars numbered from 0, in 32 bits without a sign, from the first value on."""
+    """Return codes; unsigned numbers are those of a growing dictionary, from 0."""
     codes: NDArray[np.int32] = found.to_numpy().view(np.int32)
     return codes + np.int32(FIRST_VALUE) if found.dtype == pl.UInt32 else codes
 
@@ -307,7 +291,7 @@ def _as_codes(found: pl.Series) -> NDArray[np.int32]:
 def _keep_good(
     found: pl.DataFrame, checks: Sequence[_Check], chunk: RawChunk, bad: BadRows
 ) -> NDArray[np.bool_] | None:
-    """Hand bad rows over and return which rows are good; None where all are."""
+    """Add malformed rows to `bad` and return which rows are good; None where all are."""
     failed = [(check, flags) for check, flags in zip(checks, found, strict=True) if flags.any()]
     if not failed:
         return None
@@ -316,12 +300,9 @@ def _keep_good(
         keep[row] = False
         check = next(check for check, flags in failed if flags[row])
         value = chunk.frame[check.column][row]
-        bad.add(chunk.locate(row), check.reason, f" (got {_shown(value)})")
+        shown = "nothing" if value is None else repr(shortened(str(value)))
+        bad.add(chunk.locate(row), check.reason, f" (got {shown})")
     return keep
-
-
-def _shown(value: object) -> str:
-    return "nothing" if value is None else repr(shortened(str(value)))
 
 
 def _label(name: str, dtype: pl.DataType) -> pl.Expr:
@@ -348,7 +329,7 @@ def _as_float(text: str) -> float | None:
 
 
 def _is_too_large(number: pl.Expr) -> pl.Expr:
-    """Return where a number is infinite, none, or more than 32 bits hold: its square would overflow."""
+    """Return where a number is infinite, NaN, or too large for 32 bits: its square would overflow."""
     return ~number.cast(pl.Float32, strict=False).is_finite()
 
 
@@ -367,19 +348,8 @@ def _seconds(name: str, dtype: pl.DataType) -> pl.Expr:
     return pl.coalesce(number, *(time.to_physical().cast(pl.Float64) / 1e6 for time in times))
 
 
-def _list_of_texts(column: Column, dtype: pl.DataType) -> pl.Expr:
-    """Return the values of a multi-valued column without empty ones."""
-    values = pl.col(column.name)
-    if isinstance(dtype, pl.List):
-        values = values.list.eval(text_of(pl.element(), dtype.inner))  # type: ignore[arg-type]  # an instance here
-    else:
-        values = text_of(values, dtype).str.split(column.separator)
-    element = pl.element()
-    return values.list.eval(element.filter(element.is_not_null() & (element != "")))
-
-
 def _hashed(text: pl.Expr, buckets: int) -> pl.Expr:
-    """Return the bucket of each value: CRC-32 of its UTF-8 bytes in one spelling, everywhere the same."""
+    """Return the bucket of each value: CRC-32 of its UTF-8 bytes in one spelling."""
 
     def hash_series(series: pl.Series) -> pl.Series:
         distinct = series.drop_nulls().unique()
@@ -392,14 +362,11 @@ def _hashed(text: pl.Expr, buckets: int) -> pl.Expr:
 
 
 def _plain_types(frame: pl.DataFrame, missing: Sequence[str]) -> pl.DataFrame:
-    """Return categories as the texts they stand for, arrays of equal length as lists, and null for
-    numbers whose text stands for a missing value.
-    """
+    """Return categories as texts, arrays as lists, and null for numbers that mean a missing value."""
     special = (pl.Categorical, pl.Enum, pl.Array)
     if not missing and not any(isinstance(dtype, special) for dtype in frame.dtypes):
         return frame
-    texts = pl.selectors.categorical() | pl.selectors.enum()
-    text = texts.cast(pl.String)
+    text = (pl.selectors.categorical() | pl.selectors.enum()).cast(pl.String)
     arrays = [name for name, dtype in frame.schema.items() if isinstance(dtype, pl.Array)]
     numbers = [
         pl.when(~text_of(pl.col(name), dtype).is_in(missing)).then(pl.col(name))
@@ -412,35 +379,32 @@ def _plain_types(frame: pl.DataFrame, missing: Sequence[str]) -> pl.DataFrame:
 
 
 def _refuse_types(types: pl.Schema, schema: LogSchema) -> None:
-    """Raise for a column whose type cannot be what the schema says."""
+    """Raise for a column whose type does not fit the schema."""
     label = types.get(schema.label, pl.String())
     if label.is_nested() or label.is_temporal() or label == pl.Binary:
         raise DataError(f"the label {schema.label!r} holds {label}; it must be 0 or 1")
     for column in schema.columns:
         if column.name not in types or column.kind in ("time", "ignored"):
             continue
-        dtype = types[column.name]
+        name, dtype = column.name, types[column.name]
         is_list = isinstance(dtype, pl.List)
         if isinstance(dtype, pl.List) and dtype.inner.is_nested():
             raise DataError(
-                f"the column {column.name!r} holds lists of {dtype.inner}; lists of values are read"
+                f"the column {name!r} holds lists of {dtype.inner}; only lists of values are read"
             )
         if column.kind == "multi" and not is_list and not column.separator:
             raise DataError(
-                f"the column {column.name!r} is multi-valued and holds {dtype}: "
-                "give the separator between its values, or lists"
+                f"the column {name!r} is multi-valued and holds {dtype}: give the separator between "
+                "its values, or lists"
             )
-        if is_list != (column.kind == "multi" and is_list) or dtype in (pl.Object, pl.Binary):
-            raise DataError(
-                f"the column {column.name!r} holds {dtype}, which cannot be {column.kind}"
-            )
+        if (is_list and column.kind != "multi") or dtype in (pl.Object, pl.Binary):
+            raise DataError(f"the column {name!r} holds {dtype}, which cannot be {column.kind}")
 
 
 def _refuse_large_floats(frame: pl.DataFrame, schema: LogSchema) -> None:
-    """Raise for ids as floats that are too large to be told apart."""
-    types = frame.schema
+    """Raise for ids stored as floats that are too large to tell apart."""
     for column in schema.columns:
-        if column.kind == "categorical" and (dtype := types[column.name]).is_float():
+        if column.kind == "categorical" and (dtype := frame.schema[column.name]).is_float():
             largest = frame[column.name].abs().max()
             exact = 1 << 24 if dtype == pl.Float32 else MAX_EXACT
             if isinstance(largest, float) and largest > exact:

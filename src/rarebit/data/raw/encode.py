@@ -1,170 +1,83 @@
-"""Reading ahead: the next rows are read while these are encoded.
+"""Encode a raw log into a folder that trains: one reading, then passes over integers, bounded memory.
 
-What `rarebit data show` tells of a prepared log, from the counts of its values.
-
-From a raw log to a folder that trains, in one reading and bounded memory.
-
-    read     chunks of rows ─► codes of a growing dictionary ─► spilled to disk      all of the log, once
+    read     chunks of rows -> codes of a growing dictionary -> spilled to disk     the whole log, once
     split    train, valid, test
-    count    codes of the training rows ─► vocabularies: which value has which id
-    write    codes ─► ids, the rows of each part side by side ─► ids.npy
+    count    codes of the training rows -> vocabularies: which value has which id
+    write    codes -> ids, the rows of each part next to each other -> ids.npy
 
-Reading a text is the slow part, so it is done once; what follows are passes over integers.
+Parsing text is the slow part, so it happens once. Ids do not depend on how the log was cut into chunks:
+the most frequent value comes first, values of equal count are ordered by their text.
 """
 
 import os
+import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, BinaryIO, TypeVar
 
 import numpy as np
 import polars as pl
 from numpy.typing import NDArray
 
-from rarebit.data.log_schema import SPLIT_NAMES, Column, LogSchema
-from rarebit.data.prepare import Progress, no_progress
+from rarebit.data.counter_random import random_bits, stream_key
+from rarebit.data.dataset import Dataset
+from rarebit.data.log_schema import SPLIT_NAMES, Column, LogSchema, Split
 from rarebit.data.prepared import (
     BAD_ROWS,
     ENCODER,
     SCHEMA,
     ArrayWriter,
+    DataStatistics,
+    FieldStatistics,
+    Progress,
     new_folder,
+    no_progress,
+    value_statistics,
     write_manifest,
 )
-from rarebit.data.raw.coding import LOWEST_BIN, GrowingDictionary, RowCoder
-from rarebit.data.raw.encoder import Encoder, Finisher
-from rarebit.data.raw.passes import (
-    NumberSummary,
-    Spill,
-    Vocabulary,
-    add_counts,
-    count_codes,
-    make_vocabulary,
-    slot_columns,
-    split_rows,
-    summarise_numbers,
-)
+from rarebit.data.raw.coding import LOWEST_BIN, CodedRows, GrowingDictionary, RowCoder
+from rarebit.data.raw.encoder import Finisher, LogEncoder, encoder_of
+from rarebit.data.raw.infer import SAMPLE_ROWS, infer_schema
+from rarebit.data.raw.readers import read_frame
 from rarebit.data.raw.rows import BadRows, RawChunk
-from rarebit.data.schema import FIRST_VALUE, MISSING, PADDING, UNKNOWN, Field
-from rarebit.data.statistics import DataStatistics, FieldStatistics, value_statistics
-from rarebit.errors import DataError
+from rarebit.data.schema import FIRST_VALUE, MISSING, PADDING, UNKNOWN
+from rarebit.errors import DataError, SettingsError
 
-__all__ = ["Origin", "describe", "encode_log", "one_ahead"]
+__all__ = [
+    "LogOrigin",
+    "add_counts",
+    "as_polars",
+    "encode_frame",
+    "encode_log",
+    "make_vocabulary",
+    "split_rows",
+]
 
 T = TypeVar("T")
-
-
-def one_ahead(items: Iterable[T]) -> Iterator[T]:
-    """Yield items in order, each while a thread makes the next one.
-
-    >>> list(one_ahead(range(3)))
-    [0, 1, 2]
-    """
-    iterator, end = iter(items), object()
-    with ThreadPoolExecutor(max_workers=1) as thread:
-        following = thread.submit(next, iterator, end)
-        while (item := following.result()) is not end:
-            following = thread.submit(next, iterator, end)
-            yield item  # type: ignore[misc]  # not the end, so an item
-
-
 Counts = Mapping[str, NDArray[np.int64]]
+"""How often each code or id of each column occurs, `(3, n)`: in train, valid and test."""
 
-
-def describe(
-    encoder: Encoder,
-    codes: Counts,
-    ids: Counts,
-    *,
-    missing: Mapping[str, int],
-    parts: NDArray[np.uint8],
-    label: NDArray[np.uint8],
-    bad_rows: int,
-) -> DataStatistics:
-    """Describe a log: `codes` and `ids` count raw and encoded values by column, `(3, n)` each.
-
-    `missing` counts the rows without a number, for columns that have no ids.
-    """
-    rows = np.bincount(parts, minlength=3)
-    positives = np.bincount(parts, weights=label, minlength=3)
-    return DataStatistics(
-        rows=tuple(rows.tolist()),
-        label_rates=tuple((positives / np.maximum(rows, 1)).tolist()),
-        bad_rows=bad_rows,
-        fields=tuple(
-            _numeric(field.name, missing[field.name] / len(parts))
-            if field.kind == "numeric"
-            else _with_table(
-                field,
-                encoder.kind_of(field.name),
-                codes[field.name],
-                ids[field.name],
-                len(parts),
-            )
-            for field in encoder.fields.fields
-        ),
-    )
-
-
-def _numeric(name: str, missing_share: float) -> FieldStatistics:
-    return FieldStatistics(
-        name=name,
-        kind="numeric",
-        rows=0,
-        missing_share=missing_share,
-        unknown_shares=(0.0, 0.0, 0.0),
-        **value_statistics(np.zeros(0, np.int64)),
-    )
-
-
-def _with_table(
-    field: Field,
-    kind: str,
-    codes: NDArray[np.int64],
-    ids: NDArray[np.int64],
-    log_rows: int,
-) -> FieldStatistics:
-    values = ids.sum(axis=1) - ids[:, PADDING]
-    return FieldStatistics(
-        name=field.name,
-        kind=kind,
-        rows=field.rows,
-        missing_share=int(ids[:, MISSING].sum()) / log_rows,  # once a row, multi-valued or not
-        unknown_shares=tuple((ids[:, UNKNOWN] / np.maximum(values, 1)).tolist()),
-        **value_statistics(codes[:, FIRST_VALUE:].sum(axis=0)),
-    )
+BLOCK = 1 << 20
+"""Random numbers drawn at once."""
+QUANTILE_ROWS = 1_000_000
+"""About how many training rows the edges of quantile bins are computed from, at most."""
+SUMMED_AT_ONCE = 1 << 16
+"""Numbers summed at once: the same ones however the log was cut into chunks."""
+SMALLEST_SPREAD = 1e-12
+"""Of the mean: a smaller spread is the rounding of numbers that are all the same."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Origin:
+class LogOrigin:
     """Where a log came from, for the manifest."""
 
     name: str
-    """The file, or the name of a well-known set."""
+    """The file, or the name of a well-known data set."""
     notes: Callable[[], Sequence[str]] = tuple
-    """What whoever uses the data should know; asked when all rows are read."""
-
-
-@dataclass
-class _Reading:
-    """What one reading of the log left: codes on disk, the rest in memory, a few bytes a row."""
-
-    spill: Spill
-    dictionaries: Mapping[str, GrowingDictionary]
-    labels: list[NDArray[np.uint8]] = field(default_factory=list)
-    keys: list[NDArray[Any]] = field(default_factory=list)
-    cut: int = 0
-
-    @property
-    def label(self) -> NDArray[np.uint8]:
-        return np.concatenate(self.labels)
-
-    @property
-    def key(self) -> NDArray[Any]:
-        return np.concatenate(self.keys)
+    """Returns what users of the data should know; called after all rows are read."""
 
 
 def encode_log(
@@ -172,20 +85,17 @@ def encode_log(
     schema: LogSchema,
     out: str | os.PathLike[str],
     *,
-    origin: Origin,
+    origin: LogOrigin,
     bad: BadRows | None = None,
     overwrite: bool = False,
     progress: Progress = no_progress,
 ) -> None:
-    """Encode the chunks of a raw log into a folder.
-
-    `bad` is what the chunks' reader hands its own bad rows to.
-    """
+    """Encode the chunks of a raw log into a folder; the reader adds malformed rows to the same `bad`."""
     bad = bad or BadRows()
     with new_folder(Path(out), overwrite=overwrite) as folder:
         if bad.keep == "aside":
             bad.file = folder / BAD_ROWS
-        with closing(Spill(folder)) as spill:
+        with closing(_Spill(folder)) as spill:
             reading = _read(chunks, schema, spill, bad)
             bad.close()
             bad.raise_if_any()
@@ -196,18 +106,145 @@ def encode_log(
             _write(folder, reading, schema, bad=bad, origin=origin, progress=progress)
 
 
-def _read(chunks: Iterable[RawChunk], schema: LogSchema, spill: Spill, bad: BadRows) -> _Reading:
+def encode_frame(
+    frame: Any,
+    label: str | None = None,
+    *,
+    schema: LogSchema | None = None,
+    split: Split | None = None,
+    like: Dataset | None = None,
+) -> Dataset:
+    """Encode raw rows in memory, with a new vocabulary or with that of another data set."""
+    rows = as_polars(frame)
+    if like is not None:
+        if schema is not None or split is not None:
+            raise SettingsError("rows like another data set's have its schema and are not split")
+        return _encode_like(rows, encoder_of(like))
+    if schema is None:
+        if label is None:
+            raise SettingsError("which column is the label? Give label=, or a schema")
+        schema = infer_schema(rows.head(SAMPLE_ROWS), label, split=split).schema
+    elif split is not None:
+        schema = schema.with_split(split)
+    with tempfile.TemporaryDirectory() as folder:
+        place = Path(folder) / "data"
+        chunks = read_frame(rows, schema.columns_read, missing=schema.missing)
+        encode_log(chunks, schema, place, origin=LogOrigin(name="a frame"))
+        return Dataset.open(place).in_memory(LogEncoder.open(place / ENCODER))
+
+
+def _encode_like(rows: pl.DataFrame, encoder: LogEncoder) -> Dataset:
+    bad = BadRows()
+    with_label = encoder.schema.label in rows.columns
+    columns = encoder.columns_read(with_label=with_label)
+    encoded = [
+        encoder.encode(chunk, bad, with_label=with_label)
+        for chunk in read_frame(rows, columns, missing=encoder.schema.missing)
+    ]
+    bad.raise_if_any()
+    return Dataset(
+        encoder.fields,
+        np.concatenate([part.ids for part in encoded]),
+        np.concatenate([part.numeric for part in encoded]),
+        np.concatenate([part.label for part in encoded]) if with_label else None,
+    )
+
+
+def as_polars(frame: Any) -> pl.DataFrame:
+    """Return a Polars, pandas or PyArrow frame, or a mapping of arrays, as a Polars frame."""
+    if isinstance(frame, pl.LazyFrame):
+        frame = frame.collect()
+    if isinstance(frame, pl.DataFrame):
+        return frame.fill_nan(None)
+    try:
+        if isinstance(frame, Mapping):
+            return pl.DataFrame(dict(frame)).fill_nan(None)
+        if type(frame).__module__.partition(".")[0] in ("pandas", "pyarrow"):
+            return pl.DataFrame(frame, nan_to_null=True)
+    except (pl.exceptions.PolarsError, TypeError, ValueError, ImportError) as error:
+        raise DataError(f"the frame cannot be read: {error}") from None
+    raise DataError(
+        f"expected a Polars or pandas frame, or a mapping of arrays, got {type(frame).__name__}"
+    )
+
+
+class _Spill:
+    """Codes and numbers of all rows, in two files of a folder.
+
+    Plain reads and writes: a memory map of gigabytes would count as memory of the process.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.codes: BinaryIO = (folder / "codes.spill").open("w+b")
+        self.numbers: BinaryIO = (folder / "numbers.spill").open("w+b")
+        self.sizes: list[int] = []
+        self.slots = self.columns = 0
+        self.highest: NDArray[np.int32] = np.zeros(0, np.int32)
+        """The highest code of each slot."""
+
+    def __len__(self) -> int:
+        return sum(self.sizes)
+
+    def append(self, rows: CodedRows) -> None:
+        """Write some rows."""
+        if len(rows) == 0:
+            return
+        self.slots, self.columns = len(rows.codes), len(rows.numbers)
+        self.codes.write(np.ascontiguousarray(rows.codes).data)
+        self.numbers.write(np.ascontiguousarray(rows.numbers).data)
+        self.sizes.append(len(rows))
+        highest = rows.codes.max(axis=1, initial=0)
+        self.highest = np.maximum(self.highest, highest) if len(self.highest) else highest
+
+    def chunks(self) -> Iterator[tuple[slice, CodedRows]]:
+        """Yield which rows a chunk has, and its codes and numbers."""
+        self.codes.seek(0)
+        self.numbers.seek(0)
+        start, nothing = 0, np.empty(0)
+        for rows in self.sizes:
+            codes = np.frombuffer(self.codes.read(4 * self.slots * rows), np.int32)
+            numbers = np.frombuffer(self.numbers.read(8 * self.columns * rows))
+            coded = CodedRows(
+                codes.reshape(self.slots, rows),
+                numbers.reshape(self.columns, rows),
+                nothing.astype(np.uint8),
+                nothing,
+            )
+            yield slice(start, start + rows), coded
+            start += rows
+
+    def close(self) -> None:
+        """Close and remove the files."""
+        for file in (self.codes, self.numbers):
+            file.close()
+            Path(str(file.name)).unlink(missing_ok=True)
+
+
+@dataclass
+class _Reading:
+    """The result of reading the log: codes on disk, the rest in memory, a few bytes per row."""
+
+    spill: _Spill
+    dictionaries: Mapping[str, GrowingDictionary]
+    labels: list[NDArray[np.uint8]] = field(default_factory=list)
+    keys: list[NDArray[Any]] = field(default_factory=list)
+    cut: int = 0
+
+
+def _read(chunks: Iterable[RawChunk], schema: LogSchema, spill: _Spill, bad: BadRows) -> _Reading:
     dictionaries = {name: GrowingDictionary() for name in schema.vocabularies}
     reading = _Reading(spill, dictionaries)
     coder = RowCoder(schema, {name: found.dtype for name, found in dictionaries.items()})
-    # rows set aside are written in the order they are met, which a second thread would leave to chance
-    for chunk in chunks if bad.keep == "aside" else one_ahead(chunks):
+    # skipped rows are written in the order they are found, which a second thread would leave to chance
+    for chunk in chunks if bad.keep == "aside" else _one_ahead(chunks):
         coded = coder.code(chunk, bad)
         if bad.stops:
-            continue  # nothing will come of it, but the bad rows are counted to the end
+            continue  # the result is an error, but malformed rows are counted to the end
         key = coded.key
         if schema.split.kind == "given" and not schema.split.column:
-            key = np.full(len(coded), _part_of(chunk), np.uint8)
+            if chunk.part not in SPLIT_NAMES:
+                raise DataError("the files are split, but one is not for train, valid or test")
+            key = np.full(len(coded), SPLIT_NAMES.index(chunk.part), np.uint8)
         spill.append(coded)
         reading.labels.append(coded.label)
         reading.keys.append(key)
@@ -215,12 +252,14 @@ def _read(chunks: Iterable[RawChunk], schema: LogSchema, spill: Spill, bad: BadR
     return reading
 
 
-def _part_of(chunk: RawChunk) -> int:
-    if chunk.part not in SPLIT_NAMES:
-        raise DataError(
-            "the split is given by the files, but a file was not said to be for train, valid or test"
-        )
-    return SPLIT_NAMES.index(chunk.part)
+def _one_ahead(items: Iterable[T]) -> Iterator[T]:
+    """Yield items in order, each while a thread makes the next one."""
+    iterator, end = iter(items), object()
+    with ThreadPoolExecutor(max_workers=1) as thread:
+        following = thread.submit(next, iterator, end)
+        while (item := following.result()) is not end:
+            following = thread.submit(next, iterator, end)
+            yield item  # type: ignore[misc]  # not the end, so an item
 
 
 def _write(
@@ -229,35 +268,39 @@ def _write(
     schema: LogSchema,
     *,
     bad: BadRows,
-    origin: Origin,
+    origin: LogOrigin,
     progress: Progress,
 ) -> None:
-    spill, label = reading.spill, reading.label
-    parts = split_rows(schema.split, len(spill), reading.key)
-    codes = count_codes(spill, parts, schema, _sizes(schema, reading), progress)
+    spill, label = reading.spill, np.concatenate(reading.labels)
+    parts = split_rows(schema.split, len(spill), np.concatenate(reading.keys))
+    codes = _count_codes(spill, parts, schema, progress)
     columns = [column for column in schema.columns if column.is_number]
-    numbers = dict(zip(columns, summarise_numbers(spill, parts, columns), strict=True))
+    numbers = dict(zip(columns, _summarise_numbers(spill, parts, columns), strict=True))
     encoder, ids_of = _make_encoder(schema, reading, codes, numbers)
-    lookups = [ids_of[column.name] for column in slot_columns(schema)]
+    lookups = [ids_of[column.name] for column in _slot_columns(schema)]
     finisher = Finisher(schema, lookups, encoder.scales, encoder.edges)
     binned = _write_arrays(folder, spill, finisher, parts=parts, label=label, progress=progress)
-    ids = binned | {
-        name: _count_ids(ids_of[name], counted, encoder.fields[name].rows)
-        for name, counted in codes.items()
-    }
-    np.save(folder / "counts.npy", _training_counts(encoder, ids))
+    ids = dict(binned)
+    for name, counted in codes.items():
+        size = encoder.fields[name].rows
+        found = [np.bincount(ids_of[name], weights=part, minlength=size) for part in counted]
+        ids[name] = np.stack(found).astype(np.int64)
+    train_counts = [ids[table.name][0].copy() for table in encoder.fields.table_fields]
+    for count in train_counts:
+        count[PADDING] = 0
+    np.save(folder / "counts.npy", np.concatenate([np.zeros(0, np.int64), *train_counts]))
     encoder.save(folder / ENCODER)
     (folder / SCHEMA).write_text(schema.to_toml(), encoding="utf-8")
     rows_read = len(spill) + bad.count
     spill.close()
-    statistics = describe(
-        encoder,
-        codes | binned,
-        ids,
-        missing={column.name: found.missing for column, found in numbers.items()},
-        parts=parts,
-        label=label,
+    missing = {column.name: found.missing for column, found in numbers.items()}
+    rows = np.bincount(parts, minlength=3)
+    positives = np.bincount(parts, weights=label, minlength=3)
+    statistics = DataStatistics(
+        rows=tuple(rows.tolist()),
+        label_rates=tuple((positives / np.maximum(rows, 1)).tolist()),
         bad_rows=bad.count,
+        fields=tuple(_describe(encoder, codes | binned, ids, missing, len(parts))),
     )
     write_manifest(
         folder,
@@ -274,80 +317,245 @@ def _write(
     )
 
 
-def _training_counts(encoder: Encoder, ids: Mapping[str, NDArray[np.int64]]) -> NDArray[np.int64]:
-    """Return how often each id of each field occurs in training, field after field; padding never."""
-    counts = [ids[field.name][0].copy() for field in encoder.fields.table_fields]
-    for count in counts:
-        count[PADDING] = 0
-    return np.concatenate(counts) if counts else np.zeros(0, np.int64)
+def split_rows(split: Split, num_rows: int, key: NDArray[Any]) -> NDArray[np.uint8]:
+    """Return the part of each row: 0 train, 1 valid, 2 test. `key` has what the split goes by.
+
+    Every split but a given one is by rank: rows with the smallest keys are for training, the next for
+    validation, the last for testing. The key is a random number, the row's position, its time, or a
+    random number of its user.
+    """
+    if split.kind == "given":
+        parts = key.astype(np.uint8)
+    elif split.kind == "user":
+        # numbered as they appear: codes of a vocabulary shared with other columns depend on chunks
+        _, first, of_row = np.unique(key, return_index=True, return_inverse=True)
+        of_user = _by_rank(_random_keys(split.seed, len(first)), split.shares)
+        parts = of_user[np.argsort(np.argsort(first))][of_row]
+    elif split.kind == "time":
+        parts = _by_rank(key, split.shares)
+    elif split.kind == "order":
+        parts = _by_rank(np.arange(num_rows), split.shares)
+    else:
+        parts = _by_rank(_random_keys(split.seed, num_rows), split.shares)
+    shares = (1.0, 0.0, 0.0) if split.kind == "given" else split.shares
+    for name, count, share in zip(
+        SPLIT_NAMES, np.bincount(parts, minlength=3), shares, strict=True
+    ):
+        if share > 0 and count == 0:
+            raise DataError(
+                f"the split leaves no row for {name}: {len(parts):,} rows are too few for "
+                f"kind={split.kind!r} with shares {split.shares}"
+            )
+    return parts
 
 
-def _count_ids(ids: NDArray[np.int32], counts: NDArray[np.int64], rows: int) -> NDArray[np.int64]:
-    """Return how often each id occurs in each part, from how often each code does."""
-    found = [np.bincount(ids, weights=part, minlength=rows) for part in counts]
-    return np.stack(found).astype(np.int64)
+def _random_keys(seed: int, num_rows: int) -> NDArray[np.uint32]:
+    """Return 32 random bits per row, drawn in blocks: 64 at once would be the peak of the memory."""
+    keys = np.empty(num_rows, np.uint32)
+    stream = stream_key(seed, "split")
+    for start in range(0, num_rows, BLOCK):
+        stop = min(start + BLOCK, num_rows)
+        bits = random_bits(stream, np.arange(start, stop, dtype=np.uint64))
+        keys[start:stop] = bits >> np.uint64(32)
+    return keys
 
 
-def _sizes(schema: LogSchema, reading: _Reading) -> dict[str, int]:
-    """Return how many codes each column has."""
-    highest: dict[str, int] = {}
-    slots = slot_columns(schema)
-    for column, code in zip(slots, reading.spill.highest.tolist(), strict=True):
+def _by_rank(keys: NDArray[Any], shares: tuple[float, ...]) -> NDArray[np.uint8]:
+    first, second = round(len(keys) * shares[0]), round(len(keys) * (shares[0] + shares[1]))
+    parts = np.full(len(keys), 2, np.uint8)
+    parts[_smallest(keys, second)] = 1
+    parts[_smallest(keys, first)] = 0
+    return parts
+
+
+def _smallest(keys: NDArray[Any], k: int) -> NDArray[np.bool_]:
+    """Return which rows have the k smallest keys; of equal ones, the first rows."""
+    if k in (0, len(keys)):
+        return np.full(len(keys), k > 0)
+    bound = np.partition(keys, k - 1)[k - 1]
+    chosen: NDArray[np.bool_] = keys < bound
+    equal = np.flatnonzero(keys == bound)
+    chosen[equal[: k - int(chosen.sum())]] = True
+    return chosen
+
+
+def _slot_columns(schema: LogSchema) -> list[Column]:
+    """Return the column of each slot with codes, in order."""
+    return [
+        column
+        for column in schema.columns
+        if column.has_ids and not column.is_number
+        for _ in range(column.max_length)
+    ]
+
+
+def _count_codes(
+    spill: _Spill, parts: NDArray[np.uint8], schema: LogSchema, progress: Progress
+) -> dict[str, NDArray[np.int64]]:
+    """Return how often each code of each column occurs in each part."""
+    slots = _slot_columns(schema)
+    sizes: dict[str, int] = {}
+    for column, code in zip(slots, spill.highest.tolist(), strict=True):
         name = column.vocabulary_name
         if column.buckets is None:
-            highest[name] = max(highest.get(name, 0), code + 1)
-    return {
-        column.name: highest[column.vocabulary_name]
-        if column.buckets is None
-        else FIRST_VALUE + column.buckets
-        for column in slots
-    }
+            sizes[name] = max(sizes.get(name, 0), code + 1)
+    counts = {}
+    for column in slots:
+        hashed = None if column.buckets is None else FIRST_VALUE + column.buckets
+        counts[column.name] = np.zeros((3, hashed or sizes[column.vocabulary_name]), np.int64)
+    for rows, coded in spill.chunks():
+        rows_of = [np.flatnonzero(parts[rows] == part) for part in range(3)]
+        for column, codes in zip(slots, coded.codes, strict=True):
+            for part, chosen in enumerate(rows_of):
+                add_counts(counts[column.name][part], codes.take(chosen))
+        progress("counting", rows.stop, len(spill))
+    return counts
+
+
+def add_counts(counts: NDArray[np.int64], codes: NDArray[np.int32]) -> None:
+    """Add how often each code occurs to the counts."""
+    if len(counts) < 4 * len(codes):
+        counts += np.bincount(codes, minlength=len(counts))
+    else:
+        np.add.at(counts, codes, 1)  # no array as long as a large vocabulary for every chunk
+
+
+class _NumberSummary:
+    """A numeric column in the training rows: mean, spread and quantiles.
+
+    Mean and variance come from merging blocks (Chan et al., 1979), quantiles from a sample.
+    """
+
+    def __init__(self, column: Column, train_rows: int) -> None:
+        self.column = column
+        self.count, self.mean, self._squares = 0, 0.0, 0.0
+        self.missing = 0
+        """Rows of all parts without a number."""
+        self._lowest, self._waiting = np.inf, np.empty(0)
+        self._sample: list[NDArray[np.float64]] = []
+        self._threshold = min(1.0, QUANTILE_ROWS / max(train_rows, 1))
+        self._stream = stream_key(0, "quantiles", column.name)
+
+    def add(self, rows: NDArray[np.int64], numbers: NDArray[np.float64]) -> None:
+        """Add the numbers of some training rows."""
+        present = ~np.isnan(numbers)
+        rows, numbers = rows[present], numbers[present]
+        self._lowest = min(self._lowest, float(numbers.min(initial=np.inf)))
+        self._waiting = np.concatenate([self._waiting, numbers])
+        while len(self._waiting) >= SUMMED_AT_ONCE:
+            self._merge(self._waiting[:SUMMED_AT_ONCE])
+            self._waiting = self._waiting[SUMMED_AT_ONCE:]
+        if self.column.treatment == "quantile":
+            bits = random_bits(self._stream, rows.astype(np.uint64)) >> np.uint64(11)
+            self._sample.append(numbers[bits < self._threshold * 2.0**53])
+
+    def _merge(self, numbers: NDArray[np.float64]) -> None:
+        count, mean = len(numbers), float(numbers.mean())
+        total, delta = self.count + count, mean - self.mean
+        self._squares += float(((numbers - mean) ** 2).sum())
+        self._squares += delta**2 * self.count * count / total
+        self.mean += delta * count / total
+        self.count = total
+
+    def finish(self) -> None:
+        """Add the last numbers."""
+        if len(self._waiting):
+            self._merge(self._waiting)
+            self._waiting = np.empty(0)
+
+    @property
+    def std(self) -> float:
+        """The standard deviation; 1 where all numbers are the same."""
+        std = float(np.sqrt(self._squares / self.count)) if self.count else 0.0
+        return 1.0 if std <= SMALLEST_SPREAD * abs(self.mean) else std
+
+    def edges(self) -> tuple[float, ...]:
+        """Return distinct edges between bins of equally many rows; no bin is empty."""
+        sample = np.concatenate([np.empty(0), *self._sample])
+        if not len(sample):
+            return ()
+        inner = np.arange(1, self.column.bins) / self.column.bins
+        found = np.unique(np.quantile(sample, inner, method="inverted_cdf"))
+        # nothing lies below the smallest value: a bin there would have an id that is never trained
+        return tuple(found[found > self._lowest].tolist())
+
+
+def _summarise_numbers(
+    spill: _Spill, parts: NDArray[np.uint8], columns: list[Column]
+) -> list[_NumberSummary]:
+    summaries = [_NumberSummary(column, int((parts == 0).sum())) for column in columns]
+    for rows, coded in spill.chunks():
+        train = np.flatnonzero(parts[rows] == 0)
+        for summary, numbers in zip(summaries, coded.numbers, strict=True):
+            summary.missing += int(np.isnan(numbers).sum())
+            summary.add(train + rows.start, numbers.take(train))
+    for summary in summaries:
+        summary.finish()
+    return summaries
+
+
+def make_vocabulary(
+    counts: NDArray[np.int64],
+    texts: Callable[[NDArray[np.int64]], pl.Series],
+    *,
+    min_count: int = 1,
+    unknown_share: float = 0.0,
+    stream: str = "",
+    seed: int = 0,
+) -> tuple[pl.Series, NDArray[np.int32]]:
+    """Return the values in the order of their ids, and the id of each code; `texts` gives a code's value.
+
+    Every value counted at least `min_count` times gets an id. Where that is once, a random share of the
+    values counted once stays unknown, at least one of them.
+    """
+    codes = np.flatnonzero(counts >= max(min_count, 1))
+    kept = pl.DataFrame({"value": texts(codes), "count": counts[codes], "code": codes})
+    kept = kept.sort("count", "value", descending=[True, False])
+    if min_count == 1 and unknown_share > 0:
+        singles = int((kept["count"] == 1).sum())  # they are last
+        key = stream_key(seed, "unknown", stream)
+        order = np.argsort(random_bits(key, np.arange(singles, dtype=np.uint64)), kind="stable")
+        keep = np.ones(kept.height, dtype=bool)
+        keep[kept.height - singles + order[: int(np.ceil(singles * unknown_share))]] = False
+        kept = kept.filter(pl.Series(keep))
+    ids = np.full(FIRST_VALUE + len(counts), UNKNOWN, np.int32)
+    ids[:FIRST_VALUE] = np.arange(FIRST_VALUE)
+    ids[FIRST_VALUE + kept["code"].to_numpy()] = FIRST_VALUE + np.arange(kept.height)
+    return kept["value"].rechunk(), ids
 
 
 def _make_encoder(
     schema: LogSchema,
     reading: _Reading,
-    codes: Mapping[str, NDArray[np.int64]],
-    numbers: Mapping[Column, NumberSummary],
-) -> tuple[Encoder, dict[str, NDArray[np.int32]]]:
+    codes: Counts,
+    numbers: Mapping[Column, _NumberSummary],
+) -> tuple[LogEncoder, dict[str, NDArray[np.int32]]]:
     """Return the encoder, and for each column with codes the id of every code."""
-    vocabularies = {
-        name: _vocabulary(schema, name, reading, [codes[column.name] for column in columns])
-        for name, columns in schema.vocabularies.items()
-    }
-    encoder = Encoder(
+    values, ids_of = {}, {}
+    for name, columns in schema.vocabularies.items():
+        counts: NDArray[np.int64] = np.sum([codes[column.name] for column in columns], axis=0)
+        is_binned = columns[0].kind == "numeric"
+        values[name], ids_of[name] = make_vocabulary(
+            (counts.sum(axis=0) if schema.counts == "all" else counts[0])[FIRST_VALUE:],
+            _bin_texts if is_binned else reading.dictionaries[name].texts,
+            min_count=columns[0].min_count,
+            unknown_share=schema.unknown_share,
+            stream=name,
+            seed=schema.split.seed,
+        )
+    encoder = LogEncoder(
         schema=schema,
-        values={name: found.values for name, found in vocabularies.items()},
-        scales={
-            column.name: (found.mean, found.std)
-            for column, found in numbers.items()
-            if not column.has_ids
-        },
-        edges={column.name: found.quantiles for column, found in numbers.items() if column.has_ids},
+        values=values,
+        scales={c.name: (found.mean, found.std) for c, found in numbers.items() if not c.has_ids},
+        edges={c.name: found.edges() for c, found in numbers.items() if c.has_ids},
     )
     ids = {
-        column.name: np.arange(FIRST_VALUE + column.buckets, dtype=np.int32)
-        if column.buckets is not None
-        else vocabularies[column.vocabulary_name].ids
-        for column in slot_columns(schema)
+        column.name: ids_of[column.vocabulary_name]
+        if column.buckets is None
+        else np.arange(FIRST_VALUE + column.buckets, dtype=np.int32)
+        for column in _slot_columns(schema)
     }
     return encoder, ids
-
-
-def _vocabulary(
-    schema: LogSchema, name: str, reading: _Reading, codes: Sequence[NDArray[np.int64]]
-) -> Vocabulary:
-    """Make the vocabulary of the columns whose codes these counts are of."""
-    counts = np.sum(codes, axis=0)
-    column = schema.vocabularies[name][0]
-    return make_vocabulary(
-        (counts.sum(axis=0) if schema.counts == "all" else counts[0])[FIRST_VALUE:],
-        _bin_texts if column.kind == "numeric" else reading.dictionaries[name].texts,
-        min_count=column.min_count,
-        unknown_share=schema.unknown_share,
-        stream=name,
-        seed=schema.split.seed,
-    )
 
 
 def _bin_texts(codes: NDArray[np.int64]) -> pl.Series:
@@ -356,7 +564,7 @@ def _bin_texts(codes: NDArray[np.int64]) -> pl.Series:
 
 def _write_arrays(
     folder: Path,
-    spill: Spill,
+    spill: _Spill,
     finisher: Finisher,
     *,
     parts: NDArray[np.uint8],
@@ -365,17 +573,16 @@ def _write_arrays(
 ) -> dict[str, NDArray[np.int64]]:
     """Write ids, numbers and labels: the rows of a chunk go to the next places of their parts.
 
-    Return how often each id of each column of quantile bins occurs: only now are they known.
+    Return how often each id of each column of quantile bins occurs, which is only known now.
     """
     rows = len(spill)
     sizes = np.bincount(parts, minlength=3).tolist()
     places = [0, sizes[0], sizes[0] + sizes[1]]
     binned = finisher.empty_bin_counts()
+    ids_file, numeric_file = folder / "ids.npy", folder / "numeric.npy"
     with (
-        closing(ArrayWriter(folder / "ids.npy", (rows, finisher.num_slots), np.int32)) as to_ids,
-        closing(
-            ArrayWriter(folder / "numeric.npy", (rows, finisher.num_numbers), np.float32)
-        ) as to_numeric,
+        closing(ArrayWriter(ids_file, (rows, finisher.num_slots), np.int32)) as to_ids,
+        closing(ArrayWriter(numeric_file, (rows, finisher.num_numbers), np.float32)) as to_numeric,
         closing(ArrayWriter(folder / "label.npy", (rows,), np.uint8)) as to_label,
     ):
         for which, coded in spill.chunks():
@@ -391,3 +598,25 @@ def _write_arrays(
                     add_counts(binned[name][part], part_ids[:, slot])
             progress("writing", which.stop, rows)
     return binned
+
+
+def _describe(
+    encoder: LogEncoder, codes: Counts, ids: Counts, missing: Mapping[str, int], num_rows: int
+) -> Iterator[FieldStatistics]:
+    """Yield the statistics of each field from the counts of its raw values and of its ids."""
+    for table in encoder.fields.fields:
+        raw, unknown = np.zeros(0, np.int64), (0.0, 0.0, 0.0)
+        no_value = missing.get(table.name, 0)
+        if table.kind != "numeric":
+            raw, found = codes[table.name][:, FIRST_VALUE:].sum(axis=0), ids[table.name]
+            num_values = found.sum(axis=1) - found[:, PADDING]
+            unknown = tuple((found[:, UNKNOWN] / np.maximum(num_values, 1)).tolist())
+            no_value = int(found[:, MISSING].sum())  # once per row, multi-valued or not
+        yield FieldStatistics(
+            name=table.name,
+            kind=encoder.kind_of(table.name),
+            rows=table.rows,
+            missing_share=no_value / num_rows,
+            unknown_shares=unknown,
+            **value_statistics(raw),
+        )

@@ -1,8 +1,6 @@
-"""The last step from raw rows to ids and numbers: the same when a log is prepared and when it is scored.
+"""The encoder of a log: what turns raw rows into ids and numbers, as when the log was prepared.
 
-What turns raw rows into ids, as it was when a log was prepared: schema, vocabularies, scales.
-
-A prepared folder has it, and so has every model trained on one: new raw rows can be scored.
+A prepared folder has it, and so has every model trained on one, so that new raw rows can be scored.
 
     encoder/encoder.json          the schema, the scales of numbers, the edges of bins
     encoder/values-000.parquet    the values of a vocabulary, in the order of their ids
@@ -22,19 +20,22 @@ from numpy.typing import NDArray
 
 from rarebit.data.log_schema import Column, LogSchema
 from rarebit.data.prepared import StoredEncoder
-from rarebit.data.raw.coding import Coded, RowCoder
-from rarebit.data.raw.passes import digest
+from rarebit.data.raw.coding import CodedRows, RowCoder
 from rarebit.data.raw.rows import BadRows, RawChunk
 from rarebit.data.schema import FIRST_VALUE, MISSING, UNKNOWN, Field, Schema
 from rarebit.errors import DataError
 
-__all__ = ["EncodedRows", "Encoder", "Finisher", "encoder_of", "unknown_values"]
+__all__ = ["EncodedRows", "Finisher", "LogEncoder", "encoder_of", "unknown_values"]
 
+FORMAT = 1
+DESCRIPTION = "encoder.json"
 LARGEST = float(np.finfo(np.float32).max)
+PIECE = 1 << 20
+"""Values hashed at once."""
 
 
 class Finisher:
-    """Makes ids and numbers, row by row as a batch takes them, of coded columns.
+    """Turns coded columns into rows of ids and numbers: the last step of preparing and of scoring.
 
     `ids` has, for each slot with codes, the id of each code; None where codes are ids already.
     """
@@ -49,44 +50,40 @@ class Finisher:
         self.schema, self.ids, self.scales, self.edges = schema, ids, scales, edges
         self.num_slots = sum(column.max_length for column in schema.id_columns)
         self.num_numbers = len(schema.number_columns)
-        self.bin_slots = self._find_bin_slots()
+        self.bin_slots: dict[str, int] = {}
+        """The slot of each column of quantile bins."""
+        start = 0
+        for column in schema.id_columns:
+            if column.is_number:
+                self.bin_slots[column.name] = start
+            start += column.max_length
 
-    def __call__(self, coded: Coded) -> tuple[NDArray[np.int32], NDArray[np.float32]]:
+    def __call__(self, coded: CodedRows) -> tuple[NDArray[np.int32], NDArray[np.float32]]:
         """Return ids `(rows, slots)` and numbers `(rows, columns)`."""
         ids = np.empty((len(coded), self.num_slots), np.int32)
         for slot, found in enumerate(self._slots(coded)):
             ids[:, slot] = found
         numeric = np.empty((len(coded), self.num_numbers), np.float32)
-        for place, (name, number) in enumerate(self._numbers(coded)):
+        columns = [column for column in self.schema.columns if column.is_number]
+        numbers = zip(columns, coded.numbers, strict=True)
+        standardised = [(column.name, found) for column, found in numbers if not column.has_ids]
+        for place, (name, number) in enumerate(standardised):
             numeric[:, place] = _standardised(number, *self.scales[name])
         return ids, numeric
 
-    def _slots(self, coded: Coded) -> Iterator[NDArray[np.int32]]:
+    def _slots(self, coded: CodedRows) -> Iterator[NDArray[np.int32]]:
         codes, numbers = iter(enumerate(coded.codes)), iter(coded.numbers)
         for column in self.schema.columns:
             if column.is_number:
                 number = next(numbers)
                 if column.treatment == "quantile":
-                    yield _binned(number, self.edges[column.name])
+                    edges = np.asarray(self.edges[column.name])
+                    bins = FIRST_VALUE + np.searchsorted(edges, number, side="right")
+                    yield np.where(np.isnan(number), MISSING, bins).astype(np.int32)
             elif column.has_ids:
                 for _ in range(column.max_length):
                     slot, found = next(codes)
                     yield found if self.ids is None else self.ids[slot].take(found)
-
-    def _numbers(self, coded: Coded) -> Iterator[tuple[str, NDArray[np.float64]]]:
-        columns = [column for column in self.schema.columns if column.is_number]
-        for column, number in zip(columns, coded.numbers, strict=True):
-            if not column.has_ids:
-                yield column.name, number
-
-    def _find_bin_slots(self) -> dict[str, int]:
-        """Return the slot of each column of quantile bins."""
-        slots, start = {}, 0
-        for column in self.schema.id_columns:
-            if column.is_number:
-                slots[column.name] = start
-            start += column.max_length
-        return slots
 
     def empty_bin_counts(self) -> dict[str, NDArray[np.int64]]:
         """Return zeros to count the ids of each column of quantile bins, `(3, ids)`."""
@@ -97,20 +94,11 @@ class Finisher:
 
 
 def _standardised(number: NDArray[np.float64], mean: float, std: float) -> NDArray[np.float64]:
-    """Return numbers that 32 bits hold: one far outside of the training rows must not be infinite."""
+    """Return standardised numbers that fit 32 bits, however far they are from the training rows."""
     with np.errstate(over="ignore"):
         scaled = (number - mean) / std
     scaled[np.isnan(number)] = 0.0  # missing: the mean
     return np.clip(scaled, -LARGEST, LARGEST, out=scaled)
-
-
-def _binned(number: NDArray[np.float64], edges: tuple[float, ...]) -> NDArray[np.int32]:
-    bins = FIRST_VALUE + np.searchsorted(np.asarray(edges), number, side="right")
-    return np.where(np.isnan(number), MISSING, bins).astype(np.int32)
-
-
-FORMAT = 1
-DESCRIPTION = "encoder.json"
 
 
 @dataclass(frozen=True)
@@ -122,11 +110,11 @@ class EncodedRows:
     label: NDArray[np.uint8]
     """Empty where the rows have no label."""
     kept: NDArray[np.bool_] | None = None
-    """Which of the raw rows these are, where some were bad."""
+    """Which of the raw rows these are, where some were malformed."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Encoder:
+class LogEncoder:
     """Turns raw rows into ids and numbers, and back."""
 
     schema: LogSchema
@@ -135,31 +123,31 @@ class Encoder:
     scales: Mapping[str, tuple[float, float]] = field(default_factory=dict)
     """For each standardised column, mean and standard deviation of its training rows."""
     edges: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
-    """For each column of quantile bins, where one bin ends and the next begins."""
+    """For each column of quantile bins, the edges between bins."""
 
     @cached_property
     def fields(self) -> Schema:
         """The schema that a model is built with."""
-        return Schema(
-            tuple(
-                self._field(column)
-                for column in self.schema.columns
-                if column.has_ids or column.kind == "numeric"
-            ),
-            encoder=self,
-        )
+        columns = self.schema.columns
+        used = [column for column in columns if column.has_ids or column.kind == "numeric"]
+        return Schema(tuple(map(self._field, used)), encoder=self)
 
     def _field(self, column: Column) -> Field:
-        mark = self._mark(column)
+        # a checksum of everything that decides which id a value of the column gets
+        parts: list[Any] = [column.kind, column.treatment, column.buckets, column.separator]
+        parts += [self.schema.missing, self.scales.get(column.name), self.edges.get(column.name)]
+        if column.vocabulary_name in self.values and column.has_ids:
+            parts.append(self._digests[column.vocabulary_name])
+        vocabulary = hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:16]
         if not column.has_ids:
-            return Field(name=column.name, kind="numeric", vocabulary=mark)
+            return Field(name=column.name, kind="numeric", vocabulary=vocabulary)
         return Field(
             name=column.name,
             kind="multi" if column.kind == "multi" else "categorical",
-            rows=FIRST_VALUE + self.num_values(column),
+            rows=FIRST_VALUE + self._num_values(column),
             max_length=column.max_length,
             pooling=column.pooling,
-            vocabulary=mark,
+            vocabulary=vocabulary,
         )
 
     def kind_of(self, name: str) -> str:
@@ -167,7 +155,7 @@ class Encoder:
         column = self.schema[name]
         return "binned" if column.kind == "numeric" and column.has_ids else column.kind
 
-    def num_values(self, column: Column) -> int:
+    def _num_values(self, column: Column) -> int:
         """Return how many ids a column has for real values."""
         if column.buckets is not None:
             return column.buckets
@@ -175,36 +163,25 @@ class Encoder:
             return len(self.edges[column.name]) + 1
         return len(self.values[column.vocabulary_name])
 
-    def _mark(self, column: Column) -> str:
-        """Return a checksum of all that decides which id a value of the column gets."""
-        parts: list[Any] = [column.kind, column.treatment, column.buckets, column.separator]
-        parts += [self.schema.missing, self.scales.get(column.name), self.edges.get(column.name)]
-        if column.vocabulary_name in self.values and column.has_ids:
-            parts.append(self._digests[column.vocabulary_name])
-        return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:16]
-
     @cached_property
     def _digests(self) -> dict[str, str]:
-        return {name: digest(values) for name, values in self.values.items()}
+        return {name: _digest(values) for name, values in self.values.items()}
 
     def columns_read(self, *, with_label: bool) -> list[str]:
         """Return the columns that raw rows need, with or without the label."""
-        names = [name for name in self.schema.columns_read if name in self._used]
+        used = {found.name for found in self.fields.fields}
+        names = [name for name in self.schema.columns_read if name in used]
         return [self.schema.label, *names] if with_label else names
 
-    @cached_property
-    def _used(self) -> frozenset[str]:
-        return frozenset(found.name for found in self.fields.fields)
-
     def encode(self, chunk: RawChunk, bad: BadRows, *, with_label: bool = False) -> EncodedRows:
-        """Return raw rows as ids and numbers; bad rows are left out and handed over."""
+        """Return raw rows as ids and numbers, without malformed rows, which go to `bad`."""
         coded = self._coders[with_label].code(chunk, bad)
         ids, numeric = Finisher(self.schema, None, self.scales, self.edges)(coded)
         return EncodedRows(ids, numeric, coded.label, coded.kept)
 
     @cached_property
     def _coders(self) -> tuple[RowCoder, RowCoder]:
-        """What codes rows without and with a label, kept: it plans once for all chunks of a log."""
+        """The coders of rows without and with a label, kept: they plan once for all chunks of a log."""
         enums = {name: pl.Enum(values) for name, values in self.values.items()}
         without, with_ = (
             RowCoder(self.schema, enums, with_label=label, with_key=False)
@@ -213,33 +190,32 @@ class Encoder:
         return without, with_
 
     def decode(self, ids: NDArray[np.int32]) -> pl.DataFrame:
-        """Return the raw values of ids `(rows, slots)`: null where missing, "<unknown>" for those
-        without an id, the number of the bucket or bin where a column is hashed or cut by quantiles.
+        """Return the raw values of ids `(rows, slots)`.
+
+        Null where missing, "<unknown>" for the unknown id, and the number of the bucket or bin where a
+        column is hashed or cut by quantiles.
         """
         columns: dict[str, pl.Series] = {}
         for column in self.schema.id_columns:
             slots = self.fields.slots[column.name]
             texts = [self._texts(column, ids[:, slot]) for slot in range(slots.start, slots.stop)]
             if column.kind == "multi":
-                columns[column.name] = pl.select(
-                    pl.concat_list(texts).list.drop_nulls()
-                ).to_series()
+                listed = pl.select(pl.concat_list(texts).list.drop_nulls())
+                columns[column.name] = listed.to_series()
             else:
                 columns[column.name] = texts[0]
         return pl.DataFrame(columns)
 
     def _texts(self, column: Column, ids: NDArray[np.int32]) -> pl.Series:
         if column.vocabulary_name in self.values and column.buckets is None:
-            values = self.values[column.vocabulary_name]
+            values = self.values[column.vocabulary_name].cast(pl.String)
         else:
-            values = pl.Series([str(number) for number in range(self.num_values(column))])
-        texts = pl.concat(
-            [pl.Series([None, "<unknown>", None], dtype=pl.String), values.cast(pl.String)]
-        )
-        return texts.gather(pl.Series(ids))
+            values = pl.Series([str(number) for number in range(self._num_values(column))])
+        special = pl.Series([None, "<unknown>", None], dtype=pl.String)
+        return pl.concat([special, values]).gather(pl.Series(ids))
 
     def save(self, folder: Path) -> None:
-        """Write it to a folder, which must not exist."""
+        """Write it to a new folder."""
         folder.mkdir(parents=True)
         files = {}
         for number, (name, values) in enumerate(self.values.items()):
@@ -257,7 +233,7 @@ class Encoder:
         (folder / DESCRIPTION).write_text(text, encoding="utf-8")
 
     @classmethod
-    def open(cls, folder: Path) -> "Encoder":
+    def open(cls, folder: Path) -> "LogEncoder":
         """Read it back from a folder."""
         try:
             description = json.loads((folder / DESCRIPTION).read_text(encoding="utf-8"))
@@ -290,28 +266,39 @@ class Encoder:
         return encoder
 
 
-class HasSchema(Protocol):
-    """A data set or a model."""
-
-    schema: Schema
-
-
-def encoder_of(thing: HasSchema) -> Encoder:
-    """Return what turned raw rows into the ids of a data set or a model, read from disk if need be."""
-    encoder = thing.schema.encoder
-    if isinstance(encoder, StoredEncoder):
-        encoder = encoder.load()
-    if not isinstance(encoder, Encoder):
-        raise DataError("the data set was not encoded from raw rows, so its values are not known")
-    return encoder
-
-
 def _check_format(folder: Path, version: int) -> None:
     if version > FORMAT:
         raise DataError(
             f"{str(folder)!r} was written in format {version}; this version reads up to {FORMAT}: "
             "upgrade it"
         )
+
+
+class HasSchema(Protocol):
+    """A data set or a model."""
+
+    schema: Schema
+
+
+def encoder_of(thing: HasSchema) -> LogEncoder:
+    """Return the encoder of a data set or a model, read from disk if need be."""
+    encoder = thing.schema.encoder
+    if isinstance(encoder, StoredEncoder):
+        encoder = LogEncoder.open(encoder.folder)
+    if not isinstance(encoder, LogEncoder):
+        raise DataError("the data set was not encoded from raw rows, so its values are not known")
+    return encoder
+
+
+def _digest(values: pl.Series) -> str:
+    """Return a checksum of values and their order."""
+    found = hashlib.sha256()
+    texts = values.cast(pl.String)
+    for start in range(0, len(texts), PIECE):
+        piece = texts.slice(start, PIECE)
+        found.update(piece.str.len_bytes().to_numpy().astype("<u4").tobytes())
+        found.update(piece.str.join("").item().encode())
+    return found.hexdigest()
 
 
 def unknown_values(schema: Schema, ids: NDArray[np.int32]) -> dict[str, int]:

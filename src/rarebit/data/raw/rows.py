@@ -1,7 +1,4 @@
-"""Rows of a raw log on their way: a frame of some rows, and where each of them came from.
-
-Rows of a raw log that cannot be read: counted, kept in a file, or a reason to stop. Never lost.
-"""
+"""Rows of a raw log and where each came from; malformed rows are counted, and stop or go to a file."""
 
 import json
 from collections import Counter
@@ -20,19 +17,20 @@ from rarebit.errors import DataError
 
 __all__ = ["BadRows", "Place", "RawChunk", "shortened"]
 
+MOST_CHARACTERS = 120
+WAITING_CHARACTERS = 1 << 20
+
 
 @dataclass(frozen=True)
 class Place:
-    """Where a row of a raw log is, and what stands there."""
+    """Where a row of a raw log is, and its text."""
 
     file: str
-    """The file's name, or "" for data that is in memory."""
+    """The file's name, or "" for data in memory."""
     number: int
-    """Its line in a text file or its row in any other, from 1."""
+    """Its line in a text file, or its row in any other, from 1."""
     text: str
-    """What stands there, in full."""
-    unit: str = "line"
-    """What is counted: "line" or "row"."""
+    unit: Literal["line", "row"] = "line"
 
 
 @dataclass(frozen=True)
@@ -44,11 +42,11 @@ class RawChunk:
 
     frame: pl.DataFrame
     locate: Callable[[int], Place]
-    """Where a row of the frame is; only asked for bad rows, so it may be slow."""
+    """Returns the place of a row of the frame; only called for malformed rows, so it may be slow."""
     part: str = ""
-    """Which split the file is for, where the files say so: train, valid or test."""
+    """The split the file is for, where the files are split already: train, valid or test."""
     number_rows: Callable[[], NDArray[np.int64]] | None = None
-    """The number of every row's place at once, where that is quicker than one by one."""
+    """Returns the numbers of all places at once, where that is faster than one by one."""
 
     def numbers(self) -> NDArray[np.int64]:
         """Return the number of every row's place in its file."""
@@ -58,64 +56,51 @@ class RawChunk:
         return np.array([self.locate(row).number for row in rows], dtype=np.int64)
 
 
-MOST_CHARACTERS = 120
-WAITING_CHARACTERS = 1 << 20
-
-
 class BadRows:
-    """The bad rows of one reading.
+    """The malformed rows of one reading.
 
-    With `keep="stop"` they are counted to the end of the log, and `raise_if_any` then says what the
-    first was. With `keep="aside"` each goes to a file, with its place and the reason, as a line of
-    JSON. Lines are written many at a time: the file is complete after `close`, or after a `with`.
+    With `keep="stop"` they are counted to the end of the log, and `raise_if_any` reports the first.
+    With `keep="aside"` they are skipped and written to a file: one line of JSON per row, with its
+    place, the reason and its text. The file is complete after `close`, or after a `with`.
     """
 
     def __init__(self, keep: Literal["stop", "aside"] = "stop", file: Path | None = None) -> None:
         self.keep, self.file = keep, file
         self.reasons: Counter[str] = Counter()
         self.first: tuple[Place, str] | None = None
-        self._lock = Lock()
+        self._lock = Lock()  # one thread reads rows while another checks their values
         self._waiting: list[str] = []
         self._waiting_characters = 0
 
     @property
     def count(self) -> int:
-        """How many there were."""
+        """The number of malformed rows so far."""
         return self.reasons.total()
 
     @property
     def stops(self) -> bool:
-        """Whether reading only goes on to count: the result will be an error."""
+        """Whether the result is an error already, and reading only continues to count."""
         return self.keep == "stop" and self.first is not None
 
     def add(self, place: Place, reason: str, detail: str = "") -> None:
-        """Take a row: the reason is the same for all rows of its kind, the detail is this row's."""
-        with self._lock:  # rows may be read and checked by two threads
-            self._add(place, reason, detail)
-
-    def _add(self, place: Place, reason: str, detail: str) -> None:
-        self.reasons[reason] += 1
-        # of one block, rows without structure come before rows with a wrong value
-        if self.first is None or _stands_before(place, self.first[0]):
-            self.first = (place, f"{reason}{detail}")
-        if self.keep == "aside" and self.file is not None:
-            line = {
-                "file": place.file,
-                place.unit: place.number,
-                "reason": f"{reason}{detail}",
-                "text": place.text,
-            }
-            self._wait(json.dumps(line, ensure_ascii=False) + "\n")
-
-    def _wait(self, line: str) -> None:
-        """Keep a line until there are enough to write."""
-        self._waiting.append(line)
-        self._waiting_characters += len(line)
-        if self._waiting_characters >= WAITING_CHARACTERS:
-            self.close()
+        """Add a row: all rows of a kind share the reason, the detail is this row's."""
+        with self._lock:
+            self.reasons[reason] += 1
+            # within a block, rows without structure come before rows with a wrong value
+            known = self.first[0] if self.first else None
+            if known is None or (place.file == known.file and place.number < known.number):
+                self.first = (place, f"{reason}{detail}")
+            if self.keep != "aside" or self.file is None:
+                return
+            found = {"file": place.file, place.unit: place.number}
+            found |= {"reason": f"{reason}{detail}", "text": place.text}
+            self._waiting.append(json.dumps(found, ensure_ascii=False) + "\n")
+            self._waiting_characters += len(self._waiting[-1])
+            if self._waiting_characters >= WAITING_CHARACTERS:
+                self.close()
 
     def close(self) -> None:
-        """Write what still waits. More rows may follow: they are added to the file."""
+        """Write rows to the file. More rows may follow."""
         if self.file is not None and self._waiting:
             with self.file.open("a", encoding="utf-8", errors="backslashreplace") as file:
                 file.writelines(self._waiting)
@@ -133,36 +118,25 @@ class BadRows:
         self.close()
 
     def raise_if_any(self) -> None:
-        """Raise where a bad row is a reason to stop."""
+        """Raise for the first malformed row, unless they are skipped."""
         if not self.stops or self.first is None:
             return
         place, reason = self.first
-        where = (
-            f"{place.file}, {place.unit} {place.number:,}"
-            if place.file
-            else f"row {place.number:,}"
-        )
-        rest = f" {self.count:,} bad rows in all: {self.summary()}." if self.count > 1 else ""
+        where = f"{place.file}, {place.unit}" if place.file else "row"
+        more = f" {self.count:,} malformed rows in total: {self.summary()}."
+        rest = more if self.count > 1 else ""
         raise DataError(
-            f"{where}: {reason}: {shortened(place.text)!r}.{rest} Mend the file, or set bad rows "
-            "aside in a file of their own (--bad-rows aside)"
+            f"{where} {place.number:,}: {reason}: {shortened(place.text)!r}.{rest} Fix the file, or "
+            "skip malformed rows and write them to a file (--bad-rows aside)"
         )
 
     def summary(self) -> str:
-        """Return how many there were of each kind, the most frequent first."""
+        """Return how many rows there are of each kind, the most frequent first."""
         return ", ".join(f"{count:,} x {reason}" for reason, count in self.reasons.most_common())
 
 
-def _stands_before(place: Place, other: Place) -> bool:
-    return place.file == other.file and place.number < other.number
-
-
 def shortened(text: str) -> str:
-    """Return a text for people: its beginning, and how long it is, where it is long.
-
-    >>> shortened("x" * 500)[-21:]
-    'x... (500 characters)'
-    """
+    """Return the beginning of a long text, and its length."""
     if len(text) <= MOST_CHARACTERS:
         return text
     return f"{text[:MOST_CHARACTERS]}... ({len(text):,} characters)"

@@ -1,12 +1,9 @@
-"""One well-known data set, one short file. The file's name is the set's name; machinery starts with `_`.
+"""Well-known data sets. A source reads the files as their publisher offers them; it downloads nothing."""
 
-A source reads the files as their publisher gives them. It downloads nothing.
-"""
-
+import importlib
 from typing import TYPE_CHECKING
 
 from rarebit.errors import SettingsError
-from rarebit.registry import find_class, offered
 from rarebit.settings import suggest
 
 if TYPE_CHECKING:
@@ -14,21 +11,28 @@ if TYPE_CHECKING:
 
 __all__ = ["find_source", "source_names"]
 
+SOURCES = {
+    "avazu": "avazu.Avazu",
+    "book-crossing": "book_crossing.BookCrossing",
+    "criteo": "criteo.Criteo",
+    "criteo-80k": "criteo.Criteo80k",
+    "frappe": "frappe.Frappe",
+    "ml-1m": "ml_1m.ML1M",
+    "ml-1m-ids": "ml_1m.ML1MWithIds",
+}
+"""File and class by name: listing the names must not import Polars."""
+
 
 def source_names() -> list[str]:
-    """Return the names of all sets: the files of this folder.
-
-    >>> source_names()
-    ['avazu', 'book-crossing', 'criteo', 'criteo-80k', 'frappe', 'ml-1m', 'ml-1m-ids']
-    """
-    return [name.replace("_", "-") for name in offered(__path__)]
+    """Return the names of all data sets."""
+    return sorted(SOURCES)
 
 
 def find_source(name: str) -> "Source":
-    """Return a set by its name; reading it needs Polars, naming it does not."""
-    from rarebit.data.sources._base import Source
-
-    if name.replace("_", "-") not in source_names():
+    """Return a data set by its name."""
+    known = name.replace("_", "-")
+    if known not in SOURCES:
         raise SettingsError(f"unknown source {name!r}{suggest(name, source_names())}")
-    found = find_class(__name__, name, Source, what="source")  # type: ignore[type-abstract]  # its files' classes are whole
-    return found()
+    file, _, kind = SOURCES[known].partition(".")
+    found: Source = getattr(importlib.import_module(f"{__name__}.{file}"), kind)()
+    return found

@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import ClassVar, Literal
 
 from rarebit.data.log_schema import Column, LogSchema, TextFormat
-from rarebit.data.raw.readers import read_raw
+from rarebit.data.raw.readers import FileProgress, read_raw
 from rarebit.data.raw.rows import BadRows, RawChunk
-from rarebit.data.sources._base import Progress, Source
+from rarebit.data.sources._base import Source
 
 __all__ = ["Avazu"]
 
@@ -46,7 +46,7 @@ class Avazu(Source):
     }
 
     def rows(
-        self, folder: Path, bad: BadRows, progress: Progress | None = None
+        self, folder: Path, bad: BadRows, progress: FileProgress | None = None
     ) -> Iterator[RawChunk]:
         """Yield the ads; `folder` may be the file itself."""
         path = self.only_file(folder, ("train.csv", "train.gz", "train.csv.*", "train"))

@@ -12,15 +12,16 @@ publishers, 26,111 locations), which are over all 1,149,780 ratings, those of 0 
 """
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import ClassVar
 
 import polars as pl
 
 from rarebit.data.log_schema import Column, LogSchema, TextFormat
-from rarebit.data.raw.readers import read_raw
+from rarebit.data.raw.readers import FileProgress, read_raw
 from rarebit.data.raw.rows import BadRows, RawChunk
-from rarebit.data.sources._base import FileFacts, Progress, Source, keep, read_table, set_aside
+from rarebit.data.sources._base import FileFacts, Source, keep, read_table, skip_wrong
 
 __all__ = ["BookCrossing"]
 
@@ -53,7 +54,7 @@ class BookCrossing(Source):
     }
 
     def rows(
-        self, folder: Path, bad: BadRows, progress: Progress | None = None
+        self, folder: Path, bad: BadRows, progress: FileProgress | None = None
     ) -> Iterator[RawChunk]:
         """Yield the explicit ratings."""
         self.in_files = FileFacts("ratings, those of 0 among them", FIELDS)
@@ -61,13 +62,13 @@ class BookCrossing(Source):
             self.in_files.add(chunk.frame)
             explicit = keep(chunk, chunk.frame["rating"] > 0)
             label = (pl.col("rating") >= 8).cast(pl.UInt8).alias("label")
-            yield RawChunk(explicit.frame.select(label, *FIELDS), explicit.locate, explicit.part)
+            yield replace(explicit, frame=explicit.frame.select(label, *FIELDS))
 
 
 def all_ratings(
-    paths: list[Path], bad: BadRows, progress: Progress | None = None
+    paths: list[Path], bad: BadRows, progress: FileProgress | None = None
 ) -> Iterator[RawChunk]:
-    """Yield all ratings, 0 to 10, with what is known of the book and the user."""
+    """Yield all ratings, 0 to 10, with the columns of the book and the user."""
     ratings, books, users = paths
     known_books = read_table(_named(books, BOOKS, bad), "isbn", bad)
     known_users = read_table(_named(users, USERS, bad), "user", bad)
@@ -76,16 +77,13 @@ def all_ratings(
         frame = frame.join(known_books, on="isbn", how="left", maintain_order="left")
         frame = frame.join(known_users, on="user", how="left", maintain_order="left")
         right = frame["rating"].is_between(0, 10)
-        yield set_aside(
-            RawChunk(frame, chunk.locate, chunk.part), right, bad, "not a rating from 0 to 10"
-        )
+        yield skip_wrong(replace(chunk, frame=frame), right, bad, "not a rating from 0 to 10")
 
 
 def _named(
-    path: Path, names: dict[str, str], bad: BadRows, progress: Progress | None = None
+    path: Path, names: dict[str, str], bad: BadRows, progress: FileProgress | None = None
 ) -> Iterator[RawChunk]:
-    missing = ("NULL",)
     for chunk in read_raw(
-        path, tuple(names), bad, format=SEMICOLONS, missing=missing, progress=progress
+        path, tuple(names), bad, format=SEMICOLONS, missing=("NULL",), progress=progress
     ):
-        yield RawChunk(chunk.frame.rename(names), chunk.locate, chunk.part)
+        yield replace(chunk, frame=chunk.frame.rename(names))

@@ -16,14 +16,18 @@ from typing import ClassVar
 
 import numpy as np
 import polars as pl
+from numpy.typing import NDArray
 
+from rarebit.data.counter_random import random_bits, stream_key
 from rarebit.data.log_schema import Column, LogSchema, Split, TextFormat
-from rarebit.data.raw.readers import read_raw
+from rarebit.data.raw.readers import FileProgress, read_raw
 from rarebit.data.raw.rows import BadRows, Place, RawChunk
-from rarebit.data.sources._base import FileFacts, Progress, Source, negatives, set_aside
+from rarebit.data.sources._base import FileFacts, Source, skip_wrong
+from rarebit.errors import DataError
 
-__all__ = ["Frappe"]
+__all__ = ["Frappe", "draw_unused"]
 
+Indices = NDArray[np.int64]
 NEGATIVES = 2
 SITUATION = ("daytime", "weekday", "isweekend", "homework", "cost", "weather", "country", "city")
 FIELDS = ("user", "item", *SITUATION)
@@ -60,22 +64,20 @@ class Frappe(Source):
     """Draws the negatives."""
 
     def rows(
-        self, folder: Path, bad: BadRows, progress: Progress | None = None
+        self, folder: Path, bad: BadRows, progress: FileProgress | None = None
     ) -> Iterator[RawChunk]:
         """Yield each use followed by its negatives."""
         path = self.only_file(folder, self.files)
         tabs = TextFormat(separator="\t", quote="")
-        chunks = [
-            set_aside(
-                chunk, _all_known(chunk.frame, ("user", "item")), bad, "a use without user or item"
-            )
-            for chunk in read_raw(path, FIELDS, bad, format=tabs, progress=progress)
-        ]
+        chunks = []
+        for chunk in read_raw(path, FIELDS, bad, format=tabs, progress=progress):
+            known = chunk.frame["user"].is_not_null() & chunk.frame["item"].is_not_null()
+            chunks.append(skip_wrong(chunk, known, bad, "a use without user or item"))
         uses = pl.concat([chunk.frame for chunk in chunks])
         self.in_files = FileFacts("uses", FIELDS)
         self.in_files.add(uses)
         apps = uses.select("item", "cost").unique("item", keep="first", maintain_order=True)
-        drawn = negatives(uses["user"], uses["item"], apps["item"], NEGATIVES, self.seed)
+        drawn = _negatives(uses["user"], uses["item"], apps["item"], NEGATIVES, self.seed)
         first = 0
         for chunk in chunks:
             last = first + chunk.frame.height
@@ -101,5 +103,43 @@ def _with_negatives(chunk: RawChunk, apps: pl.DataFrame) -> RawChunk:
     return RawChunk(frame.select(label, *FIELDS), locate, chunk.part)
 
 
-def _all_known(frame: pl.DataFrame, names: tuple[str, ...]) -> pl.Series:
-    return frame.select(pl.all_horizontal(pl.col(names).is_not_null())).to_series()
+def _negatives(
+    users: pl.Series, items: pl.Series, all_items: pl.Series, draws: int, seed: int
+) -> Indices:
+    """Return the items drawn for each use, `(uses, draws)`, as positions in the list of all items."""
+    names = users.unique(maintain_order=True)
+    rows = _positions(users, names)
+    used = np.zeros((names.len(), all_items.len()), dtype=np.bool_)
+    used[rows, _positions(items, all_items)] = True
+    used_all = used.all(axis=1)
+    if used_all.any():
+        raise DataError(
+            f"user {names[int(used_all.argmax())]!r} used all {all_items.len():,} items of the log, "
+            "so no negative can be drawn; use the whole log, not a small part of it"
+        )
+    return draw_unused(rows, used, draws, seed)
+
+
+def _positions(values: pl.Series, known: pl.Series) -> Indices:
+    """Return where each value is in a list of distinct values that has them all."""
+    where = pl.DataFrame({"value": known}).with_row_index("position")
+    found = pl.DataFrame({"value": values}).join(where, on="value", maintain_order="left")
+    return found["position"].cast(pl.Int64).to_numpy()
+
+
+def draw_unused(users: Indices, used: NDArray[np.bool_], draws: int, seed: int) -> Indices:
+    """Return `draws` items per row, uniform over the items that its user has not used.
+
+    `used` has a row per user and a column per item. A draw depends on the seed and its position only:
+    those that hit a used item are drawn again, all at once, until none is left.
+    """
+    places = np.arange(users.size * draws, dtype=np.uint64)
+    owners = np.repeat(users, draws)
+    drawn = np.empty(places.size, dtype=np.int64)
+    open_places, attempt = places, 0
+    while open_places.size:
+        bits = random_bits(stream_key(seed, "negative", attempt), open_places)
+        drawn[open_places] = bits % np.uint64(used.shape[1])
+        refused = used[owners[open_places], drawn[open_places]]
+        open_places, attempt = open_places[refused], attempt + 1
+    return drawn.reshape(users.size, draws)

@@ -9,24 +9,25 @@ The files are latin-1 with `::` between values.
 """
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import ClassVar
 
 import polars as pl
 
 from rarebit.data.log_schema import Column, LogSchema
+from rarebit.data.raw.readers import FileProgress
 from rarebit.data.raw.rows import BadRows, RawChunk
 from rarebit.data.sources._base import (
     FileFacts,
-    Progress,
     Source,
     keep,
     read_table,
-    set_aside,
+    skip_wrong,
     split_lines,
 )
 
-__all__ = ["ML1M"]
+__all__ = ["ML1M", "ML1MWithIds"]
 
 FIELDS = ("time", "gender", "age", "occupation", "zip", "year", "genres")
 COLUMNS = tuple(Column(name=name) for name in FIELDS)
@@ -48,12 +49,16 @@ class ML1M(Source):
     }
 
     def rows(
-        self, folder: Path, bad: BadRows, progress: Progress | None = None
+        self, folder: Path, bad: BadRows, progress: FileProgress | None = None
     ) -> Iterator[RawChunk]:
         """Yield the ratings with what is known of the user and the film."""
         ratings, users, movies = self.paths(folder)
-        known_users = _users(users, bad)
-        known_movies = _movies(movies, bad)
+        of_user = ("user", "gender", "age", "occupation", "zip")
+        known_users = read_table(split_lines(users, of_user, bad), "user", bad)
+        of_movie = ("movie", "title", "genres")
+        known_movies = read_table(split_lines(movies, of_movie, bad), "movie", bad)
+        year = pl.col("title").str.extract(r"\((\d{4})\)\s*$")
+        known_movies = known_movies.with_columns(year=year)
         chunks = list(_ratings(ratings, bad, progress))
         times = [chunk.frame["time"].to_numpy() for chunk in chunks]
         first = min((int(t.min()) for t in times if t.size), default=0)
@@ -67,27 +72,31 @@ class ML1M(Source):
                 .join(known_movies, on="movie", how="left", maintain_order="left")
             )
             self.in_files.add(frame)
-            kept = keep(RawChunk(frame, chunk.locate, chunk.part), frame["rating"] != 3)
-            wanted = self.schema().columns_read
-            yield RawChunk(kept.frame.select(wanted), kept.locate, kept.part)
+            kept = keep(replace(chunk, frame=frame), frame["rating"] != 3)
+            yield replace(kept, frame=kept.frame.select(self.schema().columns_read))
 
 
-def _ratings(path: Path, bad: BadRows, progress: Progress | None) -> Iterator[RawChunk]:
+class ML1MWithIds(ML1M):
+    """MovieLens-1M, nine fields: the ids of users and films, and PEP's seven fields."""
+
+    title = "MovieLens-1M with ids, nine fields: a film that a user rated, liked or not"
+    facts = (
+        "Ratings above 3 are positive, below 3 negative; ratings of 3 are left out.",
+        "User and film ids are used beside the seven fields of PEP.",
+    )
+    protocols: ClassVar[dict[str, LogSchema]] = {
+        "clean": LogSchema(
+            label="label", columns=(Column(name="user"), Column(name="movie"), *COLUMNS)
+        ),
+    }
+
+
+def _ratings(path: Path, bad: BadRows, progress: FileProgress | None) -> Iterator[RawChunk]:
     for chunk in split_lines(path, ("user", "movie", "rating", "time"), bad, progress):
         numbers = chunk.frame.with_columns(pl.col("rating", "time").cast(pl.Int64, strict=False))
         right = numbers["rating"].is_between(1, 5) & numbers["time"].is_not_null()
-        typed = RawChunk(numbers, chunk.locate, chunk.part)
-        yield set_aside(typed, right, bad, "not a rating from 1 to 5 with a time in seconds")
-
-
-def _users(path: Path, bad: BadRows) -> pl.DataFrame:
-    names = ("user", "gender", "age", "occupation", "zip")
-    return read_table(split_lines(path, names, bad), "user", bad)
-
-
-def _movies(path: Path, bad: BadRows) -> pl.DataFrame:
-    movies = read_table(split_lines(path, ("movie", "title", "genres"), bad), "movie", bad)
-    return movies.with_columns(year=pl.col("title").str.extract(r"\((\d{4})\)\s*$"))
+        reason = "not a rating from 1 to 5 with a time in seconds"
+        yield skip_wrong(replace(chunk, frame=numbers), right, bad, reason)
 
 
 def _bins(seconds: pl.Expr) -> pl.Expr:
