@@ -1,6 +1,6 @@
-"""Arrays that people bring, as the tensors of a data set, or a sentence that says what is wrong.
+"""A click log in memory, on a device or on disk: column arrays, and batches by one index operation.
 
-A click log in memory, on a device or on disk: column arrays, and batches by one index operation.
+Arrays are checked once, when a data set is made: types, shapes, finite numbers, and ids that have a row.
 """
 
 import os
@@ -22,22 +22,10 @@ from rarebit.settings import suggest
 if TYPE_CHECKING:
     from rarebit.data.log_schema import LogSchema, Split
 
-__all__ = [
-    "Batch",
-    "Dataset",
-    "Splits",
-    "check_ids",
-    "check_same_length",
-    "collate",
-    "field_columns",
-    "infer_schema",
-    "to_floats",
-    "to_ids",
-    "to_tensor",
-]
+__all__ = ["Batch", "Dataset", "Splits", "check_ids", "collate"]
 
 
-def to_tensor(name: str, values: ArrayLike | Tensor) -> Tensor:
+def _to_tensor(name: str, values: ArrayLike | Tensor) -> Tensor:
     """Return the values as a tensor of a type that torch can compute with."""
     if isinstance(values, Tensor):
         if values.is_complex():
@@ -49,22 +37,18 @@ def to_tensor(name: str, values: ArrayLike | Tensor) -> Tensor:
         raise DataError(
             f"{name} must hold integers or floats, got {array.dtype}; encode strings as ids first"
         )
-    # a copy where the array is read-only, which a tensor cannot be
-    return torch.from_numpy(np.require(array, _torch_dtype(array.dtype), ["C", "W"]))
-
-
-def _torch_dtype(dtype: np.dtype[Any]) -> np.dtype[Any]:
-    """Return the closest type that torch can compute with, in this machine's byte order."""
+    dtype = array.dtype.newbyteorder("=")
     if dtype.kind == "u" and dtype.itemsize > 1:
-        return np.dtype(np.int64)
-    if dtype.kind == "f" and dtype.itemsize > 8:
-        return np.dtype(np.float64)
-    return dtype.newbyteorder("=")
+        dtype = np.dtype(np.int64)
+    elif dtype.kind == "f" and dtype.itemsize > 8:
+        dtype = np.dtype(np.float64)
+    # a copy where the array is read-only, which a tensor cannot be
+    return torch.from_numpy(np.require(array, dtype, ["C", "W"]))
 
 
-def to_ids(values: ArrayLike | Tensor) -> Tensor:
+def _to_ids(values: ArrayLike | Tensor) -> Tensor:
     """Return ids as 32-bit integers `(rows, slots)`."""
-    ids = to_tensor("ids", values)
+    ids = _to_tensor("ids", values)
     if ids.is_floating_point() or ids.dtype == torch.bool:
         raise DataError(
             f"ids must be integers, got {ids.dtype}; floats cannot hold large ids exactly"
@@ -78,13 +62,13 @@ def to_ids(values: ArrayLike | Tensor) -> Tensor:
     return ids.to(torch.int32)
 
 
-def to_floats(
+def _to_floats(
     name: str, values: ArrayLike | Tensor | None, shape: tuple[int, ...], device: torch.device
 ) -> Tensor:
-    """Return numbers as floats of a shape; zeros where there are none."""
+    """Return numbers as float32 of a shape; zeros where there are none."""
     if values is None:
         return torch.zeros(shape, device=device)
-    floats = to_tensor(name, values).to(device, torch.float32)
+    floats = _to_tensor(name, values).to(device, torch.float32)
     if tuple(floats.shape) != shape:
         raise DataError(f"{name} must have the shape {shape}, got {tuple(floats.shape)}")
     if not bool(torch.isfinite(floats).all()):
@@ -96,8 +80,8 @@ def to_floats(
     return floats
 
 
-def infer_schema(tensors: Mapping[str, Tensor]) -> Schema:
-    """Return what the columns seem to be: integers have a table, floats are numbers."""
+def _guess_fields(tensors: Mapping[str, Tensor]) -> Schema:
+    """Guess the fields of columns: integers have a table, floats are numbers."""
     fields = []
     for name, column in tensors.items():
         if column.is_floating_point():
@@ -112,12 +96,14 @@ def infer_schema(tensors: Mapping[str, Tensor]) -> Schema:
     return Schema(tuple(fields))
 
 
-def field_columns(column: Tensor, field: Field) -> Tensor:
-    """Return one field's array as `(n, slots)`, or say what is wrong with it."""
+def _field_columns(column: Tensor, field: Field) -> Tensor:
+    """Return one field's array as `(n, slots)`; raise if its type or shape is wrong."""
     is_float = column.is_floating_point()
     if field.kind == "numeric":
         if column.dim() != 1:
-            raise DataError(f"{field.name!r} is numeric: one number a row, got {column.dim()} axes")
+            raise DataError(
+                f"{field.name!r} is numeric: one number per row, got {column.dim()} axes"
+            )
         return column[:, None].to(torch.float32)
     if is_float or column.dtype == torch.bool:
         raise DataError(f"{field.name!r} is {field.kind}: ids are integers, got {column.dtype}")
@@ -129,22 +115,21 @@ def field_columns(column: Tensor, field: Field) -> Tensor:
             )
         return column
     if column.dim() != 1:
-        raise DataError(f"{field.name!r} is categorical: one id a row, got {tuple(column.shape)}")
+        raise DataError(f"{field.name!r} is categorical: one id per row, got {tuple(column.shape)}")
     return column[:, None]
 
 
-def check_same_length(tensors: Mapping[str, Tensor]) -> None:
-    """Raise when columns have other numbers of rows."""
+def _check_same_length(tensors: Mapping[str, Tensor]) -> None:
     for name, column in tensors.items():
         if column.dim() == 0:
-            raise DataError(f"the column {name!r} needs one value a row, got a single number")
+            raise DataError(f"the column {name!r} needs one value per row, got a single number")
     lengths = {name: len(column) for name, column in tensors.items()}
     if len(set(lengths.values())) > 1:
         raise DataError(f"all columns must have the same number of rows, got {lengths}")
 
 
 def check_ids(schema: Schema, ids: Tensor) -> None:
-    """Name the first id that no table has a row for. One pass, one synchronisation."""
+    """Raise for the first id that its table has no row for. One pass, one synchronisation."""
     if schema.num_slots == 0:
         return
     lowest, highest = torch.aminmax(ids, dim=0)
@@ -163,7 +148,7 @@ def check_ids(schema: Schema, ids: Tensor) -> None:
 
 @dataclass(frozen=True)
 class Batch:
-    """Some rows of a data set. A model takes a batch and returns one score a row.
+    """Some rows of a data set. A model takes a batch and returns one score per row.
 
     `batch["user"]` is the column of one field: ids `(B,)`, ids `(B, max_length)` for a
     multi-valued field (0 where there is no value), or numbers `(B,)`.
@@ -174,7 +159,7 @@ class Batch:
     numeric: Tensor
     """Numbers of all numeric fields, `(B, number of numeric fields)`."""
     label: Tensor
-    """What happened, `(B,)`: 1.0 for a click."""
+    """`(B,)`: 1.0 for a click, 0.0 for none."""
     schema: Schema
 
     def __len__(self) -> int:
@@ -202,9 +187,7 @@ class Batch:
 
 
 def collate(rows: "Batch | Sequence[Batch]") -> Batch:
-    """Return one batch of several, for a `DataLoader` over a `Dataset`.
-
-    The loader asks for a whole batch of rows at once, so it costs one index operation.
+    """Return rows as one batch, for a `DataLoader` over a `Dataset`: one index operation per batch.
 
     >>> from torch.utils.data import DataLoader
     >>> data = Dataset.from_columns({"user": [0, 1, 2]}, label=[0, 1, 0])
@@ -248,21 +231,28 @@ class Dataset:
         probability: ArrayLike | Tensor | None = None,
     ) -> None:
         self.schema = schema
-        self.ids = to_ids(ids)
+        self.ids = _to_ids(ids)
         n, device = self.ids.shape[0], self.ids.device
-        self.numeric = to_floats("numeric", numeric, (n, len(schema.numeric_fields)), device)
-        self.label = to_floats("label", label, (n,), device)
+        self.numeric = _to_floats("numeric", numeric, (n, len(schema.numeric_fields)), device)
+        self.label = _to_floats("label", label, (n,), device)
         self.probability = (
-            None if probability is None else to_floats("probability", probability, (n,), device)
+            None if probability is None else _to_floats("probability", probability, (n,), device)
         )
         """The true chance of a click, where it is known: the data was generated."""
         self.chunks: tuple[int, int] | None = None
-        """Rows of a chunk, and chunks mixed at once, for data on disk that does not fit in memory."""
+        """Rows per chunk, and chunks shuffled at once, for data on disk that does not fit in memory."""
         self.parts: Splits | None = None
-        """The parts that the rows were divided into when they were prepared."""
+        """The splits made when the rows were prepared."""
         self.known_counts: Mapping[str, Tensor] | None = None
         """How often each id occurs, where that was counted when the rows were prepared."""
-        _check_not_empty(self)
+        if n == 0:
+            raise DataError(
+                "a data set needs at least one row, got none; is the file or filter empty?"
+            )
+        if self.ids.shape[1] != schema.num_slots:
+            raise DataError(
+                f"the schema has {schema.num_slots} slots, got ids with {self.ids.shape[1]} columns"
+            )
         check_ids(schema, self.ids)
 
     @classmethod
@@ -273,11 +263,11 @@ class Dataset:
         verify: bool = False,
         memory_bytes: int | None = None,
     ) -> "Dataset":
-        """Open a log prepared by `rarebit data prepare`: all of its rows, and `splits` of them.
+        """Open a log prepared by `rarebit data prepare`: all of its rows, and their `splits`.
 
-        It is mapped into memory, not read, which takes milliseconds. `verify` reads it once and
-        compares checksums. Where the rows take more than half of `memory_bytes`, the machine's
-        memory if not given, an epoch mixes them in chunks that fit.
+        Opening maps files into memory, which takes milliseconds. `verify` reads them once and compares
+        checksums. Where the rows take more than half of `memory_bytes` (default: the machine's
+        memory), an epoch shuffles them in chunks that fit.
         """
         prepared = PreparedFolder(folder)
         if verify:
@@ -293,8 +283,10 @@ class Dataset:
         fields = prepared.schema.table_fields
         counts = torch.from_numpy(prepared.array("counts")).split([field.rows for field in fields])
         data.divide(prepared.rows, {field.name: n for field, n in zip(fields, counts, strict=True)})
+        # the machine's memory, not what is free now: the order must not differ between runs
+        memory = memory_bytes or os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
         for part in (data, *data.splits):
-            part.chunks = chunk_plan(len(part), part.row_bytes, memory_bytes or _physical_memory())
+            part.chunks = chunk_plan(len(part), part.row_bytes, memory)
         return data
 
     @classmethod
@@ -307,10 +299,10 @@ class Dataset:
         split: "Split | None" = None,
         like: "Dataset | None" = None,
     ) -> "Dataset":
-        """Encode raw rows: a Polars or pandas frame, or a mapping of one array a column.
+        """Encode raw rows: a Polars or pandas frame, or a mapping of one array per column.
 
-        What each column is, is guessed, or said by a `schema`. Rows `like` those of another data set
-        get the ids that it gives to the same values. Needs Polars.
+        A `schema` describes the columns; it is guessed if not given. Rows `like` those of another data
+        set get the ids that it gives to the same values. Needs Polars.
         """
         from rarebit.data.raw.encode import encode_frame
 
@@ -324,7 +316,7 @@ class Dataset:
         *,
         schema: Schema | None = None,
     ) -> "Dataset":
-        """Build a data set from one array a field.
+        """Build a data set from one array per field.
 
         Without a schema, integers `(n,)` are categorical, integers `(n, length)` multi-valued with
         0 as padding, and floats `(n,)` numeric; a table has one row more than the largest id.
@@ -334,9 +326,9 @@ class Dataset:
         [('user', 'categorical'), ('price', 'numeric')]
         """
         tensors = {
-            name: to_tensor(f"the column {name!r}", column) for name, column in columns.items()
+            name: _to_tensor(f"the column {name!r}", column) for name, column in columns.items()
         }
-        schema = schema or infer_schema(tensors)
+        schema = schema or _guess_fields(tensors)
         names = [field.name for field in schema.fields]
         for name in names:
             if name not in tensors:
@@ -344,9 +336,9 @@ class Dataset:
         for name in tensors:
             if name not in names:
                 raise DataError(f"the column {name!r} is not in the schema{suggest(name, names)}")
-        check_same_length(tensors)
-        ids = [field_columns(tensors[field.name], field) for field in schema.table_fields]
-        numeric = [field_columns(tensors[field.name], field) for field in schema.numeric_fields]
+        _check_same_length(tensors)
+        ids = [_field_columns(tensors[field.name], field) for field in schema.table_fields]
+        numeric = [_field_columns(tensors[field.name], field) for field in schema.numeric_fields]
         n = len(next(iter(tensors.values())))
         return cls(
             schema,
@@ -360,23 +352,18 @@ class Dataset:
 
     def __getitem__(self, rows: Tensor | slice | int) -> Batch:
         if isinstance(rows, int):
-            rows = self._row(rows)
+            if not -len(self) <= rows < len(self):  # it ends a plain loop over the rows
+                raise IndexError(f"row {rows} of a data set of {len(self)} rows")
+            rows = slice(rows % len(self), rows % len(self) + 1)
         return Batch(self.ids[rows], self.numeric[rows], self.label[rows], self.schema)
 
-    def _row(self, row: int) -> slice:
-        """Return one row as a slice; a row that is not there ends a plain loop over the rows."""
-        if not -len(self) <= row < len(self):
-            raise IndexError(f"row {row} of a data set of {len(self)} rows")
-        row %= len(self)
-        return slice(row, row + 1)
-
     def __getitems__(self, rows: Sequence[int]) -> Batch:
-        """Return a batch of rows: what a DataLoader calls."""
+        """Return a batch of rows; a DataLoader calls it."""
         return self[torch.as_tensor(rows)]
 
     @property
     def splits(self) -> "Splits":
-        """The rows for training, to choose by, and to report on, where the log was prepared with them."""
+        """The rows for training, validation and testing, where the log was prepared with them."""
         if self.parts is None:
             raise DataError(
                 "these rows are not split; Dataset.open and Dataset.from_frame give splits"
@@ -400,7 +387,7 @@ class Dataset:
         return 4 * (self.ids.shape[1] + self.numeric.shape[1] + 1)
 
     def to(self, device: torch.device | str) -> "Dataset":
-        """Return the same data on another device; itself where it already is."""
+        """Return the same data on another device, or itself if it is there already."""
         if torch.device(device) == self.device:
             return self
         moved = _trusted(
@@ -413,7 +400,7 @@ class Dataset:
         return moved
 
     def order(self, *, seed: int, epoch: int) -> Tensor:
-        """Return the order in which an epoch reads the rows: a permutation, on the data's device."""
+        """Return the order of the rows in an epoch: a permutation, on the data's device."""
         if self.chunks is None:
             return shuffled_order(len(self), seed=seed, epoch=epoch, device=self.device)
         chunk_rows, chunks_at_once = self.chunks
@@ -422,12 +409,12 @@ class Dataset:
         )
 
     def batches(self, batch_size: int, order: Tensor | None = None) -> Iterator[Batch]:
-        """Yield batches in the given order of rows, or as they lie. The last is never a single row."""
+        """Yield batches in the given order of rows, or in memory order. None is a single row."""
         for start, stop in batch_bounds(len(self), batch_size):
             yield self[slice(start, stop) if order is None else order[start:stop]]
 
     def counts(self) -> dict[str, Tensor]:
-        """Return how often each id of each field occurs, `(rows,)` a field; padding counts zero.
+        """Return how often each id of each field occurs, `(rows,)` per field; padding counts zero.
 
         >>> data = Dataset.from_columns({"user": [0, 2, 2]}, label=[0, 1, 0])
         >>> data.counts()["user"]
@@ -444,7 +431,7 @@ class Dataset:
         return counts
 
     def in_memory(self, encoder: SomeEncoder | None = None) -> "Dataset":
-        """Return the same data read into memory, so that it outlives its folder."""
+        """Return the same data copied into memory, so that it outlives its folder."""
         schema = self.schema.with_encoder(encoder)
         data = _trusted(schema, self.ids.clone(), self.numeric.clone(), self.label.clone())
         if self.parts is not None:
@@ -452,25 +439,21 @@ class Dataset:
         return data
 
     def divide(self, rows: Sequence[int], counts: Mapping[str, Tensor] | None) -> None:
-        """Take the first rows for training, the next to choose, the last to report."""
-        train, valid, _ = rows
-        self.parts = Splits(
-            self._rows(0, train),
-            self._rows(train, train + valid),
-            self._rows(train + valid, len(self)),
+        """Take the first rows for training, the next for validation, the last for testing.
+
+        The parts share the memory of the data set, and may be empty.
+        """
+        arrays = zip(
+            *(array.split(list(rows)) for array in (self.ids, self.numeric, self.label)),
+            strict=True,
         )
+        self.parts = Splits(*(_trusted(self.schema, *part) for part in arrays))
         if counts is not None:
             self.parts.train.known_counts = {name: count.clone() for name, count in counts.items()}
 
-    def _rows(self, start: int, stop: int) -> "Dataset":
-        """Return neighbouring rows as a data set that shares their memory; there may be none."""
-        return _trusted(
-            self.schema, self.ids[start:stop], self.numeric[start:stop], self.label[start:stop]
-        )
-
 
 class Splits(NamedTuple):
-    """Three data sets of one schema: train to learn, valid to choose, test to report."""
+    """Three data sets of one schema: for training, validation and testing."""
 
     train: Dataset
     valid: Dataset
@@ -483,17 +466,3 @@ def _trusted(schema: Schema, ids: Tensor, numeric: Tensor, label: Tensor) -> Dat
     data.schema, data.ids, data.numeric, data.label = schema, ids, numeric, label
     data.probability = data.chunks = data.parts = data.known_counts = None
     return data
-
-
-def _physical_memory() -> int:
-    """Return the bytes of the machine's memory: what is free now would give every run its own order."""
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-
-
-def _check_not_empty(data: Dataset) -> None:
-    if len(data) == 0:
-        raise DataError("a data set needs at least one row, got none; is the file or filter empty?")
-    if data.ids.shape[1] != data.schema.num_slots:
-        raise DataError(
-            f"the schema has {data.schema.num_slots} slots, got ids with {data.ids.shape[1]} columns"
-        )

@@ -369,7 +369,7 @@ def test_names_with_colons_and_names_that_look_like_places(tmp_path):
 
 
 def test_what_the_split_by_files_needs(tmp_path):
-    with pytest.raises(DataError, match="a file was one is not for train, valid or test"):
+    with pytest.raises(DataError, match="a file is not for train, valid or test"):
         encode(
             random_log(), schema_of(Column(name="ad"), split=Split(kind="given")), tmp_path / "o"
         )

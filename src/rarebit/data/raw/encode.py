@@ -243,7 +243,7 @@ def _read(chunks: Iterable[RawChunk], schema: LogSchema, spill: _Spill, bad: Bad
         key = coded.key
         if schema.split.kind == "given" and not schema.split.column:
             if chunk.part not in SPLIT_NAMES:
-                raise DataError("the files are split, but one is not for train, valid or test")
+                raise DataError("a file is not for train, valid or test, which the split needs")
             key = np.full(len(coded), SPLIT_NAMES.index(chunk.part), np.uint8)
         spill.append(coded)
         reading.labels.append(coded.label)

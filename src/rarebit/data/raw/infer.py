@@ -1,31 +1,28 @@
-"""A column of a log's first rows, and what the rules that guess a schema ask about it.
-
-Guess the schema of a raw log from its first rows, with a reason for every column.
+"""Guess the schema of a raw log from its first rows, with a reason for every column.
 
 A wrong guess is cheap: the schema is shown, and written to a file to edit. The first rule that fits
 a column decides:
 
-    its name is that of a table's index, or stands for a missing one         ignored
-    its type is not one we read (structs, bytes)                             ignored
+    the name of a table's index, or no name                                  ignored
+    a type that is not read (structs, bytes)                                 ignored
     no value at all                                                          ignored
     dates, or texts such as 2014-10-21 08:30:00                              time
-    one value in all rows, unless its name says that it changes with time    ignored
-    lists, or texts with a separator between parts that come again           multi
+    one value in all rows, unless the name says that it changes with time    ignored
+    lists, or texts with a separator between repeated parts                  multi
     numbers from 1990 to 2040 in seconds or milliseconds, named as a time    time
     numbers that are not exact as floats, or whose name says id or code      categorical
     numbers with fractions                                                   numeric, standardised
-    whole numbers, few of them                                               categorical
+    whole numbers, few distinct ones                                         categorical
     whole numbers whose name says amount, or most of which are small         numeric, log_square;
                                                       standardised where some are below -3
     anything else: texts, numbers with leading zeros, ids                    categorical
 
-A column that comes out as categorical is ignored where every row has its own value, and its
-min_count is 2 where it has more than one value in ten rows. Both need 1,000 rows to tell.
-Words such as NULL stand for missing where they are all that keeps a column from being numbers.
+A categorical column is ignored where every row has its own value, and its min_count is 2 where it has
+more than one value per ten rows. Both need 1,000 rows.
+Words such as NULL mean a missing value where only they keep a column from being numbers.
 """
 
 import re
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TypeAlias
@@ -38,7 +35,7 @@ from rarebit.data.log_schema import Column, LogSchema, Split
 from rarebit.errors import DataError
 from rarebit.settings import suggest
 
-__all__ = ["NUMBER", "SAMPLE_ROWS", "Inferred", "SeenColumn", "infer_schema"]
+__all__ = ["SAMPLE_ROWS", "Inferred", "infer_schema"]
 
 NUMBER = r"^[+-]?(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][+-]?[0-9]+)?$"
 LEADING_ZERO = r"^[+-]?0[0-9]"
@@ -55,14 +52,34 @@ AMOUNT_NAMES = (
     "rate ratio revenue income salary"
 )
 
+SAMPLE_ROWS = 20_000
+"""First rows of a log that are looked at."""
+
+ENOUGH_ROWS = 1000
+"""With fewer rows, that every value is seen once does not mean much."""
+FEW = 20
+SMALL_PART = 0.25
+"""Counts crowd near zero: half of their distinct values lie in this part of the range. Ids do not."""
+LOWEST_LOG_SQUARE = -3
+MOST_VALUES = 50
+MANY_DISTINCT = 0.1
+MANY_TEXT = "; over 10 % of the rows, so values seen once are unknown"
+FIRST_TIME, LAST_TIME = 631_152_000, 2_240_611_200  # 1990 and 2041 in seconds
+EXACT = 1 << 53
+
+INDEX = r"__index_level_[0-9]+__|Unnamed: [0-9]+(?:\.[0-9]+)?"
+"""Names of an index that pandas wrote beside the columns."""
+MISSING_WORDS = ("NULL", "Null", "null", "NaN", "nan", "NA", "N/A", "n/a", "None", "none", r"\N")
+ISO_TIME = (
+    r"^[0-9]{4}-[0-9]{2}-[0-9]{2}"
+    r"(?:[T ][0-9]{2}:[0-9]{2}(?::[0-9]{2}(?:\.[0-9]+)?)?(?:Z|[+-][0-9]{2}:?[0-9]{2})?)?$"
+)
+
+_Guess: TypeAlias = tuple[Column, str]
+
 
 class SeenColumn:
-    """A column of the sample. What is costly to know is found once, when a rule asks for it.
-
-    >>> seen = SeenColumn(pl.Series("user_age", ["31", None, "NULL", "31"]), missing=("NULL",))
-    >>> seen.values.to_list(), seen.distinct, seen.numbers.tolist(), seen.name_says_amount
-    (['31', '31'], 1, [31.0, 31.0], True)
-    """
+    """A column of the sample. Costly facts are computed once, when a rule needs them."""
 
     def __init__(
         self, series: pl.Series, missing: tuple[str, ...] = (), *, is_named: bool = True
@@ -131,32 +148,6 @@ class SeenColumn:
         )
 
 
-SAMPLE_ROWS = 20_000
-"""First rows of a log that are looked at."""
-
-ENOUGH_ROWS = 1000
-"""With fewer rows, that every value is seen once does not mean much."""
-FEW = 20
-SMALL_PART = 0.25
-"""Counts crowd near zero: half of their distinct values lie in this part of the range. Ids do not."""
-LOWEST_LOG_SQUARE = -3
-MOST_VALUES = 50
-MANY_DISTINCT = 0.1
-MANY_TEXT = "; over 10 % of the rows, so values seen once are unknown"
-FIRST_TIME, LAST_TIME = 631_152_000, 2_240_611_200  # 1990 and 2041 in seconds
-EXACT = 1 << 53
-
-INDEX = r"__index_level_[0-9]+__|Unnamed: [0-9]+(?:\.[0-9]+)?"
-"""Names of an index that pandas wrote beside the columns."""
-MISSING_WORDS = ("NULL", "Null", "null", "NaN", "nan", "NA", "N/A", "n/a", "None", "none", r"\N")
-ISO_TIME = (
-    r"^[0-9]{4}-[0-9]{2}-[0-9]{2}"
-    r"(?:[T ][0-9]{2}:[0-9]{2}(?::[0-9]{2}(?:\.[0-9]+)?)?(?:Z|[+-][0-9]{2}:?[0-9]{2})?)?$"
-)
-
-_Guess: TypeAlias = tuple[Column, str]
-
-
 @dataclass(frozen=True)
 class Inferred:
     """A guessed schema, and why each column is what it is."""
@@ -167,31 +158,27 @@ class Inferred:
 
 
 def infer_schema(sample: pl.DataFrame, label: str, *, split: Split | None = None) -> Inferred:
-    """Guess the schema of a log from its first rows: some 20,000 tell enough.
-
-    >>> sample = pl.DataFrame({"click": ["0", "1"], "user": ["ann", "bob"], "price": ["1.5", "NULL"]})
-    >>> guess = infer_schema(sample, "click")
-    >>> [(column.name, column.kind) for column in guess.schema.columns], guess.schema.missing
-    ([('user', 'categorical'), ('price', 'numeric')], ('NULL',))
-    """
+    """Guess the schema of a log from its first rows: some 20,000 are enough."""
     split = split or Split()
     _check(sample, label, split)
     others = [series for series in sample.get_columns() if series.name != label]
-    words = _missing_words(others)
+    missing = _missing_words(others)
     unnamed = _unnamed(sample.columns)
     columns, reasons = [], {}
     for series in others:
-        seen = SeenColumn(series, words, is_named=series.name not in unnamed)
-        column, reason = _guess(seen, split)
+        seen = SeenColumn(series, missing, is_named=series.name not in unnamed)
+        column, reasons[seen.name] = _for_split(seen, split) or _by_rules(seen)
         columns.append(column)
-        reasons[column.name] = reason
+        if seen.missing_words and column.kind != "ignored":
+            words = ", ".join(map(repr, seen.missing_words))
+            reasons[seen.name] += f"; {words} counts as missing"
     if all(column.kind in ("time", "ignored") for column in columns):
         found = "; ".join(f"{name}: {reason}" for name, reason in reasons.items()) or "none"
         raise DataError(
             f"no column beside the label {label!r} looks useful for a model ({found}); "
             "write the schema by hand if one is"
         )
-    schema = LogSchema(label=label, columns=tuple(columns), split=split, missing=words)
+    schema = LogSchema(label=label, columns=tuple(columns), split=split, missing=missing)
     return Inferred(schema, reasons)
 
 
@@ -235,13 +222,6 @@ def _missing_words(columns: list[pl.Series]) -> tuple[str, ...]:
     return tuple(sorted(found))
 
 
-def _guess(seen: SeenColumn, split: Split) -> _Guess:
-    column, reason = _for_split(seen, split) or _by_rules(seen)
-    if seen.missing_words and column.kind != "ignored":
-        reason += f"; {', '.join(map(repr, seen.missing_words))} counts as missing"
-    return column, reason
-
-
 def _for_split(seen: SeenColumn, split: Split) -> _Guess | None:
     """A column that the split needs is what it needs."""
     if seen.name != split.column:
@@ -257,34 +237,20 @@ def _for_split(seen: SeenColumn, split: Split) -> _Guess | None:
 
 
 def _by_rules(seen: SeenColumn) -> _Guess:
-    rules: tuple[Callable[[SeenColumn], _Guess | None], ...] = (
-        _no_name,
-        _no_use,
-        _time,
-        _constant,
-        _list,
-        _separated,
-        _epoch,
-        _number,
-    )
+    rules = (_no_use, _time, _constant, _list, _separated, _epoch, _number)
     for rule in rules:
-        guess = rule(seen)
+        guess: _Guess | None = rule(seen)
         if guess is not None:
             return guess
-    if seen.dtype == pl.String:
-        return _categorical(seen, f"texts, {seen.distinct_text}")
-    return _categorical(seen, f"{_type(seen.dtype)}, {seen.distinct_text}")
+    what = "texts" if seen.dtype == pl.String else _type(seen.dtype)
+    return _categorical(seen, f"{what}, {seen.distinct_text}")
 
 
-def _no_name(seen: SeenColumn) -> _Guess | None:
+def _no_use(seen: SeenColumn) -> _Guess | None:
     if re.fullmatch(INDEX, seen.name):
         return _ignored(seen, "the index of a table by its name: the number of the row")
     if not seen.is_named:
         return _ignored(seen, "it has no name in the file; often the number of the row")
-    return None
-
-
-def _no_use(seen: SeenColumn) -> _Guess | None:
     if seen.dtype != pl.Null and not _is_read(seen.dtype):
         return _ignored(seen, f"of type {_type(seen.dtype)}, which is not read")
     if not seen.values.len():
@@ -297,15 +263,13 @@ def _time(seen: SeenColumn) -> _Guess | None:
         return Column(name=seen.name, kind="time"), f"of type {_type(seen.dtype)}"
     if seen.dtype != pl.String or not seen.values.str.contains(ISO_TIME).all():
         return None
-    days = seen.values.str.slice(0, 10).str.to_date("%Y-%m-%d", strict=False)
-    if days.null_count():
+    if seen.values.str.slice(0, 10).str.to_date("%Y-%m-%d", strict=False).null_count():
         return None
     return Column(name=seen.name, kind="time"), f"dates such as {seen.values[0]}"
 
 
 def _constant(seen: SeenColumn) -> _Guess | None:
-    is_constant = seen.rows > 1 and seen.values.len() == seen.rows and seen.distinct == 1
-    if not is_constant:
+    if seen.rows == 1 or seen.values.len() < seen.rows or seen.distinct > 1:
         return None
     if seen.name_says_time:
         return Column(name=seen.name), f"one value in {seen.rows:,} rows, but times change later on"
@@ -329,7 +293,9 @@ def _separated(seen: SeenColumn) -> _Guess | None:
         return None  # lists as JSON: splitting would leave the brackets in the values
     for sign, strict in (("|", False), (";", False), ("^", False), (",", True), (" ", True)):
         num_signs = wholes.str.count_matches(sign, literal=True).to_numpy()
-        if not _may_separate(num_signs, strict=strict):
+        # a comma or a space must not be in every text equally often, nor in prose
+        varies = num_signs.min() < num_signs.max() and num_signs.mean() <= 100
+        if not (varies if strict else (num_signs > 0).mean() >= 0.1):
             continue
         followed = wholes.str.count_matches(f"{sign} ", literal=True).to_numpy()
         spaced = sign != " " and bool((followed == num_signs).all())
@@ -342,13 +308,6 @@ def _separated(seen: SeenColumn) -> _Guess | None:
             what, longest = f"texts with {separator!r} in them", int(num_signs.max()) + 1
             return _multi(seen, what, num_parts, longest, separator)
     return None
-
-
-def _may_separate(num_signs: NDArray[np.uint32], *, strict: bool) -> bool:
-    """Whether a sign is in enough texts; of a comma or a space, not always as many, nor in prose."""
-    if strict:
-        return bool(num_signs.min() < num_signs.max() and num_signs.mean() <= 100)
-    return bool((num_signs > 0).mean() >= 0.1)
 
 
 def _epoch(seen: SeenColumn) -> _Guess | None:
@@ -380,21 +339,17 @@ def _number(seen: SeenColumn) -> _Guess | None:
         return _categorical(seen, f"{text}: few")
     if seen.name_says_amount:
         return _amount(seen, f"{text}: an amount by its name")
-    if _crowds_near_zero(numbers) or _spreads_around_zero(numbers):
+    sizes = np.unique(np.abs(numbers))
+    sizes -= sizes[0]
+    crowd_near_zero = len(sizes) > 1 and np.median(sizes) <= SMALL_PART * sizes[-1]
+    low, high = numbers.min(), numbers.max()
+    # without large gaps, which hashes have
+    spread_around_zero = (
+        low < LOWEST_LOG_SQUARE and high > 0 and 4 * len(np.unique(numbers)) >= high - low
+    )
+    if crowd_near_zero or spread_around_zero:
         return _amount(seen, f"{text}, mostly small: taken for amounts")
     return _categorical(seen, f"{text}: taken for an id")
-
-
-def _crowds_near_zero(numbers: NDArray[np.float64]) -> bool:
-    values = np.unique(np.abs(numbers))
-    from_lowest = values - values[0]
-    return bool(len(values) > 1 and np.median(from_lowest) <= SMALL_PART * from_lowest[-1])
-
-
-def _spreads_around_zero(numbers: NDArray[np.float64]) -> bool:
-    """Whether there are negative and positive values without large gaps; hashes have large gaps."""
-    low, high = numbers.min(), numbers.max()
-    return bool(low < LOWEST_LOG_SQUARE and high > 0 and 4 * len(np.unique(numbers)) >= high - low)
 
 
 def _amount(seen: SeenColumn, reason: str) -> _Guess:
@@ -434,15 +389,13 @@ def _ignored(seen: SeenColumn, reason: str) -> _Guess:
 
 
 def _is_read(dtype: pl.DataType) -> bool:
+    texts = pl.String | pl.Boolean | pl.Categorical | pl.Enum
     if isinstance(dtype, pl.List):
         inner = pl.Series(dtype=dtype.inner).dtype  # a type may stand in it as its bare class
-        return inner == pl.Null or (_is_scalar(inner) and not inner.is_float())
-    return _is_scalar(dtype) or isinstance(dtype, pl.Date | pl.Datetime)
-
-
-def _is_scalar(dtype: pl.DataType) -> bool:
-    texts = pl.String | pl.Boolean | pl.Categorical | pl.Enum
-    return isinstance(dtype, texts) or dtype.is_numeric()
+        return (
+            inner == pl.Null or isinstance(inner, texts) or inner.is_integer() or inner.is_decimal()
+        )
+    return isinstance(dtype, texts | pl.Date | pl.Datetime) or dtype.is_numeric()
 
 
 def _type(dtype: pl.DataType) -> str:
