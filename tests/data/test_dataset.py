@@ -176,7 +176,10 @@ def test_numbers_alone_make_a_data_set():
         ({"user": [True, False, True]}, "'user' is categorical: ids are integers, got torch.bool"),
         ({"user": ["a", "b", "c"]}, "the column 'user' must hold integers or floats, got <U1"),
         ({"user": [[0], [1], [2]]}, "'user' is categorical: one id per row, got (3, 1)"),
-        ({"user": torch.tensor(3)}, "the column 'user' needs one value per row, got a single number"),
+        (
+            {"user": torch.tensor(3)},
+            "the column 'user' needs one value per row, got a single number",
+        ),
         ({"tags": [1, 2, 3]}, "'tags' is multi-valued: ids (n, 2), got (3,); fill shorter rows"),
         ({"tags": [[1] * 3] * 3}, "'tags' is multi-valued: ids (n, 2), got (3, 3)"),
         ({"tags": [[0.5] * 2] * 3}, "'tags' is multi: ids are integers, got torch.float64"),

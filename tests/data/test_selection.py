@@ -232,7 +232,7 @@ def test_given_ids_are_the_frequent_ones():
     assert found.target.tolist() == [True, False, True, False, True]
     with pytest.raises(DataError, match="ids must be from 0 to 2, got 3"):
         select(None, torch.tensor([4, 0, 1]), split)
-    with pytest.raises(DataError, match=r"in one field, got a, b; choose one: fields=\[...\]"):
+    with pytest.raises(DataError, match=r"of one field, got a, b; choose one: fields=\[...\]"):
         select(None, {"a": torch.ones(9), "b": torch.ones(9)}, split)
     both = {"a": torch.ones(9), "b": torch.ones(9)}
     assert list(select(None, both, split, fields=["b"]).fields) == ["b"]

@@ -12,7 +12,7 @@ from rarebit.data import synthetic
 from rarebit.data.schema import FIRST_VALUE, MISSING, PADDING, UNKNOWN
 from rarebit.data.synthetic import (
     CLICK_RATE,
-    Column,
+    DrawnColumn,
     Teacher,
     draw_column,
     draw_effects,
@@ -82,7 +82,7 @@ def test_splits_are_eight_to_one_to_one():
 
 @pytest.mark.parametrize("power", [1, 3, 10])
 def test_the_top_fifth_of_the_values_holds_the_share_of_a_power_law(power):
-    column = Column("x", 1_000, power=power)
+    column = DrawnColumn("x", 1_000, power=power)
     counters = np.arange(40_000, dtype=np.uint64)
     ids = draw_column(column, 0, counters, draw_topics(0, counters))
     share = (ids - FIRST_VALUE < 200).mean()
@@ -151,7 +151,7 @@ def test_noise_takes_the_ceiling_down_to_a_coin_flip():
 
 def test_without_patterns_effects_are_additive():
     """Two rows that swap a value change the score by the same amount in any company."""
-    columns = [Column("a", 5), Column("b", 5)]
+    columns = [DrawnColumn("a", 5), DrawnColumn("b", 5)]
     counters = np.arange(2_000, dtype=np.uint64)
     sample = {c.name: draw_column(c, 0, counters, draw_topics(0, counters)) for c in columns}
 
@@ -168,14 +168,14 @@ def test_without_patterns_effects_are_additive():
 
 
 def test_redundant_values_have_no_effect():
-    column = Column("x", 5_000)
+    column = DrawnColumn("x", 5_000)
     for share in (0.0, 0.3, 1.0):
         effects = effects_of(column, redundancy=share)[FIRST_VALUE:]
         assert (effects == 0).mean() == pytest.approx(share, abs=0.03)
 
 
 def test_tail_similarity_is_the_correlation_with_the_parent():
-    column = Column("x", 20_000)
+    column = DrawnColumn("x", 20_000)
     parents = parent_ids(column, seed=0)
     rare = np.arange(FIRST_VALUE + column.num_frequent, column.field.rows)
     assert (parents[rare] < FIRST_VALUE + column.num_frequent).all()
@@ -187,7 +187,7 @@ def test_tail_similarity_is_the_correlation_with_the_parent():
 
 def test_a_rare_value_keeps_the_company_of_its_parent():
     """Cosine of co-occurrence with another field's values: the parent against other frequent ones."""
-    item, brand = Column("item", 400, power=1), Column("brand", 200)
+    item, brand = DrawnColumn("item", 400, power=1), DrawnColumn("brand", 200)
     counters = np.arange(60_000, dtype=np.uint64)
     topics = draw_topics(0, counters)
     items, brands = (draw_column(c, 0, counters, topics)[0] for c in (item, brand))

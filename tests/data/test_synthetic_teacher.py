@@ -11,7 +11,7 @@ from rarebit.data.synthetic import (
     CROSS,
     MAIN,
     SPREAD,
-    Column,
+    DrawnColumn,
     Teacher,
     _deal,
     draw_column,
@@ -21,8 +21,8 @@ from rarebit.data.synthetic import (
     parent_ids,
 )
 
-USER, TAGS = Column("user", 5000), Column("tags", 40, max_length=3)
-HOUR, AGE = Column("hour", 24, power=1), Column("age")
+USER, TAGS = DrawnColumn("user", 5000), DrawnColumn("tags", 40, max_length=3)
+HOUR, AGE = DrawnColumn("hour", 24, power=1), DrawnColumn("age")
 COLUMNS = [USER, TAGS, HOUR, AGE]
 
 
@@ -97,7 +97,7 @@ def interaction(num_patterns):
 
 @given(st.integers(0, 25), st.integers(2, 11))
 def test_every_field_is_dealt_and_no_group_goes_without(num_patterns, num_fields):
-    columns = [Column(f"field{i}", 10) for i in range(num_fields)]
+    columns = [DrawnColumn(f"field{i}", 10) for i in range(num_fields)]
     groups = [{column.name for column in group} for group in _deal(columns, num_patterns, seed=1)]
     assert len(groups) == max(1, 2 * num_patterns)
     assert set.union(*groups) == {column.name for column in columns}
@@ -107,7 +107,7 @@ def test_every_field_is_dealt_and_no_group_goes_without(num_patterns, num_fields
 
 
 def test_patterns_differ_by_seed():
-    columns = [Column(f"field{i}", 10) for i in range(10)]
+    columns = [DrawnColumn(f"field{i}", 10) for i in range(10)]
     assert _deal(columns, 3, seed=0) != _deal(columns, 3, seed=1)
 
 

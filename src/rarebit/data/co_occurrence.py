@@ -1,15 +1,14 @@
-"""How often each item meets the most frequent ones: in a record of a click log, or near by in a text.
+"""Count how often each item co-occurs with the most frequent ones, in a click log or in a text.
 
     s_i    counts of item i with each of the top 1,000 items of all fields, by training count
 
-Two values meet where one record holds both, of whatever fields; two tokens where they are at most two
-places apart, which is a window of three. An item does not meet itself, and padding is no item. Numbers
-have no table, so they are no items either.
+Two values co-occur where one record holds both, of whatever fields; two tokens where they are at most
+two positions apart. An item does not co-occur with itself. Padding and numbers are no items.
 
-The log is read in chunks. What is counted at once is a block of rows x top items, so its memory has a
-bound; a log of more values than fit is read again for the rest of them. What stays is sparse.
+The log is read in chunks. One pass counts a block of rows x top items, which bounds the memory; a log
+of more values is read again for the rest. The result is sparse.
 
-Shapes: N rows of a field, T top items, R places of a chunk, S other places that each of them meets.
+Shapes: N rows of a field, T top items, R positions of a chunk, S other positions per position.
 """
 
 import itertools
@@ -29,32 +28,26 @@ from rarebit.settings import suggest
 __all__ = ["CoOccurrences", "SparseCounts", "count_in_records", "count_in_text", "find_top_items"]
 
 MEMORY = 1 << 30
-"""Bytes that are counted into at once."""
+"""Bytes of counts in one pass."""
 CHUNK = 1 << 18
-"""Places of the log that are read at once."""
+"""Positions of the log read at once."""
 BLOCK = 1 << 11
-"""Places that a thread counts at once: what they meet is to lie in the processor's cache."""
+"""Positions that a thread counts at once: their counts fit in the processor's cache."""
 ROWS = 1 << 14
-"""Rows whose zeros are left out at once."""
+"""Rows made sparse at once."""
 DISTANCES = (-2, -1, 1, 2)
-"""How far from a token the others of a window of three are."""
+"""Distances of the other tokens in a window of three."""
 MOST_TOP_ITEMS = torch.iinfo(torch.int16).max
 
 
 @dataclass(frozen=True)
 class SparseCounts:
-    """The counts of one field's items with the top items, row after row, without the zeros.
-
-    >>> counts = SparseCounts(torch.tensor([0, 2, 2]), torch.tensor([0, 2]), torch.tensor([5, 1]), width=3)
-    >>> counts.dense(torch.tensor([1, 0]))
-    tensor([[0., 0., 0.],
-            [5., 0., 1.]])
-    """
+    """The counts of one field's items with the top items, row after row, without zeros."""
 
     offsets: Tensor
-    """Where the counts of each row begin, and at last where they end, `(N + 1,)`."""
+    """Where the counts of each row begin, and where the last end, `(N + 1,)`."""
     columns: Tensor
-    """Which top item each count is of, ascending within a row."""
+    """The top item of each count, ascending within a row."""
     values: Tensor
     """The counts, 1 or more."""
     width: int
@@ -73,7 +66,7 @@ class SparseCounts:
 
 @dataclass(frozen=True)
 class CoOccurrences:
-    """How often the items of each field meet the top items of all fields."""
+    """How often the items of each field co-occur with the top items of all fields."""
 
     top_items: tuple[tuple[str, int], ...]
     """Field and id of each top item, the most frequent first: the columns of the counts."""
@@ -82,28 +75,28 @@ class CoOccurrences:
 
 
 class _Chunk(NamedTuple):
-    """Some places of a log, and the top items they meet."""
+    """Some positions of a log, and the top items they co-occur with."""
 
     ids: dict[str, Tensor]
-    """The ids of each field, `(R, places of it in a record)`."""
+    """The ids of each field, `(R, slots of the field)`."""
     tops: Tensor
-    """The columns of the top items that each place meets, `(R, S)`; T where it meets none."""
+    """The columns of the top items at the other positions, `(R, S)`; T where there is none."""
 
 
 class _Log(Protocol):
-    """What can be read in chunks, as often as need be."""
+    """A log that can be read in chunks, several times."""
 
     rows: dict[str, int]
     padding: dict[str, int]
     most: int
-    """No two items can meet more often."""
+    """No two items can co-occur more often."""
 
     def chunks(self, columns: Mapping[str, Tensor], none: int) -> Iterator[_Chunk]:
-        """Yield the places, from the column that each id has as a top item, `(N,)` a field."""
+        """Yield chunks; `columns` has the column of each id as a top item, `(N,)` per field."""
 
 
 class _Records:
-    """A click log: all values of a record meet."""
+    """A click log: all values of a record co-occur."""
 
     def __init__(self, data: Dataset) -> None:
         fields = data.schema.table_fields
@@ -123,7 +116,7 @@ class _Records:
 
 
 class _Text:
-    """Texts `(texts, length)` of tokens: those near each other meet."""
+    """Texts `(texts, length)` of tokens: those near each other co-occur."""
 
     def __init__(self, tokens: Tensor, name: str, rows: int, padding: int | None) -> None:
         self.tokens, self.name = tokens, name
@@ -153,9 +146,9 @@ def count_in_records(
     fields: Sequence[str] | None = None,
     memory: int = MEMORY,
 ) -> CoOccurrences:
-    """Count how often the values of some fields, or of all, meet the top items in the records of a log.
+    """Count how often the values of some fields, or of all, co-occur with the top items in a log.
 
-    `counts` of all fields, as `data.counts()` gives them, say which items are the top ones.
+    The top items are those of the largest `counts`, which `data.counts()` returns for all fields.
 
     >>> data = Dataset.from_columns({"user": [0, 0, 1], "item": [2, 1, 2]}, label=[0, 1, 0])
     >>> met = count_in_records(data, data.counts(), top_items=2)
@@ -180,17 +173,10 @@ def count_in_text(
     padding: int | None = None,
     memory: int = MEMORY,
 ) -> CoOccurrences:
-    """Count how often tokens are at most two places from the top ones.
+    """Count how often tokens are at most two positions from the top ones.
 
-    `tokens` are the ids of one text `(n,)`, or of texts `(texts, length)` that do not touch each other;
-    `counts` are those of the one table they are looked up in, by its name.
-
-    >>> tokens = torch.tensor([0, 1, 0, 2])
-    >>> met = count_in_text(tokens, {"word": tokens.bincount()}, top_items=2)
-    >>> met.fields["word"].dense(torch.arange(3))
-    tensor([[0., 2.],
-            [2., 0.],
-            [1., 1.]])
+    `tokens` are the ids of one text `(n,)`, or of separate texts `(texts, length)`; `counts` are those of
+    their one table, by its name.
     """
     if len(counts) != 1:
         raise DataError(f"a text needs the counts of one table, got those of {', '.join(counts)}")
@@ -200,11 +186,7 @@ def count_in_text(
 
 
 def find_top_items(counts: Mapping[str, Tensor], number: int) -> list[tuple[str, int]]:
-    """Return field and id of the most frequent items of all fields, equal ones as they lie.
-
-    >>> find_top_items({"user": torch.tensor([5, 0, 7]), "item": torch.tensor([7])}, 2)
-    [('user', 2), ('item', 0)]
-    """
+    """Return field and id of the most frequent items of all fields; equal ones keep their order."""
     sizes = torch.tensor([len(count) for count in counts.values()])
     every = torch.cat([count.cpu() for count in counts.values()])
     order = torch.argsort(every, descending=True, stable=True)[:number]
@@ -232,7 +214,10 @@ def _count(
     found: dict[str, list[SparseCounts]] = {name: [] for name in names}
     with ThreadPoolExecutor(torch.get_num_threads()) as pool:
         for spans in _passes({name: log.rows[name] for name in names}, limit):
-            bands = [_Band.of(*span, len(top) + 1, dtype) for span in spans]
+            bands = [
+                _Band(name, start, torch.zeros(stop - start, len(top) + 1, dtype=dtype))
+                for name, start, stop in spans
+            ]
             for chunk in log.chunks(columns, len(top)):
                 _add(chunk, bands, pool)
             for band in bands:
@@ -243,37 +228,32 @@ def _count(
 
 @dataclass(frozen=True)
 class _Band:
-    """Neighbouring rows of a field that are counted at once."""
+    """Neighbouring rows of a field that are counted in one pass."""
 
     name: str
     start: int
     counts: Tensor
     """`(rows, T + 1)`: the last column takes what is no top item."""
 
-    @classmethod
-    def of(cls, name: str, start: int, stop: int, width: int, dtype: torch.dtype) -> "_Band":
-        """Return a band in which nothing is counted yet."""
-        return cls(name, start, torch.zeros(stop - start, width, dtype=dtype))
-
     @property
     def stop(self) -> int:
         return self.start + len(self.counts)
 
     def pieces(self, ids: Tensor, number: int) -> "Iterator[_Piece]":
-        """Yield the places of the field's ids `(R, places)` that are counted here, in some pieces."""
+        """Yield the positions of the field's ids `(R, slots)` that are counted here, in pieces."""
         slots, (flat, order) = ids.shape[1], ids.reshape(-1).sort()
         first, last = torch.searchsorted(flat, flat.new_tensor([self.start, self.stop])).tolist()
         flat, order = flat[first:last], order[first:last]
         if len(flat) == 0:
             return
-        # Each cut is at the first place of a row: two threads must not count the same row.
+        # Each cut is at the first position of a row: two threads must not count the same row.
         marks = flat[:: -(-len(flat) // number)].contiguous()
         cuts = [*torch.searchsorted(flat, marks).unique().tolist(), len(flat)]
         for start, stop in itertools.pairwise(cuts):
             yield _Piece(self, flat[start:stop], order[start:stop] // slots)
 
     def sparse(self, columns: Tensor, padding: int | None) -> SparseCounts:
-        """Return the counts without zeros, without padding, and without items that meet themselves."""
+        """Return the counts without zeros, padding, and items that co-occur with themselves."""
         width = self.counts.shape[1] - 1
         own = columns[self.start : self.stop].long()
         rows = (own < width).nonzero()[:, 0]
@@ -284,17 +264,17 @@ class _Band:
 
 
 class _Piece(NamedTuple):
-    """Places of a chunk whose rows no other piece counts."""
+    """Positions of a chunk whose rows no other piece counts."""
 
     band: _Band
     ids: Tensor
-    """The ids of these places, ascending, `(P,)`."""
+    """The ids at these positions, ascending, `(P,)`."""
     places: Tensor
-    """The places themselves, `(P,)`."""
+    """The positions, `(P,)`."""
 
 
 def _add(chunk: _Chunk, bands: list[_Band], pool: ThreadPoolExecutor) -> None:
-    """Count a chunk. Ids in order let the counts be touched in order, which is three times as fast."""
+    """Count a chunk. Sorted ids touch the counts in memory order: a 3x speedup."""
     threads = torch.get_num_threads()
     cut = pool.map(lambda band: list(band.pieces(chunk.ids[band.name], threads)), bands)
     pieces = [piece for pieces in cut for piece in pieces]
@@ -312,7 +292,7 @@ def _add_piece(piece: _Piece, tops: Tensor) -> None:
 
 
 def _passes(rows: Mapping[str, int], limit: int) -> list[list[tuple[str, int, int]]]:
-    """Return which rows of which fields are counted in each reading: at most `limit` rows in one."""
+    """Return which rows of which fields each pass counts: at most `limit` rows per pass."""
     passes: list[list[tuple[str, int, int]]] = [[]]
     room = limit
     for name, end in rows.items():
@@ -339,7 +319,7 @@ def _sparse(counts: Tensor) -> SparseCounts:
 
 
 def _joined(parts: list[SparseCounts]) -> SparseCounts:
-    """Return the counts of rows after rows as one."""
+    """Return the counts of consecutive rows as one."""
     if len(parts) == 1:
         return parts[0]
     lengths = torch.cat([part.offsets.diff() for part in parts])
@@ -352,12 +332,11 @@ def _joined(parts: list[SparseCounts]) -> SparseCounts:
 
 
 def _looked_up(columns: Tensor, ids: Tensor) -> Tensor:
-    """Return the columns of ids of any shape."""
     return columns.index_select(0, ids.reshape(-1)).reshape(ids.shape)
 
 
 def _item_counts(log: _Log, counts: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the counts of all fields, checked, and none of padding."""
+    """Return the counts of all fields, checked, with zero for padding."""
     found = {}
     if not log.rows:
         raise DataError("co-occurrence is of ids, but no field has a table; add one that does")
@@ -378,7 +357,7 @@ def _item_counts(log: _Log, counts: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _texts(tokens: Tensor, rows: int) -> Tensor:
-    """Return the tokens as texts `(texts, length)`, or say what is wrong with them."""
+    """Return the tokens as texts `(texts, length)`; raise if they are wrong."""
     if tokens.dim() not in (1, 2) or tokens.dtype not in (torch.int32, torch.int64):
         raise DataError(
             "tokens must be whole numbers (n,) or (texts, length), got "

@@ -2,9 +2,9 @@
 
     bits(key, counter) = mix(key + counter * GOLDEN)      the splitmix64 generator, entered anywhere
 
-There is no state, so any rows can be drawn in any order by any number of threads. Only integer
-operations and exactly rounded ones (`+ - * /`, conversions) are used: no `exp` or `log`, whose
-last bit differs between machines.
+There is no state, so any number of threads can draw any rows in any order. All operations are on
+integers or exactly rounded (`+ - * /`, conversions): the last bit of `exp` or `log` differs between
+machines.
 """
 
 import hashlib
@@ -22,21 +22,13 @@ _BELL_SPREAD = math.sqrt(4 * (2**32 - 1) / 12)  # of a sum of four uniform 16-bi
 
 
 def stream_key(seed: int, *names: str | int) -> int:
-    """Return the key of one stream of random numbers, 64 bits, from the seed and a readable name.
-
-    >>> stream_key(0, "value", "user") == stream_key(0, "value", "item")
-    False
-    """
+    """Return the key of one stream of random numbers, 64 bits, from the seed and a readable name."""
     name = "/".join(str(part) for part in (seed, *names))
     return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "little")
 
 
 def random_bits(key: int, counters: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """Return 64 random bits for each counter.
-
-    >>> random_bits(1234567, np.array([1, 2], dtype=np.uint64)).tolist()
-    [6457827717110365317, 3203168211198807973]
-    """
+    """Return 64 random bits for each counter."""
     bits = counters * _GOLDEN
     bits += np.uint64(key)
     bits ^= bits >> np.uint64(30)
@@ -48,11 +40,7 @@ def random_bits(key: int, counters: NDArray[np.uint64]) -> NDArray[np.uint64]:
 
 
 def uniform(bits: NDArray[np.uint64]) -> NDArray[np.float64]:
-    """Return numbers in [0, 1) from the upper 53 bits; the lower 11 stay free for coins.
-
-    >>> uniform(np.array([0, 2**63], dtype=np.uint64)).tolist()
-    [0.0, 0.5]
-    """
+    """Return numbers in [0, 1) from the upper 53 bits; the lower 11 stay free for other draws."""
     # Signed integers convert to floats in one instruction, unsigned ones do not everywhere.
     numbers = (bits >> np.uint64(11)).view(np.int64).astype(np.float64)
     numbers *= 2.0**-53
@@ -60,11 +48,7 @@ def uniform(bits: NDArray[np.uint64]) -> NDArray[np.float64]:
 
 
 def bell(bits: NDArray[np.uint64]) -> NDArray[np.float32]:
-    """Return bell-shaped numbers of mean 0 and variance 1: the sum of the four 16-bit quarters.
-
-    >>> bell(np.array([0x8000_7FFF_8000_7FFF], dtype=np.uint64)).tolist()
-    [0.0]
-    """
+    """Return bell-shaped numbers of mean 0 and variance 1: the sum of the four 16-bit quarters."""
     total = bits & _SIXTEEN_BITS
     for shift in (16, 32, 48):
         total += (bits >> np.uint64(shift)) & _SIXTEEN_BITS

@@ -1,9 +1,7 @@
-"""How a text file of a log is written: its separator, its quotes, its encoding, its header.
+"""The schema of a raw log: its columns, its text format and its split. Written as TOML, to be edited.
 
-What the columns of a raw log are, and how each becomes ids or numbers. Written as TOML, to be edited.
-
-categorical   one value a row; every value seen often enough in training gets an id
-multi         several values a row with a separator between them
+categorical   one value per row; every value seen often enough in training gets an id
+multi         several values per row with a separator between them
 numeric       a number: standardised, or cut into bins that are ids like any other
 time          when it happened: for a split by time, not for the model
 ignored       not read
@@ -24,22 +22,22 @@ __all__ = ["FORMAT", "SPLIT_NAMES", "Column", "LogSchema", "Split", "TextFormat"
 
 @dataclass(frozen=True, kw_only=True)
 class TextFormat:
-    """How a text file is written. As it comes: a CSV file of RFC 4180 with a header.
+    """The format of a text file. The default is a CSV file of RFC 4180 with a header.
 
     >>> TextFormat(separator=";", escape=chr(92), encoding="latin-1").header
     True
     """
 
     separator: str = ","
-    """Stands between two values: one ASCII character."""
+    """The character between two values: one ASCII character."""
     quote: str = '"'
-    """Stands around a value that holds a separator, a quote or the end of a line. Empty for none."""
+    """The character around a value that has a separator, a quote or a line end in it. Empty for none."""
     escape: str = ""
-    """Stands before a quote inside a quoted value. Empty where such a quote is written twice."""
+    """The character before a quote inside a quoted value. Empty if such a quote is written twice."""
     encoding: Literal["utf-8", "latin-1"] = "utf-8"
-    """How characters are written as bytes."""
+    """The character encoding."""
     header: bool = True
-    """Whether the first record is the names of the columns."""
+    """Whether the first record has the names of the columns."""
     names: tuple[str, ...] = ()
     """Names of the columns of a file without a header; column_1, column_2 and so on if empty."""
 
@@ -90,20 +88,20 @@ class Column:
     min_count: int = 1
     """Values seen fewer times in training share the row of unknown values."""
     buckets: int | None = None
-    """Hash the values to this many ids and keep no vocabulary; for columns of very many values."""
+    """Hash the values to this many ids without a vocabulary, for columns of very many values."""
     vocabulary: str = ""
-    """Columns that name the same vocabulary share their values and counts; its own if empty."""
+    """Columns of the same vocabulary share values and counts. Empty: a separate vocabulary."""
     separator: str = ""
-    """Of a multi-valued column: what stands between two values. Empty where the file has lists."""
+    """For kind "multi": the separator between two values. Empty if the file has lists."""
     max_length: int = 1
-    """Of a multi-valued column: most values kept of a row; the rest are left out, and counted."""
+    """For kind "multi": the maximum number of values per row; the rest are dropped and counted."""
     pooling: Literal["mean", "sum"] = "mean"
-    """Of a multi-valued column: how the rows of its values become one."""
+    """For kind "multi": how to pool the embeddings of the values."""
     treatment: Treatment = "standardised"
-    """Of a numeric column: (x - mean) / std as a float; floor(ln(x)^2) as a category, x - 2 up to 2;
+    """For kind "numeric": (x - mean) / std as a float; floor(ln(x)^2) as a category, x - 2 up to 2;
     or bins of equally many rows as categories."""
     bins: int = 20
-    """Of a numeric column with treatment "quantile": how many bins."""
+    """For treatment "quantile": the number of bins."""
 
     def __post_init__(self) -> None:
         check_types(self, where=str(self.name))
@@ -159,19 +157,19 @@ class Column:
 
 @dataclass(frozen=True, kw_only=True)
 class Split:
-    """Which rows are for training, which to choose, which to report.
+    """Which rows are for training, validation and testing.
 
     >>> Split(kind="time", column="timestamp").shares
     (0.8, 0.1, 0.1)
     """
 
     kind: Literal["random", "order", "time", "user", "given"] = "random"
-    """random rows; as the rows lie in the file; by a time column; all rows of a user in one part;
-    or as a column (or the files themselves) say: train, valid, test."""
+    """Random rows; in file order; by a time column; all rows of a user in one part; or given by a
+    column (or by the files): train, valid, test."""
     shares: tuple[float, ...] = (0.8, 0.1, 0.1)
-    """Parts of the rows for train, valid and test; of the users, for kind "user"."""
+    """Shares of the rows for train, valid and test; of the users, for kind "user"."""
     seed: int = 0
-    """Draws the rows or the users."""
+    """Random seed for the rows or the users."""
     column: str = ""
     """The column of the time, the user, or the given part."""
 
@@ -194,7 +192,7 @@ class Split:
 
 @dataclass(frozen=True, kw_only=True)
 class LogSchema:
-    """All columns of a raw log, and how it is split and counted.
+    """The columns of a raw log, its split, and the counting of values.
 
     >>> schema = LogSchema(label="click", columns=(Column(name="user"),))
     >>> LogSchema.from_mapping(schema.to_mapping()) == schema
@@ -204,19 +202,19 @@ class LogSchema:
     label: str
     """The column that is 1 for a click and 0 for none."""
     columns: tuple[Column, ...]
-    """Every other column, in order; one that is not listed is not read."""
+    """Every other column, in order; a column that is not listed is not read."""
     split: Split = Split()
-    """How rows are divided."""
+    """How rows are split."""
     missing: tuple[str, ...] = ()
-    """Texts that stand for a missing value, beside the empty one, such as "NULL"."""
+    """Texts that mean a missing value, besides the empty one, such as "NULL"."""
     counts: Literal["train", "all"] = "train"
-    """Rows that decide which values get an id. "all" is what some papers did: it leaks the
-    vocabulary of the test rows into training."""
+    """Rows that decide which values get an id. "all", as in some papers, leaks the vocabulary of the
+    test rows into training."""
     text: TextFormat | None = None
-    """How the text files of the log are written; found out where it is not said."""
+    """The format of the text files; guessed if not given."""
     unknown_share: float = 0.05
-    """Of the values seen once, where min_count is 1: how many are taken for unknown, so that the row
-    of unknown values is trained, too."""
+    """Share of the values seen once that become unknown where min_count is 1, so that the row of
+    unknown values is trained."""
 
     def __post_init__(self) -> None:
         check_types(self, where="schema")
@@ -232,31 +230,21 @@ class LogSchema:
             0 <= self.unknown_share < 1,
             f"unknown_share must be in [0, 1), got {self.unknown_share}",
         )
-        self._check_split_column()
-        self._check_shared()
-
-    def _check_split_column(self) -> None:
-        kinds = {"time": "time", "user": "categorical"}
-        if self.split.kind in kinds:
-            wanted, column = kinds[self.split.kind], self[self.split.column]
+        if self.split.kind in ("time", "user"):
+            wanted = "time" if self.split.kind == "time" else "categorical"
+            column = self[self.split.column]
             require(
                 column.kind == wanted and column.buckets is None,
                 f"a split by {self.split.kind} needs a {wanted} column without buckets; "
                 f"{column.name!r} is kind={column.kind!r}, buckets={column.buckets}",
             )
-
-    def _check_shared(self) -> None:
-        """Columns that share values must agree on which values have an id."""
         for name, columns in self.vocabularies.items():
-            if len(columns) == 1:
-                continue
-            first = columns[0]
-            for column in columns:
-                require(
-                    column.min_count == first.min_count and column.kind != "numeric",
-                    f"{' and '.join(repr(c.name) for c in columns)} share the vocabulary {name!r}, so "
-                    "they need the same min_count, and none of them may be numeric",
-                )
+            kinds, min_counts = {c.kind for c in columns}, {c.min_count for c in columns}
+            require(
+                len(columns) == 1 or (len(min_counts) == 1 and "numeric" not in kinds),
+                f"{' and '.join(repr(c.name) for c in columns)} share the vocabulary {name!r}, so "
+                "they need the same min_count, and none of them may be numeric",
+            )
 
     def __getitem__(self, name: str) -> Column:
         for column in self.columns:
@@ -295,7 +283,7 @@ class LogSchema:
         return tuple(dict.fromkeys([self.label, *used, *split]))
 
     def notes(self) -> tuple[str, ...]:
-        """Return what whoever uses the data should know, a line each."""
+        """Return what users of the data should know, a line each."""
         return (LEAK,) if self.counts == "all" else ()
 
     def with_split(self, split: Split) -> "LogSchema":
@@ -323,51 +311,30 @@ class LogSchema:
         return cls.from_mapping(read_toml(path))
 
     def to_toml(self) -> str:
-        """Return the schema as a TOML file to edit: what is as it comes is left out.
-
-        >>> print(LogSchema(label="click", columns=(Column(name="user", min_count=2),)).to_toml())
-        format = 1
-        label = "click"
-        <BLANKLINE>
-        [split]
-        kind = "random"
-        shares = [0.8, 0.1, 0.1]
-        seed = 0
-        <BLANKLINE>
-        [[columns]]
-        name = "user"
-        kind = "categorical"
-        min_count = 2
-        <BLANKLINE>
-        """
-        lines = [f"format = {FORMAT}"]
-        top = _changed(self, LogSchema(label="-", columns=(Column(name="--"),)), always=("label",))
-        lines += [f"{key} = {_toml(value)}" for key, value in top.items()]
-        lines += ["", "[split]"]
-        split = _changed(self.split, Split(), always=("kind", "shares", "seed"))
-        lines += [f"{key} = {_toml(value)}" for key, value in split.items()]
+        """Return the schema as a TOML file to edit, without most settings that have their default."""
+        usual = LogSchema(label="-", columns=(Column(name="--"),))
+        lines = [f"format = {FORMAT}", *_changed(self, usual, "label")]
+        lines += ["", "[split]", *_changed(self.split, Split(), "kind", "shares", "seed")]
         if self.text is not None:
-            text = _changed(self.text, TextFormat(), always=("separator", "quote", "encoding"))
-            lines += ["", "[text]", *(f"{key} = {_toml(value)}" for key, value in text.items())]
+            always = ("separator", "quote", "encoding")
+            lines += ["", "[text]", *_changed(self.text, TextFormat(), *always)]
         for column in self.columns:
-            values = _changed(column, Column(name="-"), always=("name", "kind"))
-            lines += ["", "[[columns]]"]
-            lines += [f"{key} = {_toml(value)}" for key, value in values.items()]
+            lines += ["", "[[columns]]", *_changed(column, Column(name="-"), "name", "kind")]
         return "\n".join(lines) + "\n"
 
 
-def _changed(settings: Any, default: Any, always: tuple[str, ...] = ()) -> dict[str, Any]:
-    """Return the plain settings that are not as they come; tables have their own section."""
+def _changed(settings: Any, default: Any, *always: str) -> list[str]:
+    """Return lines for the settings that differ from the default; tables have their own section."""
     usual = to_mapping(default)
-    return {
-        key: value
+    return [
+        f"{key} = {_toml(value)}"
         for key, value in to_mapping(settings).items()
         if key in always or (value != usual[key] and key not in ("columns", "split", "text"))
-    }
+    ]
 
 
 def _toml(value: Any) -> str:
-    """Return a plain value as TOML; JSON's strings are TOML's, too."""
+    """Return a plain value as TOML; a JSON string is a TOML string."""
     if isinstance(value, list):
         return f"[{', '.join(_toml(item) for item in value)}]"
     # DEL is the one character that JSON leaves as it is and TOML does not allow

@@ -1,4 +1,4 @@
-"""The calls that prepare a log: a file of one's own, or one of the well-known sets."""
+"""Prepare a log for training: your own file, or one of the well-known data sets."""
 
 import os
 from collections.abc import Iterator, Mapping
@@ -37,8 +37,9 @@ def prepare(
 ) -> Dataset:
     r"""Encode a CSV, TSV or Parquet log into a folder that trains, and open it.
 
-    What the columns are is guessed from the first rows, with `label` as the label, unless a `schema`
-    says it. A mapping of "train", "valid" and "test" to files is a log that is split already.
+    A `schema` describes the columns; without one, it is guessed from the first rows and the name of the
+    `label`. A mapping of "train", "valid" and "test" to files is a log that is split already.
+    `bad_rows="aside"` skips malformed rows and writes them to a file of the folder.
 
     >>> import tempfile
     >>> with tempfile.TemporaryDirectory() as folder:
@@ -81,9 +82,9 @@ def prepare_source(
     overwrite: bool = False,
     progress: Progress = no_progress,
 ) -> Dataset:
-    """Encode one of the well-known sets from its files, by a protocol of its papers, and open it.
+    """Encode a well-known data set from its files, by a protocol of its papers, and open it.
 
-    Their files have broken lines that nobody can mend, so those are set aside.
+    Malformed rows are skipped and written to a file of the folder: nobody can fix published files.
 
     >>> prepare_source("movielens", "ml-1m", "data/ml-1m")
     Traceback (most recent call last):
@@ -109,7 +110,7 @@ def infer_log(
     split: Split | None = None,
     format: TextFormat | None = None,
 ) -> "Inferred":
-    """Guess what the columns of a log are, from its first rows."""
+    """Guess the schema of a log from its first rows."""
     import polars as pl
 
     from rarebit.data.raw.infer import SAMPLE_ROWS, infer_schema
@@ -127,7 +128,7 @@ def infer_log(
         if rows >= SAMPLE_ROWS:
             break
     if not frames:
-        bad.raise_if_any()  # a few bad rows are told later, when the log is encoded
+        bad.raise_if_any()  # a few malformed rows are reported when the log is encoded
     try:  # files of one folder may have other columns, or the same with other types
         sample = pl.concat(frames, how="diagonal_relaxed").head(SAMPLE_ROWS)
     except pl.exceptions.PolarsError as error:

@@ -1,10 +1,9 @@
-"""What the columns of a click log are: fields, their kinds, and where they sit in a batch.
+"""The schema of encoded data: fields, their kinds, and their columns in a batch.
 
-Ids are integers from end to end and per field: every field counts from 0. Data encoded by Rarebit
-reserves the first three ids of each field:
+Ids are integers, counted from 0 in every field. Encoded logs reserve the first three ids of each field:
 
-    0  PADDING      fills the unused places of a multi-valued field; its row is zero, always
-    1  UNKNOWN      a value that was not seen often enough in training; a trained row like any other
+    0  PADDING      fills the unused slots of a multi-valued field; its row is always zero
+    1  UNKNOWN      a value not seen often enough in training; a trained row like any other
     2  MISSING      the log had no value here
     3  FIRST_VALUE  the first real value
 """
@@ -38,16 +37,16 @@ class Field:
     name: str
     """The column's name."""
     kind: Kind = "categorical"
-    """One id a row ("categorical"), several ("multi"), or a number ("numeric")."""
+    """One id per row ("categorical"), several ("multi"), or a number ("numeric")."""
     rows: int = 0
     """Rows of its table: ids lie in [0, rows). Zero for a numeric field, which has no table."""
     max_length: int = 1
-    """Most ids in one row of the log; above 1 for multi-valued fields only."""
+    """Maximum number of ids per row of the log; above 1 for multi-valued fields only."""
     pooling: Literal["mean", "sum"] = "mean"
-    """How the rows of a multi-valued field become one."""
+    """How to pool the embeddings of a multi-valued field."""
     vocabulary: str = ""
-    """A mark of the raw values behind its ids; empty where they are not known. Two fields of other
-    marks give other ids to the same value, so a model of one must not score rows of the other."""
+    """Checksum of the raw values behind its ids; empty if unknown. Fields with different checksums give
+    different ids to the same value, so a model of one must not score rows of the other."""
 
     def __post_init__(self) -> None:
         check_types(self, where=str(self.name))
@@ -66,7 +65,7 @@ class Field:
 
 
 class SomeEncoder(Protocol):
-    """What turned raw rows into ids."""
+    """An encoder that can be saved with a model."""
 
     def save(self, folder: Path) -> None:
         """Write it to a new folder."""
@@ -74,7 +73,7 @@ class SomeEncoder(Protocol):
 
 @dataclass(frozen=True)
 class Schema:
-    """The fields of a data set, in order. A batch of ids has one column a slot.
+    """The fields of a data set, in order. A batch of ids has one column per slot.
 
     A categorical field takes one slot, a multi-valued field `max_length` of them.
 
@@ -85,7 +84,7 @@ class Schema:
 
     fields: tuple[Field, ...]
     encoder: Any = dataclasses.field(default=None, compare=False, repr=False)
-    """What turned raw rows into these ids, a `SomeEncoder`; None where that is not known."""
+    """What turned raw rows into these ids, a `SomeEncoder`; None if unknown."""
 
     def __post_init__(self) -> None:
         check_types(self)
@@ -131,11 +130,11 @@ class Schema:
         raise DataError(f"no field {name!r}{suggest(name, [field.name for field in self.fields])}")
 
     def with_encoder(self, encoder: SomeEncoder | None) -> "Schema":
-        """Return the same schema with what turned raw rows into its ids."""
+        """Return the same schema with another encoder."""
         return replace(self, encoder=encoder)
 
     def to_mapping(self) -> dict[str, Any]:
-        """Return the schema as plain values; what turned raw rows into ids is a file of its own."""
+        """Return the schema as plain values, without the encoder."""
         return {"fields": [to_mapping(field) for field in self.fields]}
 
     @classmethod

@@ -1,23 +1,22 @@
-"""Which rare items have a frequent relative: what they may learn from, and which are better left alone.
+"""Select which rare items may learn from frequent ones, and keep selections on disk.
 
 Harmless transfer learning for item embeddings, "select", equation 3:
 
     S     the frequent items of a field, the top fifth of its values    `source`
     T     the other items that training saw
-    s_i   how often item i meets the top 1,000 items    `co_occurrence.py`
+    s_i   how often item i co-occurs with the top 1,000 items    `co_occurrence.py`
     T'    those of T with max over j in S of cos(s_i, s_j) >= eta    `target`
 
-eta is such that a fifth of T is left out, rounded down: items that meet no top item first, then those of
-the lowest similarity, equal ones as they lie. Items that training never saw are in neither S nor T.
+eta is such that a fifth of T is left out, rounded down: first items that co-occur with no top item, then
+those of the lowest similarity; equal ones keep their order. Items that training never saw are in neither
+S nor T.
+
+A stored selection is a folder; selections/DIGEST/ in a prepared log holds that of some settings and fields:
+
+    selection.json                fields by name, settings, and the checksum of the data
+    tensors-<name>.safetensors    counts, masks, similarities and relatives of each field
 
 Shapes: N rows of a field, K relatives of an item.
-
-A selection as a folder, to be kept beside prepared data.
-
-selection.json                the fields by name, the settings, and the checksum of the data it was made of
-tensors-<name>.safetensors    counts, masks, similarities and relatives of each field
-
-In the folder of a prepared log, selections/DIGEST/ is the selection by some settings of some fields.
 """
 
 import dataclasses
@@ -58,25 +57,25 @@ __all__ = [
 ]
 
 RARE, FREQUENT = 1 << 10, 1 << 12
-"""Items compared at once: a block of so many cosines."""
+"""Items compared at once."""
 CHECKED = 1 << 8
-"""Items whose relatives are compared once more at once, in float64."""
+"""Items whose relatives are compared again at once, in float64."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class FrequencySplit:
     """Which items of a field are frequent: a share of its values, a count, or given ids.
 
-    >>> split_by_frequency(torch.tensor([5, 0, 9, 1]), FrequencySplit(threshold=5))
+    >>> select(None, torch.tensor([5, 0, 9, 1]), FrequencySplit(threshold=5))["items"].source
     tensor([ True, False,  True, False])
     """
 
     top: float = 0.2
     """Share of the values that training saw, the most frequent ones, rounded up."""
     threshold: int | None = None
-    """In place of a share: items seen at least so often."""
+    """Instead of a share: items seen at least this often."""
     ids: tuple[int, ...] | None = None
-    """In place of a share: these items, of the one field that is selected from."""
+    """Instead of a share: these items, if one field is selected from."""
 
     def __post_init__(self) -> None:
         check_types(self)
@@ -87,7 +86,7 @@ class FrequencySplit:
         )
         require(
             self.threshold is None or self.ids is None,
-            "frequent items are told by threshold or by ids, got both; leave one out",
+            "frequent items are given by threshold or by ids, got both; leave one out",
         )
 
 
@@ -100,13 +99,13 @@ class CoOccurrence:
     """
 
     top_items: int = 1000
-    """Items are alike where they co-occur with the same ones of so many most frequent items."""
+    """Items are similar if they co-occur with the same ones of this many most frequent items."""
     relatives: int = 5
-    """How many of the nearest frequent items are kept of each rare one."""
+    """Number of nearest frequent items kept per rare item."""
     drop: float = 0.2
-    """Share of the rare items that is left out, those least like any frequent one, rounded down."""
+    """Share of the rare items to leave out, those least similar to any frequent one, rounded down."""
     threshold: float | None = None
-    """In place of a share: items of a lower similarity are left out."""
+    """Instead of a share: leave out items of a lower similarity."""
     split: FrequencySplit = FrequencySplit()
     """Which items are frequent."""
 
@@ -128,7 +127,7 @@ class CoOccurrence:
 
 @dataclass(frozen=True)
 class FieldSelection:
-    """Who may learn from whom among the items of one field; a tensor has one entry or row an id."""
+    """Which items of one field may learn from which; a tensor has one entry or row per id."""
 
     counts: Tensor
     """How often training saw each item, `(N,)`."""
@@ -139,8 +138,8 @@ class FieldSelection:
     similarity: Tensor
     """The cosine of a rare item to the nearest frequent one, `(N,)`; 0 of all others."""
     relatives: Tensor
-    """The ids of the nearest frequent items of a rare one, `(N, K)`, the nearest first. Where there is
-    none, the item's own id: a lookup finds a row, and the weight is 0."""
+    """The ids of the nearest frequent items of a rare one, `(N, K)`, the nearest first. The item's own id
+    where there is none, with weight 0."""
     weights: Tensor
     """Their cosines, `(N, K)`; 0 where there is none."""
 
@@ -222,9 +221,9 @@ def select(
 ) -> Selection:
     """Return which items may learn from which, by a click log, or by the tokens of a text.
 
-    `counts` are how often training saw each item, of all fields; one tensor for a text, whose field is then
-    called "items". `fields` are those to select from, all if not given. `padding` is the id of a text's
-    places that hold no token. A `FrequencySplit` alone looks at nothing but the counts.
+    `counts` are how often training saw each item, for all fields; one tensor for a text, whose field is
+    then called "items". `fields` are those to select from, or all. `padding` is the id of a text's
+    positions without a token. A `FrequencySplit` alone only uses the counts.
 
     >>> data = Dataset.from_columns({"user": [0, 0, 0, 1, 2], "item": [0, 1, 0, 0, 2]}, label=[0] * 5)
     >>> select(data, data.counts(), CoOccurrence(drop=0.5))["user"].target
@@ -235,7 +234,7 @@ def select(
     split = settings if isinstance(settings, FrequencySplit) else settings.split
     if split.ids is not None and len(seen) != 1:
         raise DataError(
-            f"ids say what is frequent in one field, got {', '.join(seen)}; choose one: fields=[...]"
+            f"ids are the frequent items of one field, got {', '.join(seen)}; choose one: fields=[...]"
         )
     sources = {name: split_by_frequency(count, split) for name, count in seen.items()}
     if isinstance(settings, FrequencySplit):
@@ -253,11 +252,7 @@ def select(
 
 
 def split_by_frequency(counts: Tensor, split: FrequencySplit) -> Tensor:
-    """Return which items of a field are frequent, `(N,)` of bools; equal counts go by their order.
-
-    >>> split_by_frequency(torch.tensor([1, 0, 2, 2, 1, 1]), FrequencySplit(top=0.2))
-    tensor([False, False,  True, False, False, False])
-    """
+    """Return which items of a field are frequent, `(N,)` of bools; equal counts keep their order."""
     found = torch.zeros(len(counts), dtype=torch.bool)
     if split.ids is not None:
         for row in split.ids:
@@ -277,14 +272,8 @@ def find_relatives(
 ) -> tuple[Tensor, Tensor]:
     """Return the frequent items nearest to each rare one, `(len(rare), number)`, and their cosines.
 
-    Every rare item is compared with every frequent one, a block at a time, in float32. Those that are found
-    are compared once more in float64, so that equal items have equal cosines. Id -1 where there is none.
-
-    >>> met = SparseCounts(torch.tensor([0, 1, 2, 3]), torch.tensor([0, 1, 1]), torch.tensor([3, 1, 9]), 2)
-    >>> find_relatives(met, torch.tensor([0, 2]), torch.tensor([1]), 1)
-    (tensor([[-1],
-            [ 1]]), tensor([[0.],
-            [1.]]))
+    Every rare item is compared with every frequent one in float32. The nearest ones are compared again
+    in float64, so that equal items have equal cosines. The id is -1 where there is none.
     """
     ids = torch.full((len(rare), number), -1)
     cosines = torch.zeros(len(rare), number)
@@ -303,31 +292,26 @@ def find_relatives(
     ids[cosines <= 0] = -1
     for start in range(0, len(rare), CHECKED):
         rows = slice(start, start + CHECKED)
-        ids[rows], cosines[rows] = _ordered(ids[rows], _cosines(met, rare[rows], ids[rows]))
+        ids[rows], cosines[rows] = _compare_again(met, rare[rows], ids[rows])
     return ids, cosines
 
 
-def _cosines(met: SparseCounts, rare: Tensor, ids: Tensor) -> Tensor:
-    """Return the cosines of rare items to their relatives `(R, K)`, 0 where there is none."""
+def _compare_again(met: SparseCounts, rare: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
+    """Return relatives `(R, K)` and exact cosines, the nearest first, equal ones by id."""
+    ids = ids.sort(dim=1).values
     distinct, place = ids.clamp(min=0).unique(return_inverse=True)
     theirs = F.normalize(met.dense(distinct, torch.float64), dim=1)
     ours = F.normalize(met.dense(rare, torch.float64), dim=1)
     found = torch.bmm(theirs[place], ours[:, :, None])[:, :, 0]
-    return torch.where(ids >= 0, found, 0.0).float()
-
-
-def _ordered(ids: Tensor, cosines: Tensor) -> tuple[Tensor, Tensor]:
-    """Return relatives and cosines with the nearest first, equal ones by id."""
-    by_id = torch.argsort(ids, dim=1)
-    cosines = cosines.gather(1, by_id)
-    by_cosine = torch.argsort(cosines, dim=1, descending=True, stable=True)
-    return ids.gather(1, by_id.gather(1, by_cosine)), cosines.gather(1, by_cosine)
+    cosines = torch.where(ids >= 0, found, 0.0).float()
+    nearest = torch.argsort(cosines, dim=1, descending=True, stable=True)
+    return ids.gather(1, nearest), cosines.gather(1, nearest)
 
 
 def _selected(
     counts: Tensor, source: Tensor, met: SparseCounts, settings: CoOccurrence
 ) -> FieldSelection:
-    """Return the selection of one field from what its items meet."""
+    """Return the selection of one field from the co-occurrence of its items."""
     rare = ((counts > 0) & ~source).nonzero()[:, 0]
     ids, cosines = find_relatives(met, rare, source.nonzero()[:, 0], settings.relatives)
     similarity = torch.zeros(len(counts)).index_copy_(0, rare, cosines[:, 0])
@@ -341,7 +325,7 @@ def _selected(
 
 
 def _kept(similarity: Tensor, meets_any: Tensor, settings: CoOccurrence) -> Tensor:
-    """Return the places of the rare items that are not left out."""
+    """Return the positions of the rare items that are not left out."""
     if settings.threshold is not None:
         return (similarity >= settings.threshold).nonzero()[:, 0]
     order = torch.argsort(meets_any.to(torch.int8), stable=True)
@@ -357,7 +341,7 @@ def _all_rare(counts: Tensor, source: Tensor) -> FieldSelection:
 
 
 def _part(share: float, number: int) -> Fraction:
-    """Return a share of a number as it is written: a fifth of 5 is 1, whatever floats make of 0.2."""
+    """Return an exact share of a number: a fifth of 5 is 1, whatever float 0.2 is."""
     return Fraction(str(share)) * number
 
 
@@ -367,7 +351,7 @@ def _seen(
     names: Sequence[str] | None,
     padding: int | None,
 ) -> dict[str, Tensor]:
-    """Return the counts of the chosen fields on the CPU, and none of padding."""
+    """Return the counts of the chosen fields on the CPU, with zero for padding."""
     multi = set()
     if isinstance(data, Dataset):
         multi = {field.name for field in data.schema.table_fields if field.kind == "multi"}
@@ -389,7 +373,7 @@ def _met(
     names: Sequence[str],
     padding: int | None,
 ) -> Mapping[str, SparseCounts]:
-    """Return what the items of the chosen fields meet."""
+    """Return the co-occurrence of the items of the chosen fields."""
     if isinstance(data, Dataset):
         return count_in_records(data, counts, top_items=settings.top_items, fields=names).fields
     if isinstance(data, Tensor):
@@ -424,7 +408,6 @@ def save_selection(selection: Selection, folder: str | os.PathLike[str]) -> Path
     """Write a selection to a folder, which is made if need be, and return the folder.
 
     >>> import tempfile
-    >>> from rarebit.data.selection import select
     >>> selection = select(None, {"user": torch.tensor([9, 1, 1])}, FrequencySplit(threshold=5))
     >>> with tempfile.TemporaryDirectory() as folder:
     ...     again = load_selection(save_selection(selection, folder))
@@ -449,12 +432,7 @@ def save_selection(selection: Selection, folder: str | os.PathLike[str]) -> Path
 def load_selection(
     folder: str | os.PathLike[str], *, data_checksum: str | None = None
 ) -> Selection:
-    """Read a selection from a folder; where a checksum is given, it must be of the data of that checksum.
-
-    >>> load_selection("nowhere")
-    Traceback (most recent call last):
-    rarebit.errors.DataError: 'nowhere' holds no selection: selection.json is missing
-    """
+    """Read a selection from a folder; raise if it was made from data of another checksum."""
     made_of = FOLDER.read_description(folder).get("data_sha256")
     if data_checksum is not None and made_of != data_checksum:
         raise DataError(
@@ -479,18 +457,10 @@ def stored_selection(
     folder: str | os.PathLike[str] | None = None,
     data_checksum: str = "",
 ) -> Selection:
-    """Return the selection of training rows; in the folder of a prepared log it is made once and kept.
+    """Return the selection of training rows; in the folder of a prepared log it is computed once.
 
-    Several processes may ask at once: whoever is done first leaves his there. A folder that cannot be
-    written to is no reason to stop, and neither is a selection there that cannot be read.
-
-    >>> import tempfile
-    >>> train = Dataset.from_columns({"user": [0, 0, 1], "item": [0, 1, 1]}, label=[0, 1, 0])
-    >>> with tempfile.TemporaryDirectory() as folder:
-    ...     made = stored_selection(train, fields=["user"], folder=folder, data_checksum="abc")
-    ...     kept = stored_selection(train, fields=["user"], folder=folder, data_checksum="abc")
-    >>> kept["user"].source
-    tensor([ True, False])
+    Several processes may compute it at once: the first one stores it. A folder that cannot be written
+    to is no error, and neither is a stored selection that cannot be read.
     """
     counts = {name: count.cpu() for name, count in train.counts().items()}
     place = None if folder is None else Path(folder) / SELECTIONS / _digest(settings, fields)
@@ -516,7 +486,7 @@ def _digest(settings: CoOccurrence | FrequencySplit, fields: Sequence[str]) -> s
 def _is_of(
     found: Selection, settings: CoOccurrence | FrequencySplit, counts: Mapping[str, Tensor]
 ) -> bool:
-    """Return whether a selection is of these settings and rows: a part of a log has other counts."""
+    """Return whether a selection is of these settings and rows."""
     return found.settings == settings and all(
         name in found.fields and torch.equal(found.fields[name].counts, count)
         for name, count in counts.items()
@@ -524,7 +494,7 @@ def _is_of(
 
 
 def _field(index: int, tensors: Mapping[str, Tensor]) -> FieldSelection:
-    """Return the selection of one field, where its parts fit each other."""
+    """Return the selection of one field; raise if its tensors do not fit each other."""
     field = FieldSelection(
         *(tensors[f"{index}.{part.name}"] for part in dataclasses.fields(FieldSelection))
     )

@@ -1,50 +1,37 @@
-"""How the values of a generated click log are drawn: Zipf-like tails, topics, parents.
+"""The built-in click log: generated, so the true probability of every click is known.
 
-Value v of a field with D values is the (v + 1)-th most frequent one, and in each row
+**Values.** Value v of a field with D values is the (v + 1)-th most frequent one. Each row has a latent
+topic, and in each row
 
     v = floor(D * u ** power)       u uniform in [0, 1): the top share x of the values holds
                                     x ** (1 / power) of the rows
     v = v - v % T + topic % T       in three rows of four, and for v >= T only, with the row's topic
                                     and the number T of the field's topics
 
-so values of one topic, v % T, meet in the same rows, and a move takes v to a value of about the
-same popularity. The first T values are everybody's: no topic decides on them.
+so values of one topic, v % T, co-occur, and a move takes v to a value of about the same popularity. No
+topic decides on the first T values. A rare value (outside the most frequent fifth) has a parent: a
+frequent value of the same topic.
 
-A rare value (outside the most frequent fifth) has a parent: a frequent value of the same topic.
-What the two have in common beyond their company is up to the teacher.
-
-The teacher of a generated click log: the effect of every value, and the chance of a click.
-
-The fields are dealt out at random to 2P groups: A_p and B_p for each of the P patterns. In its
-group a value has a scalar, its effect; a numeric field has a weight; the effects of the values of
-a multi-valued field are averaged. A row's effects are added up group by group, and with [.] for
-"minus its mean, over its spread":
+**Clicks.** A teacher deals the fields out at random to 2P groups: A_p and B_p for each of the P patterns.
+In its group a value has a scalar effect and a numeric field a weight; the effects of the values of a
+multi-valued field are averaged. Effects are added up per group, and with [.] for "minus its mean, over
+its spread":
 
     score       = SPREAD / sqrt(P) * sum over p of (MAIN [A_p] + MAIN [B_p] + CROSS [A_p] [B_p])
     probability = (1 - noise) * logistic(bias + score) + noise * CLICK_RATE
 
-Without patterns all fields form one group S, and the score is SPREAD [S]: additive. Means, spreads
-and the bias are measured on a sample of rows, so that the click rate and the strength of the
-signal hardly depend on the seed and the dials.
+Without patterns all fields form one group S, and the score is SPREAD [S]: additive. Means, spreads and
+the bias are measured on a sample of rows, so that click rate and signal hardly depend on the seed.
+The effect of a rare value is `s * its parent's + sqrt(1 - s * s) * its own`: the tail similarity s is
+their correlation. Redundant values have no effect in any group.
 
-The effect of a rare value is `s * its parent's + sqrt(1 - s * s) * one of its own`: the tail
-similarity s is their correlation. Redundant values have no effect in any group.
+`Dataset.probability` keeps the probability: its AUC is the ceiling of any model. Rows are split 8:1:1
+in memory order. A value with fewer than MIN_COUNT training rows becomes UNKNOWN in all three splits.
 
-The built-in click log: generated, so the true chance of every click is known.
-
-Each row has a latent topic. Each field draws a value with a Zipf-like tail and, more often than
-not, moves it to the row's topic (`rarebit.data.synthetic`). A teacher turns the row into
-the chance of a click, with additive effects and interaction patterns, and the label is drawn from
-it (`rarebit.data.synthetic`). `Dataset.probability` keeps the chance: its AUC is the
-ceiling that no model can pass but by luck.
-
-Rows are split 8:1:1 as they lie. A value that the training rows hold fewer than MIN_COUNT times
-becomes UNKNOWN in all three splits: those it does hold train the UNKNOWN row for the others.
-
-The seed decides every bit, on every machine: each random number is a hash of (seed, purpose, row),
-and floats meet exactly rounded operations only, in a fixed order. The dials change labels and
-probabilities, never the values. A longer log begins with the rows of a shorter one, apart from
-which values are UNKNOWN.
+The seed decides every bit, on every machine: each random number is a hash of (seed, purpose, row), and
+floats only meet exactly rounded operations, in a fixed order. The settings change labels and
+probabilities, never the values. A longer log begins with the rows of a shorter one, apart from which
+values are UNKNOWN.
 """
 
 import math
@@ -65,8 +52,8 @@ from rarebit.settings import check_types, require
 __all__ = [
     "CLICK_RATE",
     "MIN_COUNT",
-    "Column",
     "Counters",
+    "DrawnColumn",
     "Ids",
     "Numbers",
     "Rows",
@@ -92,7 +79,7 @@ Numbers = NDArray[np.float32]
 
 
 @dataclass(frozen=True)
-class Column:
+class DrawnColumn:
     """How one field is drawn."""
 
     name: str
@@ -129,18 +116,13 @@ class Column:
         return min(_MAX_TOPICS, 1 << (topics.bit_length() - 1))
 
 
-def parent_ids(column: Column, seed: int) -> Ids:
-    """Return the parent of each id of a field: a frequent value of its topic, or the id itself.
-
-    >>> parents = parent_ids(Column("brand", num_values=160), seed=0)  # 32 of them frequent
-    >>> bool(parents[150] < 3 + 32 and (parents[150] - 150) % 8 == 0)
-    True
-    """
+def parent_ids(column: DrawnColumn, seed: int) -> Ids:
+    """Return the parent of each id of a field: a frequent value of its topic, or the id itself."""
     ids, topics = np.arange(column.field.rows), column.num_topics
     if topics == 1:
         return ids
     u = uniform(random_bits(stream_key(seed, "parent", column.name), ids.astype(np.uint64)))
-    # A block has one value a topic; block 0 is everybody's. Parents have a Zipf-like tail as well.
+    # A block has one value per topic; block 0 has no topics. Parents have a Zipf-like tail as well.
     blocks = 1 + (u * u * u * (column.num_frequent // topics - 1)).astype(np.int64)
     values = ids - FIRST_VALUE
     parents = FIRST_VALUE + blocks * topics + values % topics
@@ -153,50 +135,37 @@ def draw_topics(seed: int, counters: Counters) -> Ids:
     return (bits % np.uint64(_MAX_TOPICS)).astype(np.int64)
 
 
-def draw_column(column: Column, seed: int, counters: Counters, topics: Ids) -> Ids | Numbers:
-    """Return one field of some rows: ids `(max_length, n)`, or numbers `(n,)` of variance 1.
-
-    >>> counters = np.arange(4, dtype=np.uint64)
-    >>> draw_column(Column("hour", 24), 0, counters, draw_topics(0, counters)).shape
-    (1, 4)
-    """
+def draw_column(column: DrawnColumn, seed: int, counters: Counters, topics: Ids) -> Ids | Numbers:
+    """Return one field of some rows: ids `(max_length, n)`, or numbers `(n,)` of variance 1."""
     if not column.num_values:
         return bell(random_bits(stream_key(seed, "number", column.name), counters))
     keys = [stream_key(seed, "value", column.name, slot) for slot in range(column.max_length)]
     ids = np.stack([_draw_ids(column, random_bits(key, counters), topics) for key in keys])
-    if column.max_length > 1:
-        _pad(ids, random_bits(stream_key(seed, "length", column.name), counters))
+    if column.max_length > 1:  # cut to a length between 0 and max_length, all equally likely
+        bits = random_bits(stream_key(seed, "length", column.name), counters)
+        lengths = (uniform(bits) * (len(ids) + 1)).astype(np.int64)
+        for slot, values in enumerate(ids):
+            values[lengths <= slot] = PADDING
     return ids
 
 
-def _draw_ids(column: Column, bits: NDArray[np.uint64], topics: Ids) -> Ids:
+def _draw_ids(column: DrawnColumn, bits: NDArray[np.uint64], topics: Ids) -> Ids:
     u = uniform(bits)
     position = column.num_values * u
     for _ in range(column.power - 1):
         position *= u
     values = position.astype(np.int64)
     if column.num_topics > 1:
-        _move_to_topic(column, values, bits, topics)
+        topic_bits = column.num_topics - 1  # a mask: the number of topics is a power of two
+        moved = (values & ~topic_bits) | (topics & topic_bits)
+        moves = (bits & _STAY_BITS) != 0
+        moves &= values >= column.num_topics
+        moves &= moved < column.num_values  # the last block may be cut short
+        np.copyto(values, moved, where=moves)
     values += FIRST_VALUE
     if column.can_be_missing:
         values[(bits & _MISSING_BITS) == 0] = MISSING
     return values
-
-
-def _move_to_topic(column: Column, values: Ids, bits: NDArray[np.uint64], topics: Ids) -> None:
-    topic_bits = column.num_topics - 1  # a mask: the number of topics is a power of two
-    moved = (values & ~topic_bits) | (topics & topic_bits)
-    moves = (bits & _STAY_BITS) != 0
-    moves &= values >= column.num_topics
-    moves &= moved < column.num_values  # the last block may be cut short
-    np.copyto(values, moved, where=moves)
-
-
-def _pad(ids: Ids, bits: NDArray[np.uint64]) -> None:
-    """Cut each row's list to a length between 0 and max_length, all equally likely."""
-    lengths = (uniform(bits) * (len(ids) + 1)).astype(np.int64)
-    for slot, values in enumerate(ids):
-        values[lengths <= slot] = PADDING
 
 
 CLICK_RATE = 0.25
@@ -210,20 +179,14 @@ Group = dict[str, Numbers]
 
 
 def draw_effects(
-    columns: Sequence[Column],
+    columns: Sequence[DrawnColumn],
     *,
     seed: int,
     tail_similarity: float,
     redundancy: float,
     num_patterns: int,
 ) -> list[Group]:
-    """Return the effects of all values: groups A_1, B_1, A_2, B_2 and so on, or S alone.
-
-    >>> hour, age = Column("hour", 24), Column("age")
-    >>> dials = dict(seed=0, tail_similarity=0.5, redundancy=0.0, num_patterns=1)
-    >>> [list(group) for group in draw_effects([hour, age], **dials)]
-    [['hour'], ['age']]
-    """
+    """Return the effects of all values: groups A_1, B_1, A_2, B_2 and so on, or S alone."""
     return [
         {
             column.name: _effects(column, number, seed, tail_similarity, redundancy)
@@ -236,10 +199,7 @@ def draw_effects(
 def logistic(scores: NDArray[np.float64]) -> NDArray[np.float64]:
     """Return 1 / (1 + exp(-score)) by exactly rounded operations, so the same on every machine.
 
-    Takes exp(x) as ((1 + x/2048) / (1 - x/2048)) ** 1024, true to 1e-4 for |x| < 10.
-
-    >>> logistic(np.array([0.0, 2.0])).round(6).tolist()
-    [0.5, 0.880797]
+    exp(x) is ((1 + x/2048) / (1 - x/2048)) ** 1024, exact to 1e-4 for |x| < 10.
     """
     small = np.clip(scores, -30.0, 30.0) / 2048.0
     power = (1.0 + small) / (1.0 - small)
@@ -249,7 +209,7 @@ def logistic(scores: NDArray[np.float64]) -> NDArray[np.float64]:
 
 
 class Teacher:
-    """Knows the true chance of a click of any row, once it has seen a sample of rows."""
+    """Knows the true probability of a click for any row, after measuring a sample of rows."""
 
     def __init__(self, effects: Sequence[Group], sample: Rows, *, noise: float) -> None:
         self._effects, self._noise = effects, noise
@@ -259,7 +219,7 @@ class Teacher:
         self._bias = _bias(self._scores(sample))
 
     def probability(self, rows: Rows) -> NDArray[np.float64]:
-        """Return the chance of a click of each row, `(n,)`."""
+        """Return the probability of a click for each row, `(n,)`."""
         chance = logistic(self._bias + self._scores(rows))
         return (1 - self._noise) * chance + self._noise * CLICK_RATE
 
@@ -276,25 +236,23 @@ class Teacher:
         return SPREAD / math.sqrt(len(sums) // 2) * total.astype(np.float64)
 
 
-def _deal(columns: Sequence[Column], num_patterns: int, seed: int) -> list[list[Column]]:
+def _deal(columns: Sequence[DrawnColumn], num_patterns: int, seed: int) -> list[list[DrawnColumn]]:
     """Deal all fields to the groups; then all again, where patterns are left without a field."""
     if num_patterns == 0:
         return [list(columns)]
-    groups: list[list[Column]] = []
+    groups: list[list[DrawnColumn]] = []
     while len(groups) < 2 * num_patterns:
-        shuffled = _shuffled(columns, stream_key(seed, "deal", len(groups)))
+        bits = random_bits(
+            stream_key(seed, "deal", len(groups)), np.arange(len(columns), dtype=np.uint64)
+        )
+        shuffled = [columns[position] for position in np.argsort(bits, kind="stable")]
         num_groups = min(2 * num_patterns - len(groups), len(columns) // 2 * 2)
         groups.extend(shuffled[first::num_groups] for first in range(num_groups))
     return groups
 
 
-def _shuffled(columns: Sequence[Column], key: int) -> list[Column]:
-    bits = random_bits(key, np.arange(len(columns), dtype=np.uint64))
-    return [columns[position] for position in np.argsort(bits, kind="stable")]
-
-
 def _effects(
-    column: Column, group: int, seed: int, tail_similarity: float, redundancy: float
+    column: DrawnColumn, group: int, seed: int, tail_similarity: float, redundancy: float
 ) -> Numbers:
     ids = np.arange(max(1, column.field.rows), dtype=np.uint64)
     own = bell(random_bits(stream_key(seed, "effect", column.name, group), ids))
@@ -314,21 +272,16 @@ def _sum(group: Group, rows: Rows) -> Numbers:
     """Return the effects of each row, added up field by field: the order decides the last bit."""
     total = np.zeros(next(iter(rows.values())).shape[-1], np.float32)
     for name, effects in group.items():
-        total += _effect(effects, rows[name])
-    return total
-
-
-def _effect(effects: Numbers, column: Ids | Numbers) -> Numbers:
-    """Return one field's effect in each row, `(n,)`."""
-    total = np.zeros(column.shape[-1], np.float32)
-    if column.ndim == 1:
-        total += effects[0] * column
-        return total
-    for ids in column:
-        total += effects[ids]
-    if len(column) > 1:
-        num_values = (column != PADDING).sum(axis=0)
-        total /= np.maximum(num_values, 1).astype(np.float32)
+        column = rows[name]
+        effect = np.zeros_like(total)
+        if column.ndim == 1:
+            effect += effects[0] * column
+        for ids in column if column.ndim > 1 else ():
+            effect += effects[ids]
+        if column.ndim > 1 and len(column) > 1:
+            num_values = (column != PADDING).sum(axis=0)
+            effect /= np.maximum(num_values, 1).astype(np.float32)
+        total += effect
     return total
 
 
@@ -368,26 +321,26 @@ _CRITEO_CARDINALITIES = (
 )
 _CRITEO_NAMES = (*(f"I{i}" for i in range(1, 14)), *(f"C{i}" for i in range(1, 27)))
 
-_PRESETS: dict[str, tuple[Column, ...]] = {
+_PRESETS: dict[str, tuple[DrawnColumn, ...]] = {
     "default": (
-        Column("user", 12_000, power=12),
-        Column("item", 2_500, power=8),
-        Column("brand", 300, power=4),
-        Column("category", 40, power=2),
-        Column("city", 100, can_be_missing=True),
-        Column("device", 5, power=2),
-        Column("hour", 24, power=1),
-        Column("tags", 100, max_length=4),
-        Column("price"),
-        Column("age"),
+        DrawnColumn("user", 12_000, power=12),
+        DrawnColumn("item", 2_500, power=8),
+        DrawnColumn("brand", 300, power=4),
+        DrawnColumn("category", 40, power=2),
+        DrawnColumn("city", 100, can_be_missing=True),
+        DrawnColumn("device", 5, power=2),
+        DrawnColumn("hour", 24, power=1),
+        DrawnColumn("tags", 100, max_length=4),
+        DrawnColumn("price"),
+        DrawnColumn("age"),
     ),
-    "criteo": tuple(map(Column, _CRITEO_NAMES, _CRITEO_CARDINALITIES)),
+    "criteo": tuple(map(DrawnColumn, _CRITEO_NAMES, _CRITEO_CARDINALITIES)),
 }
 
 
 @dataclass(frozen=True, kw_only=True)
 class SyntheticLog:
-    """What the generated click log is like.
+    """Settings of the generated click log.
 
     >>> SyntheticLog(rows=10_000, noise=0.5).num_patterns
     3
@@ -398,7 +351,7 @@ class SyntheticLog:
     rows: int = 1_250_000
     """Rows of the three splits together."""
     seed: int = 0
-    """Decides every bit of the log."""
+    """Random seed: decides every bit of the log."""
     tail_similarity: float = 0.7
     """Correlation of a rare value's effects with those of the frequent value it co-occurs with."""
     redundancy: float = 0.2
@@ -426,15 +379,16 @@ def generate(
     *,
     progress: Callable[[int, int], object] | None = None,
 ) -> Splits:
-    """Return the log's three splits; `progress(done_rows, total_rows)` is called as rows are drawn.
+    """Return the log's three splits; calls `progress(done_rows, total_rows)` as it draws rows.
 
-    Uses as many threads as torch does (`torch.set_num_threads`); the result does not depend on it.
+    It uses as many threads as torch (`torch.set_num_threads`); the result does not depend on them.
 
     >>> train, valid, test = generate(SyntheticLog(rows=1000))
     >>> len(train), len(valid), len(test), train.schema.fields[0].name
     (800, 100, 100, 'user')
     """
-    log, chunks = _Log(settings), _chunks(settings.rows)
+    log, starts = _Log(settings), range(0, settings.rows, _CHUNK_ROWS)
+    chunks = [slice(start, min(start + _CHUNK_ROWS, settings.rows)) for start in starts]
     with ThreadPoolExecutor(torch.get_num_threads()) as pool:
         for chunk, _ in zip(chunks, pool.map(log.draw, chunks), strict=True):
             if progress is not None:
@@ -443,11 +397,6 @@ def generate(
         for _ in pool.map(lambda chunk: log.rename(chunk, new_ids), chunks):
             pass
     return Splits(*(log.part(rows) for rows in _split(settings.rows)))
-
-
-def _chunks(num_rows: int) -> list[slice]:
-    starts = range(0, num_rows, _CHUNK_ROWS)
-    return [slice(start, min(start + _CHUNK_ROWS, num_rows)) for start in starts]
 
 
 def _split(num_rows: int) -> tuple[slice, slice, slice]:
@@ -463,14 +412,6 @@ class _Log:
     def __init__(self, settings: SyntheticLog) -> None:
         self.columns, self.seed = _PRESETS[settings.preset], settings.seed
         self.schema = Schema(tuple(column.field for column in self.columns))
-        self.teacher = self._teacher(settings)
-        num_rows, num_numeric = settings.rows, len(self.schema.numeric_fields)
-        self.ids = np.empty((num_rows, self.schema.num_slots), np.int32)
-        self.numeric = np.empty((num_rows, num_numeric), np.float32)
-        self.label = np.empty(num_rows, np.float32)
-        self.probability = np.empty(num_rows, np.float32)
-
-    def _teacher(self, settings: SyntheticLog) -> Teacher:
         effects = draw_effects(
             self.columns,
             seed=settings.seed,
@@ -479,7 +420,12 @@ class _Log:
             num_patterns=settings.num_patterns,
         )
         counters = np.arange(_SAMPLE_ROWS, dtype=np.uint64) + np.uint64(_SAMPLE_START)
-        return Teacher(effects, self._rows(counters), noise=settings.noise)
+        self.teacher = Teacher(effects, self._rows(counters), noise=settings.noise)
+        num_rows, num_numeric = settings.rows, len(self.schema.numeric_fields)
+        self.ids = np.empty((num_rows, self.schema.num_slots), np.int32)
+        self.numeric = np.empty((num_rows, num_numeric), np.float32)
+        self.label = np.empty(num_rows, np.float32)
+        self.probability = np.empty(num_rows, np.float32)
 
     def _rows(self, counters: Counters) -> Rows:
         topics = draw_topics(self.seed, counters)
@@ -488,7 +434,7 @@ class _Log:
         }
 
     def draw(self, chunk: slice) -> None:
-        """Draw a chunk's values, chances and labels."""
+        """Draw a chunk's values, probabilities and labels."""
         counters = np.arange(chunk.start, chunk.stop, dtype=np.uint64)
         rows = self._rows(counters)
         probability = self.teacher.probability(rows)
@@ -501,7 +447,7 @@ class _Log:
             self.numeric[chunk, position] = rows[field.name]
 
     def new_ids(self, field: Field) -> NDArray[np.int32]:
-        """Return what each id of a field becomes: itself, or UNKNOWN where training lacks it."""
+        """Return the new id of each id of a field: itself, or UNKNOWN where training lacks it."""
         train, _, _ = _split(len(self.ids))
         ids = self.ids[train, self.schema.slots[field.name]].ravel()
         is_rare = np.bincount(ids, minlength=field.rows) < MIN_COUNT
