@@ -47,6 +47,18 @@ FOLDERS = [
 ]
 LAYERS = [*TOP_LEVEL, *FOLDERS, "__init__", "testing", "bench", "cli", "__main__"]
 
+# Inside data/, a file imports only from files above it; a folder's `__init__` counts as a file.
+DATA_ORDER = [
+    *("schema", "log_schema", "counter_random", "order", "prepared", "dataset"),
+    *("co_occurrence", "selection", "synthetic"),
+    *("raw", "raw.rows", "raw.text_files", "raw.readers", "raw.infer"),
+    *("raw.coding", "raw.encoder", "raw.encode"),
+    *("sources._base", "sources.avazu", "sources.book_crossing", "sources.criteo"),
+    *("sources.frappe", "sources.ml_1m", "sources", "prepare"),
+]
+# (file, module): what a public method imports where it is called, because it needs Polars.
+DATA_EXCEPTIONS = {("data/dataset.py", "raw.encode")}
+
 CORE_PACKAGES = {"numpy", "safetensors", "torch"}
 EXTRA_PACKAGES = {
     "cli": {"rich", "typer"},
@@ -154,6 +166,27 @@ def layer_violations(path: str, source: str) -> list[str]:
     return found
 
 
+def data_violations(path: str, source: str) -> list[str]:
+    """Return imports inside data/ that are not of a file above, in functions as well."""
+    folder, *parts = Path(path).with_suffix("").parts
+    if folder != "data":
+        return []
+    own = ".".join(parts).removesuffix("__init__").rstrip(".")
+    if own and own not in DATA_ORDER:
+        return [f"{path}: {own!r} has no place in DATA_ORDER"]
+    above = DATA_ORDER[: DATA_ORDER.index(own)] if own else DATA_ORDER
+    found = []
+    for name, _ in imports(source):
+        if not name.startswith("rarebit.data"):
+            continue
+        parts = name.split(".")[2:]
+        modules = [".".join(parts[:end]) for end in range(len(parts), 0, -1)]
+        module = next((module for module in modules if module in DATA_ORDER), "__init__")
+        if module not in above and (path, module) not in DATA_EXCEPTIONS:
+            found.append(f"{path}: imports {name}, which is not above it in DATA_ORDER")
+    return found
+
+
 def package_violations(path: str, source: str) -> list[str]:
     folders = [Path(path).parts[0].removesuffix(".py"), Path(path).parent.as_posix()]
     extra = {package for folder in folders for package in EXTRA_PACKAGES.get(folder, ())}
@@ -249,6 +282,18 @@ def test_a_folder_imports_only_from_above():
     assert all_violations(layer_violations) == ""
 
 
+def test_a_file_of_data_imports_only_from_above():
+    assert all_violations(data_violations) == ""
+
+
+def test_data_is_imported_without_polars_and_pyarrow():
+    code = "import sys, rarebit.data; sys.exit(bool({'polars', 'pyarrow'} & set(sys.modules)))"
+    environment = dict(os.environ, PYTHONPATH=str(SRC.parent))
+    assert (
+        subprocess.run([sys.executable, "-c", code], env=environment, check=False).returncode == 0
+    )
+
+
 def test_only_the_packages_of_the_core_are_imported():
     assert all_violations(package_violations) == ""
 
@@ -276,6 +321,11 @@ def test_no_large_files_data_or_machine_paths():
         (layer_violations, "data/x.py", "from . import schema"),
         (layer_violations, "data/x.py", "importlib.import_module('rarebit.cli')"),
         (layer_violations, "nowhere/x.py", ""),
+        (data_violations, "data/schema.py", "from rarebit.data.order import batch_bounds"),
+        (data_violations, "data/prepared.py", "def f():\n    import rarebit.data.raw.encoder"),
+        (data_violations, "data/raw/rows.py", "from rarebit.data.raw.rows import Place"),
+        (data_violations, "data/order.py", "from rarebit.data import Batch"),
+        (data_violations, "data/nowhere.py", ""),
         (package_violations, "data/x.py", "import pandas as pd"),
         (package_violations, "data/x.py", "def f():\n    from scipy.stats import norm"),
         (package_violations, "bench/x.py", "import rich"),
@@ -298,9 +348,11 @@ def test_a_violation_is_found(rule, path, source):
     ("path", "source"),
     [
         (
-            "data/x.py",
+            "data/order.py",
             "from rarebit.errors import DataError\nfrom rarebit.data.schema import Field",
         ),
+        ("data/raw/encode.py", "from rarebit.data.raw.rows import Place"),
+        ("data/dataset.py", "def f():\n    from rarebit.data.raw.encode import encode_frame"),
         ("cli/x.py", "import typer\nimport rarebit as rb\nfrom rarebit import apply_"),
         ("training/x.py", "def save():\n    from rarebit import __version__"),
         ("__main__.py", "from rarebit.cli.app import app"),
@@ -308,7 +360,7 @@ def test_a_violation_is_found(rule, path, source):
     ],
 )
 def test_what_is_allowed_is_not_found(path, source):
-    rules = (layer_violations, package_violations, code_violations)
+    rules = (layer_violations, data_violations, package_violations, code_violations)
     assert [violation for rule in rules for violation in rule(path, source)] == []
 
 

@@ -13,6 +13,7 @@ from stored import sign, tensors_file
 pl = pytest.importorskip("polars", reason="capability: package polars: it is not installed")
 
 import rarebit as rb  # noqa: E402  # after the check that Polars is there
+from rarebit.data.raw.encoder import encoder_of  # noqa: E402  # the same
 from rarebit.errors import DataError, ModelFileError  # noqa: E402  # the same
 from rarebit.models.fm import FM  # noqa: E402  # the same
 from rarebit.training.score import score_log  # noqa: E402  # the same
@@ -65,7 +66,7 @@ def test_a_saved_model_carries_the_encoder_of_its_data(tmp_path, data, saved):
     assert files_in(encoder_in(saved)) == files_in(tmp_path / "data" / "encoder")
     shutil.rmtree(tmp_path / "data")  # the model needs it no longer
     model = rb.load_model(saved)
-    encoder = model.schema.encoder.load()
+    encoder = encoder_of(model)
     assert encoder.schema.label == "click"
     assert set(encoder.values["user"]) == {f"u{i}" for i in range(10)}
     assert model.schema == data.schema
@@ -84,7 +85,7 @@ def test_it_goes_on_carrying_it_when_saved_again(tmp_path, saved):
 def test_a_model_of_a_frame_carries_it_too(tmp_path):
     data = rb.Dataset.from_frame(frame(), label="click")
     rb.save_model(FM(data.schema, dim=2), tmp_path / "model")
-    encoder = rb.load_model(tmp_path / "model").schema.encoder.load()
+    encoder = encoder_of(rb.load_model(tmp_path / "model"))
     assert encoder.fields == data.schema
 
 
@@ -244,7 +245,7 @@ def test_a_model_of_format_1_keeps_its_vocabulary_when_saved_over_itself(saved):
     for _ in range(2):  # the loaded model refers to the folder of format 1
         rb.save_model(model, saved)
         assert files_in(encoder_in(saved)) == wanted
-        assert set(rb.load_model(saved).schema.encoder.load().values) == {"user", "item"}
+        assert set(encoder_of(rb.load_model(saved)).values) == {"user", "item"}
     assert len(list(saved.iterdir())) == 3
     (saved / "encoder" / "values-000.parquet").write_bytes(b"")
     with pytest.raises(ModelFileError, match="is damaged or belongs to another save"):
@@ -254,7 +255,7 @@ def test_a_model_of_format_1_keeps_its_vocabulary_when_saved_over_itself(saved):
 def test_a_model_saved_over_another_has_its_own_vocabulary_or_none(tmp_path, saved):
     other = prepare(tmp_path / "other", frame(first=5))
     rb.save_model(FM(other.schema, dim=4), saved)
-    values = rb.load_model(saved).schema.encoder.load().values["user"]
+    values = encoder_of(rb.load_model(saved)).values["user"]
     assert set(values) == {f"u{i}" for i in range(5, 15)}
     plain = rb.Schema((rb.Field(name="user", rows=9),))
     rb.save_model(FM(plain, dim=4), saved)

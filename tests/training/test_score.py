@@ -165,7 +165,7 @@ def test_bad_rows_of_an_earlier_log_do_not_stay(tmp_path, model):
 def test_bad_rows_stop_by_default_and_leave_nothing_new(tmp_path, model):
     log, out = damaged(tmp_path / "new.csv", new_rows()), tmp_path / "scores.csv"
     out.write_text("scores of before\n")
-    with pytest.raises(DataError, match=r"new\.csv, line 4: .*3 bad rows in all"):
+    with pytest.raises(DataError, match=r"new\.csv, line 4: .*3 malformed rows in total"):
         score_log(model, log, out=out)
     assert out.read_text() == "scores of before\n"
     assert {path.name for path in tmp_path.iterdir()} == {"new.csv", "scores.csv"}

@@ -1,15 +1,14 @@
 """A prepared log as a folder. Reading it needs torch and numpy only.
 
     manifest.json    fields, rows of each part, statistics, and size and checksum of every file
-    ids.npy          int32 (rows, slots): the rows for training, then to choose, then to report
+    ids.npy          int32 (rows, slots): the rows for training, then validation, then testing
     numeric.npy      float32 (rows, columns)
     label.npy        uint8 (rows,)
     counts.npy       int64: how often each id of each field occurs in training, field after field
-    schema.toml      how the log was read, to be edited and used again
-    encoder/         the vocabulary, for raw rows that come later; it may be left behind where a
-                     folder is only trained on
+    schema.toml      the schema of the raw log, to edit and use again
+    encoder/         the vocabulary, to encode other raw rows; training does without it
 
-The arrays are memory-mapped, so that opening takes milliseconds whatever their size.
+Opening maps the arrays into memory, which takes milliseconds whatever their size.
 """
 
 import json
@@ -27,7 +26,7 @@ from numpy.typing import NDArray
 
 from rarebit.data.schema import Schema
 from rarebit.errors import DataError
-from rarebit.settings import check_types, from_mapping, require, to_mapping
+from rarebit.settings import check_types, from_mapping, require
 from rarebit.storage.disk import DISK, explain
 from rarebit.storage.files import (
     file_checksum,
@@ -57,7 +56,7 @@ FORMAT = 1
 MANIFEST, ENCODER, SCHEMA, BAD_ROWS = "manifest.json", "encoder", "schema.toml", "bad_rows.jsonl"
 OWN = "manifest_sha256"
 SELECTIONS = "selections"
-"""What runs computed of the log and keep beside it; it goes with the log."""
+"""Selections that runs computed from the log; they are replaced with it."""
 _at_work: set[Path] = set()
 """Folders that this process is filling now."""
 
@@ -75,24 +74,24 @@ TAIL_POINTS = 24
 
 @dataclass(frozen=True, kw_only=True)
 class FieldStatistics:
-    """One field of a prepared data set."""
+    """One field of a prepared log, over all splits, with raw values: before any becomes unknown."""
 
     name: str
     """The field's name."""
     kind: str
     """What it holds: categorical, multi or numeric."""
     distinct: int
-    """Distinct raw values over all splits, without missing."""
+    """Distinct values, without missing."""
     rows: int
     """Rows of its table; zero where it has none."""
     top_share: float
-    """Share of the rows whose value is among the top fifth of the values."""
+    """Share of the rows whose value is among the top fifth of the values, rounded up."""
     rare_share: float
     """Share of the rows whose value was seen fewer than 10 times."""
     missing_share: float
-    """Share of all rows that have no value."""
+    """Share of the rows without a value."""
     unknown_shares: tuple[float, ...]
-    """Share of the rows of train, valid and test whose value has no id of its own."""
+    """Share of the rows of train, valid and test whose value is unknown."""
     tail: tuple[int, ...]
     """Counts of the values at the ranks `tail_ranks(distinct)`, the most frequent first."""
 
@@ -108,19 +107,14 @@ class FieldStatistics:
 
 @dataclass(frozen=True, kw_only=True)
 class DataStatistics:
-    """A prepared data set.
-
-    >>> seen = DataStatistics(rows=(8, 1, 1), label_rates=(0.25, 0.0, 1.0), bad_rows=0, fields=())
-    >>> DataStatistics.from_mapping(seen.to_mapping()) == seen
-    True
-    """
+    """A prepared log: rows, label rates, and how long the tail of each field is."""
 
     rows: tuple[int, ...]
     """Rows of train, valid and test."""
     label_rates: tuple[float, ...]
     """Share of the rows of train, valid and test whose label is 1; zero where there are no rows."""
     bad_rows: int
-    """Rows that could not be read and were set aside."""
+    """Malformed rows that were skipped."""
     fields: tuple[FieldStatistics, ...]
     """The fields, in order."""
 
@@ -132,48 +126,24 @@ class DataStatistics:
             f"got {len(self.rows)} and {len(self.label_rates)}",
         )
 
-    def to_mapping(self) -> dict[str, Any]:
-        """Return the statistics as plain values."""
-        return to_mapping(self)
-
-    @classmethod
-    def from_mapping(cls, values: Mapping[str, Any]) -> "DataStatistics":
-        """Read statistics back from plain values."""
-        return from_mapping(cls, values, where="statistics")
-
 
 def tail_ranks(distinct: int) -> list[int]:
-    """Return the ranks at which a tail is kept: from 1 to the last, evenly on a log scale.
-
-    >>> tail_ranks(1_000_000)[::4]
-    [1, 11, 122, 1350, 14925, 164965]
-    >>> tail_ranks(4)
-    [1, 2, 3, 4]
-    """
+    """Return the ranks at which a tail is kept: from 1 to the last, evenly on a log scale."""
     if distinct < 1:
         return []
     return sorted({round(distinct ** (i / (TAIL_POINTS - 1))) for i in range(TAIL_POINTS)})
 
 
 def value_statistics(counts: NDArray[np.int64]) -> dict[str, Any]:
-    """Return distinct, top_share, rare_share and tail of a field from the counts of its values.
-
-    >>> value_statistics(np.array([1, 0, 12, 3]))
-    {'distinct': 3, 'top_share': 0.75, 'rare_share': 0.25, 'tail': (12, 3, 1)}
-    """
+    """Return distinct, top_share, rare_share and tail of a field from the counts of its values."""
     ordered = np.sort(counts[counts > 0])[::-1]
-    distinct, rows = len(ordered), int(ordered.sum())
-    top = -(-distinct // 5)
+    distinct, rows = len(ordered), max(int(ordered.sum()), 1)
     return {
         "distinct": distinct,
-        "top_share": _share(ordered[:top], rows),
-        "rare_share": _share(ordered[ordered < RARE_BELOW], rows),
+        "top_share": int(ordered[: -(-distinct // 5)].sum()) / rows,
+        "rare_share": int(ordered[ordered < RARE_BELOW].sum()) / rows,
         "tail": tuple(int(ordered[rank - 1]) for rank in tail_ranks(distinct)),
     }
-
-
-def _share(counts: NDArray[np.int64], rows: int) -> float:
-    return int(counts.sum()) / rows if rows else 0.0
 
 
 @dataclass(frozen=True)
@@ -188,7 +158,7 @@ class StoredEncoder:
 
 
 class PreparedFolder:
-    """What is in a prepared folder, without the arrays themselves."""
+    """The contents of a prepared folder; arrays are opened when asked for."""
 
     def __init__(self, folder: str | os.PathLike[str]) -> None:
         self.folder = Path(folder)
@@ -199,7 +169,7 @@ class PreparedFolder:
                 StoredEncoder(encoder) if encoder.exists() else None
             )
             self.rows = tuple(int(rows) for rows in self.manifest["rows"])
-            self._check_sizes()
+            self._check_files()
         except DataError:
             raise
         except (LookupError, TypeError, ValueError, AttributeError, OSError) as error:
@@ -207,18 +177,18 @@ class PreparedFolder:
 
     @cached_property
     def statistics(self) -> DataStatistics:
-        """What there is to know of its rows and fields."""
+        """Statistics of its rows and fields."""
         try:
-            return DataStatistics.from_mapping(self.manifest["statistics"])
+            return from_mapping(DataStatistics, self.manifest["statistics"], where="statistics")
         except (LookupError, TypeError, ValueError, AttributeError) as error:
             raise DataError(f"{str(self.folder)!r} is damaged: {error}; prepare it again") from None
 
     @property
     def checksum(self) -> str:
-        """What tells it from any other prepared log: the manifest's checksum, which has all others in it."""
+        """The identity of the log: the manifest's checksum, which covers the checksums of all files."""
         return str(self.manifest[OWN])
 
-    def _check_sizes(self) -> None:
+    def _check_files(self) -> None:
         if len(self.rows) != 3 or min(self.rows) < 0:
             raise DataError(f"{str(self.folder)!r} is damaged: it has {self.rows} rows")
         for name, file in self._files().items():
@@ -230,21 +200,27 @@ class PreparedFolder:
                 )
 
     def _files(self) -> dict[str, Any]:
-        """Return the files that must be there: training does without the vocabulary."""
+        """Return the files that must exist: training does without the vocabulary."""
         files: dict[str, Any] = self.manifest["files"]
         if (self.folder / ENCODER).exists():
             return files
         return {name: file for name, file in files.items() if not name.startswith(f"{ENCODER}/")}
 
     def array(self, name: str) -> NDArray[Any]:
-        """Return an array, memory-mapped; what is written to it stays in this process."""
-        shape, dtype = self._expected()[name]
+        """Return an array, memory-mapped; changes to it stay in this process."""
+        rows = sum(self.rows)
+        num_ids = sum(field.rows for field in self.schema.table_fields)
+        expected: dict[str, tuple[tuple[int, ...], Any]] = {
+            "ids": ((rows, self.schema.num_slots), np.int32),
+            "numeric": ((rows, len(self.schema.numeric_fields)), np.float32),
+            "label": ((rows,), np.uint8),
+            "counts": ((num_ids,), np.int64),
+        }
+        shape, dtype = expected[name]
         path = self.folder / f"{name}.npy"
-        try:
-            if 0 in shape:
-                array = np.load(path, allow_pickle=False)  # nothing to map
-            else:
-                array = np.load(path, mmap_mode="c", allow_pickle=False)
+        try:  # an empty array cannot be mapped
+            mode: Any = None if 0 in shape else "c"
+            array: NDArray[Any] = np.load(path, mmap_mode=mode, allow_pickle=False)
         except (OSError, ValueError) as error:
             raise DataError(f"{str(path)!r} is damaged: {error}; prepare it again") from None
         if array.shape != shape or array.dtype != dtype or not array.flags.c_contiguous:
@@ -252,21 +228,10 @@ class PreparedFolder:
                 f"{str(path)!r} holds {array.dtype} {array.shape}, where {dtype} {shape} was written; "
                 "prepare it again"
             )
-        found: NDArray[Any] = array
-        return found
-
-    def _expected(self) -> dict[str, tuple[tuple[int, ...], Any]]:
-        rows = sum(self.rows)
-        ids = sum(field.rows for field in self.schema.table_fields)
-        return {
-            "ids": ((rows, self.schema.num_slots), np.int32),
-            "numeric": ((rows, len(self.schema.numeric_fields)), np.float32),
-            "label": ((rows,), np.uint8),
-            "counts": ((ids,), np.int64),
-        }
+        return array
 
     def verify(self) -> None:
-        """Raise when a file is not what its checksum says; it reads every byte."""
+        """Read every file and compare checksums; raise if one is damaged."""
         for name, file in self._files().items():
             if file_checksum(self.folder / name) != file["sha256"]:
                 raise DataError(
@@ -276,7 +241,7 @@ class PreparedFolder:
 
 
 class ArrayWriter:
-    """Writes the rows of an array in any order of places, without holding it in memory."""
+    """Writes the rows of an array in any order, without holding it in memory."""
 
     def __init__(self, path: Path, shape: tuple[int, ...], dtype: Any) -> None:
         self.file: BinaryIO = path.open("wb")
@@ -287,7 +252,7 @@ class ArrayWriter:
         self.file.truncate(self.start + shape[0] * self.row_bytes)
 
     def write(self, row: int, rows: NDArray[Any]) -> None:
-        """Write some rows from a place on."""
+        """Write some rows, the first at this row."""
         self.file.seek(self.start + row * self.row_bytes)
         self.file.write(np.ascontiguousarray(rows).data)
 
@@ -321,7 +286,7 @@ def new_folder(target: Path, *, overwrite: bool = False) -> Iterator[Path]:
 
 
 def _check_free(target: Path, *, overwrite: bool) -> None:
-    """Raise where something exists that must not be replaced, or the place is another log's."""
+    """Raise if the folder must not be replaced, or is inside another prepared log."""
     for parent in target.parents:
         if _listed(parent):
             raise DataError(
@@ -340,7 +305,7 @@ def _check_free(target: Path, *, overwrite: bool) -> None:
 
 
 def _refuse_strangers(folder: Path) -> None:
-    """Raise where a prepared folder holds something else, which replacing it would delete."""
+    """Raise if replacing a prepared folder would delete other files."""
     listed = _listed(folder)
     if not listed:
         raise DataError(
@@ -358,7 +323,7 @@ def _refuse_strangers(folder: Path) -> None:
 
 
 def _listed(folder: Path) -> list[str]:
-    """Return the files that a folder's manifest lists; none where it has no manifest that is whole."""
+    """Return the files that a folder's manifest lists; none without a valid manifest."""
     try:
         return list(_read_manifest(folder)["files"])
     except (DataError, LookupError, TypeError):
@@ -366,7 +331,7 @@ def _listed(folder: Path) -> list[str]:
 
 
 def write_manifest(folder: Path, values: Mapping[str, Any]) -> None:
-    """Write the manifest, last of all: a folder without it is none."""
+    """Write the manifest, last: a folder without it is no prepared log."""
     from rarebit import __version__
 
     files = {

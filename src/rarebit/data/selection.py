@@ -432,7 +432,12 @@ def save_selection(selection: Selection, folder: str | os.PathLike[str]) -> Path
 def load_selection(
     folder: str | os.PathLike[str], *, data_checksum: str | None = None
 ) -> Selection:
-    """Read a selection from a folder; raise if it was made from data of another checksum."""
+    """Read a selection from a folder; raise if it was made from data of another checksum.
+
+    >>> load_selection("nowhere")
+    Traceback (most recent call last):
+    rarebit.errors.DataError: 'nowhere' holds no selection: selection.json is missing
+    """
     made_of = FOLDER.read_description(folder).get("data_sha256")
     if data_checksum is not None and made_of != data_checksum:
         raise DataError(

@@ -45,6 +45,7 @@ from rarebit.data.raw.readers import read_frame
 from rarebit.data.raw.rows import BadRows, RawChunk
 from rarebit.data.schema import FIRST_VALUE, MISSING, PADDING, UNKNOWN
 from rarebit.errors import DataError, SettingsError
+from rarebit.settings import to_mapping
 
 __all__ = [
     "LogOrigin",
@@ -312,7 +313,7 @@ def _write(
             "bad_rows": dict(bad.reasons),
             "origin": origin.name,
             "notes": list(origin.notes()),
-            "statistics": statistics.to_mapping(),
+            "statistics": to_mapping(statistics),
         },
     )
 

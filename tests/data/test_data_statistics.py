@@ -14,6 +14,7 @@ from rarebit.data.prepared import (
     value_statistics,
 )
 from rarebit.errors import SettingsError
+from rarebit.settings import from_mapping, to_mapping
 
 USER = FieldStatistics(
     name="user",
@@ -89,8 +90,8 @@ def test_the_tail_falls_from_the_largest_count_to_the_smallest(counts):
 
 
 def test_statistics_survive_json():
-    text = json.dumps(DATA.to_mapping())
-    assert DataStatistics.from_mapping(json.loads(text)) == DATA
+    text = json.dumps(to_mapping(DATA))
+    assert from_mapping(DataStatistics, json.loads(text)) == DATA
 
 
 def test_what_cannot_be_is_refused():
@@ -100,5 +101,5 @@ def test_what_cannot_be_is_refused():
         FieldStatistics(**{**vars(USER), "tail": (12,)})
     with pytest.raises(SettingsError, match="every split has rows and a label rate, got 1 and 2"):
         DataStatistics(rows=(1,), label_rates=(0.5, 0.5), bad_rows=0, fields=())
-    with pytest.raises(SettingsError, match="statistics: unknown setting 'row'"):
-        DataStatistics.from_mapping({**DATA.to_mapping(), "row": 1})
+    with pytest.raises(SettingsError, match="unknown setting 'row'"):
+        from_mapping(DataStatistics, {**to_mapping(DATA), "row": 1})

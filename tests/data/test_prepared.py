@@ -22,6 +22,7 @@ from rarebit.data.prepared import (
     write_manifest,
 )
 from rarebit.errors import DataError
+from rarebit.settings import to_mapping
 from rarebit.storage.files import own_checksum
 
 SCHEMA = Schema(
@@ -51,7 +52,7 @@ def fill(folder, **changes):
         {
             "schema": SCHEMA.to_mapping(),
             "rows": list(ROWS),
-            "statistics": statistics.to_mapping(),
+            "statistics": to_mapping(statistics),
         },
     )
 
