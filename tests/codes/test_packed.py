@@ -18,7 +18,6 @@ from rarebit.codes.packed_lookup import (
     count_bits,
     pack_bits,
     pack_rows,
-    parts_bytes,
     pick,
     rows_before,
     unpack_bits,
@@ -94,7 +93,8 @@ def test_the_smaller_form_of_the_columns_is_taken_and_bytes_are_known_beforehand
     numbers = num_values * (1 if weight.shape[1] <= 256 else 2)
     bits = num_filled * math.ceil(weight.shape[1] / 8)
     assert parts.columns.nbytes == min(numbers, bits)
-    expected = parts_bytes(num_values, num_filled, *weight.shape)
+    words = math.ceil(len(weight) / 64)
+    expected = 4 * num_values + min(numbers, bits) + 4 * (num_filled + 1) + 8 * words
     assert sum(part.nbytes for part in parts) == expected
     bound = 4 * num_values + min(numbers, num_filled * weight.shape[1] / 8) + 4 * num_filled
     # one offset more than rows, and whole words

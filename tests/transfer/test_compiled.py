@@ -35,7 +35,7 @@ def trained(loss, lines, *, compile):
 
 
 def parts_of(group):
-    return (group._draw, group._find, group._weigh)
+    return (group._draw, group._find, group.weigh)
 
 
 def check_same(found, expected):

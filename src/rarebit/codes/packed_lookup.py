@@ -51,7 +51,6 @@ __all__ = [
     "pack_bits",
     "pack_rows",
     "packed_kernel",
-    "parts_bytes",
     "pick",
     "rows_before",
     "unpack_bits",
@@ -85,7 +84,8 @@ def pack_rows(weight: Tensor) -> Parts:
     ends = counts[filled].cumsum(0)
     offsets = F.pad(ends, (1, 0))
     small = int(offsets[-1]) <= torch.iinfo(torch.int32).max
-    numbers, bitmaps = _bytes_of_columns(int(offsets[-1]), len(ends), width)
+    numbers = int(offsets[-1]) * column_type(width).itemsize  # bytes of columns as numbers
+    bitmaps = len(ends) * -(-width // 8)  # and as bits
     values, columns = [], []
     for chunk in weight.split(CHUNK):
         kept = chunk != 0
@@ -101,14 +101,6 @@ def pack_rows(weight: Tensor) -> Parts:
         offsets.to(torch.int32 if small else torch.int64),
         pack_bits(words.view(1, -1)).view(-1).view(torch.int64),
     )
-
-
-def parts_bytes(num_values: int, num_filled: int, rows: int, width: int, *, value: int = 4) -> int:
-    """Return the bytes of a packed table, from its values and its rows that are not empty."""
-    numbers, bitmaps = _bytes_of_columns(num_values, num_filled, width)
-    offset = 4 if num_values <= torch.iinfo(torch.int32).max else 8
-    words = -(-rows // WORD)
-    return value * num_values + min(numbers, bitmaps) + offset * (num_filled + 1) + 8 * words
 
 
 def column_type(width: int) -> torch.dtype:
@@ -150,11 +142,6 @@ def rows_before(filled: Tensor) -> Tensor:
     before = counts.cumsum(0).sub_(counts)
     small = not len(before) or int(before[-1]) < torch.iinfo(torch.int32).max - WORD
     return before.to(torch.int32) if small else before
-
-
-def _bytes_of_columns(num_values: int, num_filled: int, width: int) -> tuple[int, int]:
-    """Return the bytes of columns as numbers, and as bits."""
-    return num_values * column_type(width).itemsize, num_filled * -(-width // 8)
 
 
 SOURCE = Path(__file__).with_name("packed_kernel.cpp")

@@ -239,13 +239,13 @@ class TransferGroup:
         self._may_move = torch.cat([moves, moves.new_zeros(1)])
         like = torch.empty(0, dtype=self.dtype, device=self.device)
         self.ledger = GroupLedger(self.names, *shape, like)
-        self._draw = Part(TransferGroup.draw, self, "the sample")
-        self._find = Part(TransferGroup.find, self, "the loss")
-        self._weigh = Part(TransferGroup.weigh, self, "the barrier")
+        self._draw = Part(TransferGroup._draw_ids, self, "the sample")
+        self._find = Part(TransferGroup._find_gradient, self, "the loss")
+        self.weigh = Part(TransferGroup._weigh_gradients, self, "the barrier")
 
     def compile(self, say: Callable[[str], object]) -> None:
         """Compile the parts of a step; `say` takes a line for each that cannot be compiled."""
-        for part in (self._draw, self._find, self._weigh):
+        for part in (self._draw, self._find, self.weigh):
             part.compile(say)
 
     def look_up(self, ids: Tensor) -> Tensor:
@@ -275,24 +275,11 @@ class TransferGroup:
         flipped = self._flipped(batch) if self._both and not self._every_row else None
         return batch, self._find(len(ids), batch, flipped, read[self._samples :])
 
-    def answer(
-        self,
-        rule: BarrierRule,
-        batch: TransferBatch,
-        main: Tensor,
-        found: Found,
-        loss: Tensor,
-        *,
-        alpha: float,
-    ) -> Tensor:
-        """Return one gradient per row, `(U, M, D)`."""
-        return self._weigh(len(main), rule, batch, main, found, loss, alpha=alpha)
-
     def absent_ids(self, draws: Draws, number: int) -> Tensor:
         """Return ids of rare rows of each table, in the batch or not, `(number, F)`."""
         return self.sides.rare.ring(draws.uniform(len(self.names), first=ABSENT), number)
 
-    def draw(self, draws: Draws) -> tuple[Tensor, Tensor]:
+    def _draw_ids(self, draws: Draws) -> tuple[Tensor, Tensor]:
         """Return a random number per table, `(F,)`, and ids to look up, `(n, F)`.
 
         One lookup for both: a sample of frequent rows, then the ledger's remembered rows.
@@ -301,7 +288,9 @@ class TransferGroup:
         sampled = self.sides.frequent.sample(uniform[1:])  # (S, F)
         return uniform[0], torch.cat([sampled, self.ledger.ids])
 
-    def find(self, batch: TransferBatch, flipped: TransferBatch | None, again: Tensor) -> Found:
+    def _find_gradient(
+        self, batch: TransferBatch, flipped: TransferBatch | None, again: Tensor
+    ) -> Found:
         """Return what the transfer loss wants; the ledger compares its rows `(P, F, M, D)`."""
         self.ledger.compare(again)
         accuracy = self.running.learn(batch)
@@ -312,7 +301,7 @@ class TransferGroup:
             gradient = gradient * (batch.rows.detach() != 0)
         return Found(gradient, losses, accuracy, batch.pick(REMEMBERED))
 
-    def weigh(
+    def _weigh_gradients(
         self,
         rule: BarrierRule,
         batch: TransferBatch,

@@ -220,8 +220,8 @@ class _Asked(GroupRule):
         assert loss is not None
         batch, found = step.prepared
         main = step.gradients[0].reshape(batch.rows.shape)  # (U, M, D)
-        gradient = transfer.groups[step.number].answer(
-            RULES[transfer.rule], batch, main, found, loss, alpha=transfer.alpha
+        gradient = transfer.groups[step.number].weigh(
+            len(main), RULES[transfer.rule], batch, main, found, loss, alpha=transfer.alpha
         )
         return gradient.reshape(step.rows.shape)
 
