@@ -5,7 +5,6 @@ import shutil
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
 from rich.box import SIMPLE_HEAD
@@ -156,12 +155,7 @@ class _Bars:
         self.bars.start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.bars.stop()
 
     def say(self, line: str) -> None:

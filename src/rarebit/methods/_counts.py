@@ -189,13 +189,7 @@ class CountedTable(Table):
     """A table that knows how often training saw its rows."""
 
     def __init__(self, method: Method, inner: AnyTable, evidence: Evidence) -> None:
-        super().__init__(
-            method,
-            inner,
-            num_embeddings=inner.num_embeddings,
-            embedding_dim=inner.embedding_dim,
-            padding_idx=inner.padding_idx,
-        )
+        super().__init__(method, inner)
         self.evidence = evidence  # n and c
 
     def weights(self, ids: Tensor) -> Tensor:

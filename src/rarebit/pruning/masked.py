@@ -334,13 +334,7 @@ class MaskedTable(Table):
     kept: Tensor
 
     def __init__(self, method: Method, inner: AnyTable, kept: Tensor) -> None:
-        super().__init__(
-            method,
-            inner,
-            num_embeddings=inner.num_embeddings,
-            embedding_dim=inner.embedding_dim,
-            padding_idx=inner.padding_idx,
-        )
+        super().__init__(method, inner)
         self.register_buffer("kept", kept)  # m
 
     def rows(self, ids: Tensor) -> Tensor:

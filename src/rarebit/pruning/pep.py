@@ -186,13 +186,7 @@ class ThresholdedTable(Table):
     optimizer_groups: ClassVar[Mapping[str, str]] = {"levels": "thresholds"}
 
     def __init__(self, method: PEP, inner: AnyTable, levels: nn.Module) -> None:
-        super().__init__(
-            method,
-            inner,
-            num_embeddings=inner.num_embeddings,
-            embedding_dim=inner.embedding_dim,
-            padding_idx=inner.padding_idx,
-        )
+        super().__init__(method, inner)
         self.levels = levels  # s
 
     def rows(self, ids: Tensor) -> Tensor:

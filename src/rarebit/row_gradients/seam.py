@@ -32,7 +32,6 @@ Several processes (`DistributedDataParallel`):
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
-from types import TracebackType
 from typing import Any, NamedTuple, Self, TypeAlias
 
 import torch
@@ -403,13 +402,8 @@ class RowGradients:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        if error is None:
+    def __exit__(self, kind: object, *_: object) -> None:
+        if kind is None:
             self.close()
         else:
             self._take_off()

@@ -133,13 +133,7 @@ class SetsTable(Table):
     """A plain table whose columns are those of several sets, one set after the other."""
 
     def __init__(self, method: SetsMethod, inner: nn.Embedding) -> None:
-        super().__init__(
-            method,
-            inner,
-            num_embeddings=inner.num_embeddings,
-            embedding_dim=inner.embedding_dim,
-            padding_idx=inner.padding_idx,
-        )
+        super().__init__(method, inner)
         self.num_sets = method.num_sets
 
     @property

@@ -14,7 +14,7 @@ Shapes: N rows of the table, D its width.
 from abc import ABC, abstractmethod
 from collections.abc import Hashable, Mapping, Sequence
 from itertools import chain
-from typing import TYPE_CHECKING, ClassVar, TypeAlias
+from typing import TYPE_CHECKING, ClassVar, Literal, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -57,17 +57,22 @@ class Table(nn.Module, ABC):
         method: "Method",
         inner: "AnyTable | None",
         *,
-        num_embeddings: int,
-        embedding_dim: int,
-        padding_idx: int | None,
+        num_embeddings: int | None = None,
+        embedding_dim: int | None = None,
+        padding_idx: int | Literal["inner"] | None = "inner",
     ) -> None:
         super().__init__()
         self.method = method
         if inner is not None:
             self.inner = inner
-        self.num_embeddings = num_embeddings
-        self.embedding_dim = embedding_dim
-        self.padding_idx = padding_idx
+        # the shape is that of the inner table if not given
+        self.num_embeddings: int = num_embeddings or (0 if inner is None else inner.num_embeddings)
+        self.embedding_dim: int = embedding_dim or (0 if inner is None else inner.embedding_dim)
+        self.padding_idx: int | None
+        if padding_idx == "inner":
+            self.padding_idx = None if inner is None else inner.padding_idx
+        else:
+            self.padding_idx = padding_idx
 
     @abstractmethod
     def rows(self, ids: Tensor) -> Tensor:

@@ -18,7 +18,6 @@ Not for thresholds that are still being learned (PEP): the transfer would move t
 
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Any, Literal, Self
 
 import torch
@@ -175,13 +174,8 @@ class RunningTransfer(Callback):
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self.rows.__exit__(kind, error, traceback)
+    def __exit__(self, *error: object) -> None:
+        self.rows.__exit__(*error)
 
     def _begin_step(self) -> None:
         """Prepare for the rule: one main loss for all micro-batches and processes, new random numbers."""
