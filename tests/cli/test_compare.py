@@ -8,10 +8,10 @@ import typer
 from rich.console import Console
 
 import rarebit as rb
-from rarebit.cli import show
+from rarebit.cli import screen
 from rarebit.cli.app import app
 from rarebit.cli.compare import show_study
-from rarebit.cli.show import StudyBars
+from rarebit.cli.screen import StudyBars
 from rarebit.study.results import CellResult, StudyResult, read_result
 from rarebit.study.runs import RunRecord
 
@@ -203,7 +203,7 @@ def record(seed):
 @pytest.mark.parametrize("terminal", [True, False])
 def test_bars_show_the_runs_under_way(monkeypatch, capsys, terminal):
     errors = Console(stderr=True, highlight=False, force_terminal=terminal, width=120)
-    monkeypatch.setattr(show, "errors", errors)
+    monkeypatch.setattr(screen, "errors", errors)
     with StudyBars() as bars:
         bars.plan(3, 1)
         bars.start("baseline, seed 0")

@@ -9,6 +9,7 @@ from typer.core import TyperGroup
 from rarebit import __version__
 from rarebit.bench import bench_names, run_bench
 from rarebit.cli import options as opt
+from rarebit.cli import screen
 from rarebit.cli.compare import compare
 from rarebit.cli.data import data_app
 from rarebit.cli.demo import demo
@@ -16,7 +17,6 @@ from rarebit.cli.diagnose import diagnose_command
 from rarebit.cli.methods import methods
 from rarebit.cli.predict import predict_
 from rarebit.cli.prune import prune
-from rarebit.cli.show import console, errors
 from rarebit.cli.train import train
 from rarebit.errors import RarebitError
 
@@ -71,7 +71,7 @@ def start() -> None:
 
 def _show_version(wanted: bool) -> None:
     if wanted:
-        console.print(__version__)
+        screen.console.print(__version__)
         raise typer.Exit
 
 
@@ -93,7 +93,7 @@ def bench(
     json_: opt.Json = False,
 ) -> None:
     """Measure one capability against its reference. The last line of the output is JSON."""
-    print(json.dumps(run_bench(name, say=(lambda _: None) if json_ else errors.print)))
+    print(json.dumps(run_bench(name, say=(lambda _: None) if json_ else screen.errors.print)))
 
 
 app.command()(demo)

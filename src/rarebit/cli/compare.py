@@ -6,7 +6,7 @@ from typing import Annotated, Any
 import typer
 
 from rarebit.cli import options as opt
-from rarebit.cli.show import StudyBars, console, show_command, show_line, show_table
+from rarebit.cli import screen
 from rarebit.errors import SettingsError, StudyInterrupted
 from rarebit.models import model_names
 from rarebit.settings import read_toml
@@ -24,7 +24,6 @@ from rarebit.text import TextTable
 
 __all__ = ["compare", "run_study", "show_study"]
 
-LONG_NAME = 13
 MOST_MISSING = 5
 """Lines on runs that are missing."""
 
@@ -163,9 +162,9 @@ def compare(  # noqa: PLR0917  # typer calls it by name
         deciles=deciles,
     )
     if not result.is_complete:
-        console.print("Some runs are missing: repeat the command to run them.")
-    show_line(f"\nSaved in {folder}. To show it again:")
-    show_command("compare", "--show", str(folder))
+        screen.console.print("Some runs are missing: repeat the command to run them.")
+    screen.line(f"\nSaved in {folder}. To show it again:")
+    screen.command("compare", "--show", str(folder))
 
 
 def run_study(
@@ -173,7 +172,7 @@ def run_study(
 ) -> StudyResult:
     """Run a study with progress bars, and show its result, also if it is stopped."""
     try:
-        with StudyBars() as progress:
+        with screen.StudyBars() as progress:
             result = study(folder, plan, progress=progress, **options)
     except StudyInterrupted as stopped:
         show_study(read_result(folder), deciles=deciles)
@@ -191,19 +190,19 @@ def show_study(result: StudyResult, *, deciles: bool = False) -> None:
         if cell.methods:
             _show(comparison_table(cell, result.minimum_effect))
             for line in verdict_lines(cell, result.minimum_effect):
-                show_line(line)
+                screen.line(line)
         if cell.methods and deciles:
             _show(decile_table(cell))
         for line in cell.missing[:MOST_MISSING]:
-            show_line(f"missing: {line}")
+            screen.line(f"missing: {line}")
         if len(cell.missing) > MOST_MISSING:
-            console.print(f"and {len(cell.missing) - MOST_MISSING} more")
+            screen.console.print(f"and {len(cell.missing) - MOST_MISSING} more")
 
 
 def _show(table: TextTable) -> None:
     # numbers with their spread may be wrapped to two lines, so names are wrapped last
-    last = table.header[-1:]
-    show_table(table.header, table.rows, title=table.title, left=last, names=LONG_NAME)
+    last, names = table.header[-1:], screen.console.width // 6
+    screen.table(table.header, table.rows, title=table.title, left=last, names=names)
 
 
 def _folder(plan: StudyPlan) -> Path:

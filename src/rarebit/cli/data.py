@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.text import Text
 
 from rarebit.cli import options as opt
-from rarebit.cli.show import WIDE, RunBars, console, show_command, show_line, show_table
+from rarebit.cli import screen
 from rarebit.data.log_schema import SPLIT_NAMES, Column, LogSchema, Split, TextFormat
 from rarebit.data.prepared import (
     BAD_ROWS,
@@ -137,7 +137,7 @@ def prepare(  # noqa: PLR0917  # typer calls it by name
         opt.refuse_with("--source", others | splitting)
         if from_ is None:
             raise SettingsError("--source needs the folder of its files: --from FOLDER")
-        with RunBars() as bars:
+        with screen.RunBars() as bars:
             prepare_source(
                 source, from_, out, protocol=protocol, progress=bars.data_stage, **settings
             )
@@ -153,7 +153,7 @@ def prepare(  # noqa: PLR0917  # typer calls it by name
         else:
             changes = _split_changes(split, by, shares, seed)
         found = _schema(log, label, schema, changes, _text(log, separator, encoding, names))
-        with RunBars() as bars:
+        with screen.RunBars() as bars:
             prepare_log(
                 logs if len(logs) > 1 else log,
                 out,
@@ -187,15 +187,15 @@ def schema_(  # noqa: PLR0917  # typer calls it by name
     text = _text(log, separator, encoding, names)
     found = _schema(log, label, None, _split_changes(split, by, shares, seed), text)
     if out is None:
-        console.print("\nTo write it to a file to edit: --out clicks.toml")
+        screen.console.print("\nTo write it to a file to edit: --out clicks.toml")
         return
     try:
         out.write_text(found.to_toml(), encoding="utf-8")
     except OSError as error:
         raise SettingsError(f"cannot write {str(out)!r}: {error.strerror}") from None
-    show_line(f"\nEdit {out}, then:")
+    screen.line(f"\nEdit {out}, then:")
     target = f"data/{log.name.split('.')[0]}"
-    show_command("data", "prepare", str(log), "--schema", str(out), "--out", target)
+    screen.command("data", "prepare", str(log), "--schema", str(out), "--out", target)
 
 
 @data_app.command()
@@ -213,7 +213,7 @@ def show(
         prepared.verify()
     _show_prepared(prepared)
     if verify:
-        console.print("All checksums match.")
+        screen.console.print("All checksums match.")
 
 
 def _show_prepared(prepared: PreparedFolder) -> None:
@@ -227,20 +227,20 @@ def _report(out: Path) -> None:
     _show_prepared(prepared)
     manifest, encoded = prepared.manifest, sum(prepared.rows)
     skipped = manifest["rows_read"] - encoded
-    console.print(
+    screen.console.print(
         f"\n{manifest['rows_read']:,} rows read = {encoded:,} encoded + {skipped:,} skipped."
     )
     if skipped:
         reasons = ", ".join(f"{count:,} x {why}" for why, count in manifest["bad_rows"].items())
-        show_line(f"Skipped rows, written to {out / BAD_ROWS}: {reasons}.")
+        screen.line(f"Skipped rows, written to {out / BAD_ROWS}: {reasons}.")
     if manifest["values_cut"]:
-        console.print(
+        screen.console.print(
             f"{manifest['values_cut']:,} values of multi-valued columns were dropped: their rows have "
             "more than max_length."
         )
-    show_line(f"The schema is in {out / SCHEMA}: to change it, edit a copy and prepare again.")
-    console.print("To train on it:")
-    show_command("train", "--data", str(out))
+    screen.line(f"The schema is in {out / SCHEMA}: to change it, edit a copy and prepare again.")
+    screen.console.print("To train on it:")
+    screen.command("train", "--data", str(out))
 
 
 def _text(
@@ -281,7 +281,7 @@ def _schema(
     if schema.text is not None:
         written = schema.text
         quotes = f"quotes {written.quote}" if written.quote else "no quotes"
-        show_line(f"Text: separator {written.separator!r}, {quotes}, {written.encoding}.")
+        screen.line(f"Text: separator {written.separator!r}, {quotes}, {written.encoding}.")
     return schema
 
 
@@ -311,7 +311,7 @@ def _split_changes(
 
 
 def show_schema(
-    schema: LogSchema, reasons: Mapping[str, str] | None = None, *, to: Console = console
+    schema: LogSchema, reasons: Mapping[str, str] | None = None, *, to: Console = screen.console
 ) -> None:
     """Print the kind of each column of a log, how it is encoded and, if known, why."""
     header = ["column", "kind", "treatment", *(["why"] if reasons is not None else [])]
@@ -322,7 +322,7 @@ def show_schema(
             cells.append(reasons.get(column.name, ""))
         style = "dim" if column.kind == "ignored" else ""
         rows.append([Text(cell, style=style) for cell in cells])
-    show_table(header, rows, left=header, fixed=["kind"], to=to)
+    screen.table(header, rows, left=header, fixed=["kind"], to=to)
     split = schema.split
     if split.kind == "given":
         how = f"given by the column {split.column!r}" if split.column else "given by the files"
@@ -377,7 +377,11 @@ def treatment(column: Column, schema: LogSchema) -> str:
 
 
 def show_dataset(
-    statistics: DataStatistics, *, title: str, notes: Sequence[str] = (), to: Console = console
+    statistics: DataStatistics,
+    *,
+    title: str,
+    notes: Sequence[str] = (),
+    to: Console = screen.console,
 ) -> None:
     """Print the rows of a prepared log, its fields, and a chart of each field's tail."""
     to.print(Text(title, style="bold"))
@@ -387,7 +391,7 @@ def show_dataset(
         [name, f"{rows:,}", percent(rate if rows else None, digits=1)]
         for name, rows, rate in [*splits, ("all", total, clicks / max(total, 1))]
     ]
-    show_table(["split", "rows", "label rate"], lines, to=to)
+    screen.table(["split", "rows", "label rate"], lines, to=to)
     if statistics.bad_rows:
         rows = "row was" if statistics.bad_rows == 1 else "rows were"
         to.print(Text(f"{statistics.bad_rows:,} malformed {rows} skipped."))
@@ -400,7 +404,7 @@ def show_dataset(
 
 
 def _show_fields(fields: Sequence[FieldStatistics], to: Console) -> None:
-    wide = to.width >= WIDE
+    wide = to.width >= screen.WIDE
     header = ["field", "kind", "distinct", "table rows", "top 20 %", "rare", "missing", "unknown"]
     if not wide:
         header = ["field", "kind", "distinct", "rows", "top", "rare", "miss", "unk"]
@@ -433,7 +437,7 @@ def _show_fields(fields: Sequence[FieldStatistics], to: Console) -> None:
         "that all fields share."
     )
     header.append("tail")
-    show_table(header, rows, note=note, left=["kind", "tail"], fixed=header[1:], names=6, to=to)
+    screen.table(header, rows, note=note, left=["kind", "tail"], fixed=header[1:], names=6, to=to)
 
 
 def tail_chart(field: FieldStatistics, *, width: int, most: int, longest: int) -> str:

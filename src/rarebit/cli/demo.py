@@ -6,8 +6,8 @@ from typing import Annotated
 import typer
 
 from rarebit.cli import options as opt
+from rarebit.cli import screen
 from rarebit.cli.compare import run_study
-from rarebit.cli.show import console, show_command
 from rarebit.study.plan import StudyPlan
 
 __all__ = ["demo"]
@@ -49,16 +49,16 @@ def demo(
     device: opt.Device = "auto",
 ) -> None:
     """Try five methods on the built-in click log, each against its strongest simple control."""
-    console.print(
+    screen.console.print(
         "Trains a DCN-V2 on a generated click log with five methods, and compares each with its strongest "
         "simple control, with the same seeds. Settings are fixed and nothing is tuned, for any variant: "
         "a first look, not a verdict on a method.\n"
     )
     plan = StudyPlan.from_mapping({**PLAN, "data": {"rows": rows}, "seeds": seeds})
     run_study(FOLDER, plan, device=opt.choose_device(device))
-    console.print("\nWhat to try next:")
+    screen.console.print("\nWhat to try next:")
     for purpose, commands in NEXT.items():
-        console.print(f"  {purpose}")
+        screen.console.print(f"  {purpose}")
         for command in commands:
-            show_command(*command.split())
-    console.print("The README shows how to use Rarebit with your own model.")
+            screen.command(*command.split())
+    screen.console.print("The README shows how to use Rarebit with your own model.")

@@ -11,15 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from rarebit.cli import options as opt
-from rarebit.cli.show import (
-    WIDE,
-    RunBars,
-    console,
-    errors,
-    show_command,
-    show_line,
-    show_table,
-)
+from rarebit.cli import screen
 from rarebit.data.dataset import Dataset, Splits
 from rarebit.diagnosis.diagnose import diagnose, diagnose_file
 from rarebit.diagnosis.report import Diagnosis
@@ -65,25 +57,25 @@ def diagnose_command(
         return
     show_diagnosis(found, title=f"Tables of {target}")
     if target.is_file() and target.with_name(DESCRIPTION).exists():
-        console.print("To see each field:")
-        show_command("diagnose", str(target.parent))
+        screen.console.print("To see each field:")
+        screen.command("diagnose", str(target.parent))
     if files:
-        show_line(f"\nWritten to {out}: {', '.join(file.name for file in files)}")
+        screen.line(f"\nWritten to {out}: {', '.join(file.name for file in files)}")
     else:
-        console.print("\nTo keep the numbers and plots: --out FOLDER")
+        screen.console.print("\nTo keep the numbers and plots: --out FOLDER")
 
 
-def show_diagnosis(found: Diagnosis, *, title: str, to: Console = console) -> None:
+def show_diagnosis(found: Diagnosis, *, title: str, to: Console = screen.console) -> None:
     """Print the figures of all tables, what they mean, and what to try."""
     to.print(Text(title, style="bold"), soft_wrap=True)
-    for section in found.sections(wide=to.width >= WIDE):
+    for section in found.sections(wide=to.width >= screen.WIDE):
         if isinstance(section, str):
             to.print(Text(section))
             continue
         if section.title:
             to.print(Text(f"\n{section.title}", style="bold"))
         numbers = [name for name in section.header[1:] if name != "methods"]
-        show_table(
+        screen.table(
             section.header, section.rows, note=section.note, left=["methods"], fixed=numbers, to=to
         )
     if found.findings:
@@ -122,8 +114,8 @@ def _training_data(run: Path, data: Path | None) -> Splits | None:
         return Dataset.open(str(data)).splits
     try:
         settings = read_run(run)
-        with RunBars() as progress:
+        with screen.RunBars() as progress:
             return load_splits(settings.data, progress=progress.rows)
     except (DataError, ModelFileError) as error:
-        show_line(f"without training counts: {error}", to=errors)
+        screen.line(f"without training counts: {error}", to=screen.errors)
         return None

@@ -10,7 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from rarebit.cli import options as opt
-from rarebit.cli.show import console, show_table
+from rarebit.cli import screen
 from rarebit.technique import (
     Technique,
     compositions,
@@ -70,7 +70,7 @@ def _as_data(method: type[Technique]) -> dict[str, Any]:
     }
 
 
-def show_methods(*, to: Console = console) -> None:
+def show_methods(*, to: Console = screen.console) -> None:
     """Print every method, and which may be applied after which."""
     for name in technique_names():
         about = _as_data(technique_class(name))
@@ -97,4 +97,4 @@ def show_methods(*, to: Console = console) -> None:
     names = technique_names()
     rows = [[name, ", ".join(then for first, then in allowed if first == name)] for name in names]
     header = ["method", "may be followed by"]
-    show_table(header, rows, left=header, fixed=header[:1], to=to)
+    screen.table(header, rows, left=header, fixed=header[:1], to=to)

@@ -12,39 +12,10 @@ from typing import Annotated, Any, Literal, NoReturn, cast
 import torch
 import typer
 
-from rarebit.cli.show import errors, how_to_call, show_line
+from rarebit.cli import screen
 from rarebit.errors import SettingsError, TrainingInterrupted
 from rarebit.models import model_names
 from rarebit.technique import parse_techniques, technique_to_mapping
-
-__all__ = [
-    "BadRows",
-    "BatchSize",
-    "Config",
-    "Data",
-    "Device",
-    "Epochs",
-    "Json",
-    "Lr",
-    "Model",
-    "NoPlots",
-    "Out",
-    "Overwrite",
-    "Resume",
-    "Rows",
-    "Seed",
-    "Set",
-    "choose_bad_rows",
-    "choose_device",
-    "new_folder",
-    "override",
-    "override_run",
-    "parse_assignment",
-    "read_methods",
-    "refuse_with",
-    "resumable",
-    "stop",
-]
 
 # readable=False: whoever reads a file reports its problems, with a message that says what to do
 Model = Annotated[
@@ -186,7 +157,7 @@ def new_folder(name: str) -> Path:
 @contextmanager
 def resumable(*words: str) -> Iterator[None]:
     """End the command with one line that says how to resume, if its training is stopped."""
-    command = f"{how_to_call()} {shlex.join(words)}"
+    command = f"{screen.how_to_call()} {shlex.join(words)}"
     try:
         yield
     except TrainingInterrupted as stopped:
@@ -197,5 +168,5 @@ def resumable(*words: str) -> Iterator[None]:
 
 def stop(message: str, *, code: int) -> NoReturn:
     """End the command with a message and an exit code."""
-    show_line(f"rarebit: {message}", to=errors)
+    screen.line(f"rarebit: {message}", to=screen.errors)
     sys.exit(code)

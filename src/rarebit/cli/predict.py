@@ -9,7 +9,7 @@ import torch
 import typer
 
 from rarebit.cli import options as opt
-from rarebit.cli.show import RunBars, auc_text, console, evaluation_figures, show_figures, show_line
+from rarebit.cli import screen
 from rarebit.data.dataset import Dataset, Splits
 from rarebit.errors import DataError, ModelFileError, SettingsError
 from rarebit.settings import suggest
@@ -51,7 +51,7 @@ def predict_(  # noqa: PLR0917  # typer calls it by name
         raise SettingsError(f"unknown split {split!r}{suggest(split, Splits._fields)}")
     settings = read_run(model)
     loaded = load_model(model, device=opt.choose_device(device))
-    with RunBars() as progress:
+    with screen.RunBars() as progress:
         splits = load_splits(settings.data, progress=progress.rows)
     chosen: Dataset = getattr(splits, split)
     if not len(chosen):
@@ -59,10 +59,10 @@ def predict_(  # noqa: PLR0917  # typer calls it by name
         raise DataError(f"the {split} split has no rows to score; choose --split {having}")
     if out is not None:
         _write_scores(out, torch.sigmoid(predict(loaded, chosen)), chosen)
-        show_line(f"{_counted(len(chosen), 'score')} in {out}")
+        screen.line(f"{_counted(len(chosen), 'score')} in {out}")
     evaluation = evaluate(loaded, chosen, counts=splits.train.counts())
     title = f"{settings.model} from {model}, {split} split"
-    show_figures(title, evaluation_figures(evaluation))
+    screen.figures(title, screen.evaluation_figures(evaluation))
 
 
 def _score_log(
@@ -70,7 +70,7 @@ def _score_log(
 ) -> None:
     chosen = opt.choose_bad_rows(bad_rows)
     loaded = load_model(folder, device=opt.choose_device(device))
-    with RunBars() as progress:
+    with screen.RunBars() as progress:
         scored = score_log(
             loaded,
             log,
@@ -86,18 +86,18 @@ def _score_log(
     if not unknown:
         figures["unknown values"] = "0"
     if scored.metrics is not None:
-        figures["AUC"] = auc_text(scored.metrics.auc)
+        figures["AUC"] = screen.auc_text(scored.metrics.auc)
         figures["logloss"] = f"{scored.metrics.logloss:.4f}"
-    show_figures(f"{folder} on {log}", figures)
+    screen.figures(f"{folder} on {log}", figures)
     read = scored.rows + scored.bad_rows
     parts = f"{scored.rows:,} scored + {scored.bad_rows:,} skipped"
-    console.print(f"{_counted(read, 'row')} read = {parts}.")
+    screen.console.print(f"{_counted(read, 'row')} read = {parts}.")
     if out is None:
-        console.print("To keep the scores: --out scores.csv")
+        screen.console.print("To keep the scores: --out scores.csv")
         return
-    show_line(f"{_counted(scored.rows, 'score')} in {out}")
+    screen.line(f"{_counted(scored.rows, 'score')} in {out}")
     if scored.bad_rows:
-        show_line(f"Skipped rows, written to {bad_rows_file(out)}.")
+        screen.line(f"Skipped rows, written to {bad_rows_file(out)}.")
 
 
 def _write_scores(path: Path, scores: torch.Tensor, data: Dataset) -> None:

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from rarebit.cli import options as opt
-from rarebit.cli.show import RunBars, console, errors, show_command, show_line, show_table
+from rarebit.cli import screen
 from rarebit.errors import MissingExtraError, SettingsError
 from rarebit.pruning.pruned import (
     PruneResult,
@@ -100,7 +100,7 @@ def prune(  # noqa: PLR0917  # typer calls it by name
             PruneSettings, {name: value for name, value in how_far.items() if value is not None}
         )
     folder = resume or out or opt.new_folder(f"{settings.model}-pruned")
-    with opt.resumable("prune", "--resume", str(folder)), RunBars() as progress:
+    with opt.resumable("prune", "--resume", str(folder)), screen.RunBars() as progress:
         result = prune_run(
             settings,
             pruning,
@@ -113,8 +113,8 @@ def prune(  # noqa: PLR0917  # typer calls it by name
         )
     _show(result, f"{settings.model}, pruned")
     _explain(result, settings, plots=not no_plots)
-    show_line(f"\nSaved in {result.folder}. To score data with the smallest model:")
-    show_command("predict", "--model", str(result.folder / str(min(result.pruned))))
+    screen.line(f"\nSaved in {result.folder}. To score data with the smallest model:")
+    screen.command("predict", "--model", str(result.folder / str(min(result.pruned))))
 
 
 def _show(result: PruneResult, title: str) -> None:
@@ -135,9 +135,11 @@ def _show(result: PruneResult, title: str) -> None:
             ]
         )
     header = ["entries left", "of all", "tables", "test AUC", "against unpruned", "rarest fifth"]
-    show_table(header, rows, title=title)
-    console.print("One seed means little. To compare with magnitude pruning over several seeds:")
-    show_command("compare", "--methods", f"baseline,pruned:keep={min(result.pruned)}")
+    screen.table(header, rows, title=title)
+    screen.console.print(
+        "One seed means little. To compare with magnitude pruning over several seeds:"
+    )
+    screen.command("compare", "--methods", f"baseline,pruned:keep={min(result.pruned)}")
 
 
 def _explain(result: PruneResult, settings: RunSettings, *, plots: bool) -> None:
@@ -145,10 +147,10 @@ def _explain(result: PruneResult, settings: RunSettings, *, plots: bool) -> None
     try:
         files = explain_pruning(result, train, plots=plots)
     except MissingExtraError as missing:
-        show_line(f"no plots: {missing}", to=errors)
+        screen.line(f"no plots: {missing}", to=screen.errors)
         files = explain_pruning(result, train, plots=False)
     names = ", ".join(path.name for path in files)
-    show_line(f"How much each row kept: {names} in {files[0].parent}")
+    screen.line(f"How much each row kept: {names} in {files[0].parent}")
 
 
 def _numbers(option: str, text: str | None, read: Callable[[str], float]) -> tuple[Any, ...] | None:

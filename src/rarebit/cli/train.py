@@ -5,15 +5,7 @@ from typing import Annotated
 import typer
 
 from rarebit.cli import options as opt
-from rarebit.cli.show import (
-    RunBars,
-    console,
-    errors,
-    evaluation_figures,
-    show_command,
-    show_figures,
-    show_line,
-)
+from rarebit.cli import screen
 from rarebit.settings import read_toml, size
 from rarebit.training.run import read_run, run
 from rarebit.training.settings import PreparedLog, RunSettings
@@ -67,7 +59,7 @@ def train(  # noqa: PLR0917  # typer calls it by name
         values["methods"] = opt.read_methods(methods)
     settings = RunSettings.from_mapping(values)
     folder = resume or out or opt.new_folder(settings.model)
-    with opt.resumable("train", "--resume", str(folder)), RunBars() as progress:
+    with opt.resumable("train", "--resume", str(folder)), screen.RunBars() as progress:
         result = run(
             settings,
             folder=folder,
@@ -75,25 +67,25 @@ def train(  # noqa: PLR0917  # typer calls it by name
             device=opt.choose_device(device),
             progress=progress,
             data_progress=progress.rows,
-            say=errors.print,
+            say=screen.errors.print,
         )
     log = settings.data
     name = log.folder if isinstance(log, PreparedLog) else "the built-in click log"
     figures = {
-        **evaluation_figures(result.test),
+        **screen.evaluation_figures(result.test),
         "parameters": f"{result.num_parameters:,}",
         "bytes of tables": size(result.table_bytes),
         "training speed": f"{result.history.samples_per_second:,.0f} samples/s",
     }
-    show_figures(f"{settings.model} on the test split of {name}", figures)
+    screen.figures(f"{settings.model} on the test split of {name}", figures)
     best, trained = result.history.best_epoch, len(result.history.epochs)
-    console.print(f"Weights of epoch {best} of {trained}, the best on the validation split.")
+    screen.console.print(f"Weights of epoch {best} of {trained}, the best on the validation split.")
     needs_epochs = any(method.needs_epochs for method in settings.methods)
     hint = epoch_hint(best, trained, needs_epochs=needs_epochs)
     if hint:
-        console.print(hint)
-    show_line(f"\nSaved in {result.folder}. To score data with it:")
-    show_command("predict", "--model", str(result.folder))
+        screen.console.print(hint)
+    screen.line(f"\nSaved in {result.folder}. To score data with it:")
+    screen.command("predict", "--model", str(result.folder))
 
 
 def epoch_hint(best: int | None, epochs: int, *, needs_epochs: bool = False) -> str:

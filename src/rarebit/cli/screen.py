@@ -25,28 +25,13 @@ from rarebit.study.runs import RunRecord
 from rarebit.training.loop import EpochRecord
 from rarebit.training.metrics import Evaluation
 
-__all__ = [
-    "WIDE",
-    "RunBars",
-    "StudyBars",
-    "auc_text",
-    "console",
-    "errors",
-    "evaluation_figures",
-    "how_to_call",
-    "show_command",
-    "show_figures",
-    "show_line",
-    "show_table",
-]
-
 console = Console(highlight=False)
 errors = Console(stderr=True, highlight=False)
 WIDE = 110
 """From this width of the terminal on, nothing is shortened."""
 
 
-def show_table(
+def table(
     header: Sequence[str],
     rows: Iterable[Sequence[str | Text]],
     *,
@@ -65,7 +50,7 @@ def show_table(
     names    least width of the first column, which is wrapped last
     """
     lines = [[Text(cell) if isinstance(cell, str) else cell for cell in row] for row in rows]
-    table = Table(
+    shown = Table(
         title=Text(title) if title else None,
         title_justify="left",
         box=SIMPLE_HEAD,
@@ -73,39 +58,39 @@ def show_table(
         pad_edge=False,
     )
     for place, name in enumerate(header):
-        table.add_column(
+        shown.add_column(
             Text(name),
             justify="right" if place and name not in left else "left",
             overflow="fold",
             no_wrap=name in fixed,
         )
-    longest = max((line[0].cell_len for line in lines), default=1)
-    table.columns[0].min_width = min(longest, names)
-    for line in lines:
-        table.add_row(*line)
-    to.print(table)
+    longest = max((cells[0].cell_len for cells in lines), default=1)
+    shown.columns[0].min_width = min(longest, names)
+    for cells in lines:
+        shown.add_row(*cells)
+    to.print(shown)
     if note:
         to.print(Text(note, style="dim"))
 
 
-def show_figures(title: str, figures: Mapping[str, str]) -> None:
+def figures(title: str, values: Mapping[str, str]) -> None:
     """Print names and their values, one per line, in a box."""
-    table = Table(title=Text(title), title_justify="left", show_header=False)
-    table.add_column()
-    table.add_column(justify="right")
-    for name, value in figures.items():
-        table.add_row(Text(name), value)
-    console.print(table)
+    shown = Table(title=Text(title), title_justify="left", show_header=False)
+    shown.add_column()
+    shown.add_column(justify="right")
+    for name, value in values.items():
+        shown.add_row(Text(name), value)
+    console.print(shown)
 
 
-def show_line(line: str, *, to: Console = console) -> None:
+def line(text: str, *, to: Console = console) -> None:
     """Print a line as it is, without markup and without wrapping."""
-    to.print(line, markup=False, soft_wrap=True)
+    to.print(text, markup=False, soft_wrap=True)
 
 
-def show_command(*words: str) -> None:
+def command(*words: str) -> None:
     """Print a `rarebit` command to copy."""
-    show_line(f"  {how_to_call()} {shlex.join(words)}")
+    line(f"  {how_to_call()} {shlex.join(words)}")
 
 
 def how_to_call() -> str:
@@ -158,9 +143,9 @@ class _Bars:
     def __exit__(self, *error: object) -> None:
         self.bars.stop()
 
-    def say(self, line: str) -> None:
+    def say(self, text: str) -> None:
         """Print a line above the bars."""
-        show_line(line, to=self.bars.console)
+        line(text, to=self.bars.console)
 
 
 class RunBars(_Bars):
