@@ -48,7 +48,7 @@ def test_a_run_that_is_gone_on_with_has_one_ledger(call, trained):
 def test_the_ledger_is_shown_by_diagnose(call, trained):
     code, out, _ = call("diagnose", str(trained))
     assert code == 0
-    words = "Harmless transfer: rare rows|opposed|realised|met|strength|told|lambda of|alpha"
+    words = "Harmless transfer: rare rows|opposed|realised|met|strength|accuracy|Lambda: |alpha"
     for word in [*words.split("|"), "transfer steps, mean main loss "]:
         assert word in out
     table = read_reports(trained)["harmless-transfer"]["tables"]["backbone.tables.user"]

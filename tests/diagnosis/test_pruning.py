@@ -230,7 +230,7 @@ def test_the_file_holds_all_figures(tmp_path):
 def test_what_cannot_be_written_is_said(tmp_path):
     ticket, counts = random_ticket(x=(2, 3)), {"x": torch.tensor([1, 2])}
     (tmp_path / "file").write_text("")
-    with pytest.raises(ModelFileError, match=r"cannot write the insight to .*file"):
+    with pytest.raises(ModelFileError, match=r"cannot write .*file"):
         write_insight(pruning_insight([ticket], counts), tmp_path / "file", plots=False)
     odd = Ticket(ticket.kept, facts={"loss": float("nan")})
     with pytest.raises(DataError, match="must be what JSON can hold"):

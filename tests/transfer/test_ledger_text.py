@@ -49,7 +49,7 @@ def test_figures_are_those_of_the_ledger():
         "met": "12 %",
         "strength": "2",
         "loss": "-0.693",
-        "told": "80 %",
+        "accuracy": "80 %",
     }
     assert found.rows[1][:2] == ["item", "7"]
 
@@ -113,7 +113,7 @@ def test_what_is_not_suspicious_is_not(changes):
 def test_a_diagnosis_tells_and_keeps_the_ledger():
     reports = {"harmless-transfer": ledger(item=table())}
     told = Diagnosis(tables=(), reports=reports)
-    for words in ("Harmless transfer", "lambda of", "1,234", "1,200 transfer steps"):
+    for words in ("Harmless transfer", "Lambda: ", "1,234", "1,200 transfer steps"):
         assert words in str(told)
     assert told.to_mapping()["reports"] == reports
     assert "reports" not in Diagnosis(tables=()).to_mapping()

@@ -72,7 +72,7 @@ def _draw_spectra(tables: Sequence[TableDiagnosis]) -> "Figure":
     least = min(min(_normalised(table.spectrum or ())[1], default=1.0) for table in tables)
     lowest = 10.0 ** max(math.floor(math.log10(least)), LOWEST_POWER)
 
-    def panel(axes: "Axes", table: TableDiagnosis) -> None:
+    def panel(axes: "Axes", table: TableDiagnosis) -> str:
         assert table.spectrum is not None
         chance = random_singular_values(table.rows, table.width).tolist()
         axes.plot(
@@ -85,11 +85,11 @@ def _draw_spectra(tables: Sequence[TableDiagnosis]) -> "Figure":
         axes.yaxis.minorticks_off()
         axes.set_ylim(min(lowest, 0.1), 1.6)
         axes.set_xlim(0.5, table.width + 0.5)
+        return f"IA {table.information_abundance:.1f}"
 
     return _draw_panels(
         tables,
         panel,
-        figure_of=lambda table: f"IA {table.information_abundance:.1f}",
         title="Singular values over the largest one",
         x_label="singular value, from the largest",
         y_label="share of the largest",
@@ -99,7 +99,7 @@ def _draw_spectra(tables: Sequence[TableDiagnosis]) -> "Figure":
 def _draw_norms(tables: Sequence[TableDiagnosis]) -> "Figure":
     most = max(table.norm_by_count[-1].most for table in tables)
 
-    def panel(axes: "Axes", table: TableDiagnosis) -> None:
+    def panel(axes: "Axes", table: TableDiagnosis) -> str:
         seen = [norm for norm in table.norm_by_count if norm.least]
         axes.plot(
             [math.sqrt(norm.least * norm.most) for norm in seen],
@@ -115,15 +115,12 @@ def _draw_norms(tables: Sequence[TableDiagnosis]) -> "Figure":
         axes.set_xscale("log", base=2)
         axes.set_xlim(0.7, 1.4 * max(most, 2))
         axes.set_ylim(0, 1.1 * max(norm.mean_norm for norm in table.norm_by_count) or 1.0)
+        correlation = table.norm_correlation
+        return "" if correlation is None else f"correlation {round(correlation, 2) + 0.0:+.2f}"
 
     return _draw_panels(
         tables,
         panel,
-        figure_of=lambda table: (
-            ""
-            if table.norm_correlation is None
-            else f"correlation {round(table.norm_correlation, 2) + 0.0:+.2f}"
-        ),
         title="Mean norm of rows by training count",
         x_label="times seen, in bins of powers of two",
         y_label="mean norm",
@@ -131,7 +128,7 @@ def _draw_norms(tables: Sequence[TableDiagnosis]) -> "Figure":
 
 
 def _draw_reweighting(tables: Sequence[TableDiagnosis]) -> "Figure":
-    def panel(axes: "Axes", table: TableDiagnosis) -> None:
+    def panel(axes: "Axes", table: TableDiagnosis) -> str:
         found = table.reweighting
         assert found is not None
         both = {
@@ -145,13 +142,11 @@ def _draw_reweighting(tables: Sequence[TableDiagnosis]) -> "Figure":
         axes.axhline(1.0, color=RANDOM, linestyle="--", label="plain table")
         longest = max(1.0, *found.projection_values, *found.wide_values)
         axes.set_ylim(0, 1.1 * longest**2)
+        return f"mean {found.mean_factor:.2g}"
 
     return _draw_panels(
         tables,
         panel,
-        figure_of=lambda table: (
-            "" if table.reweighting is None else f"mean {table.reweighting.mean_factor:.2g}"
-        ),
         title="Speedup of a direction: the sum of one point of each solid line",
         x_label="singular value, from the largest",
         y_label="square of the singular value",
@@ -160,14 +155,13 @@ def _draw_reweighting(tables: Sequence[TableDiagnosis]) -> "Figure":
 
 def _draw_panels(
     tables: Sequence[TableDiagnosis],
-    panel: "Callable[[Axes, TableDiagnosis], None]",
+    panel: "Callable[[Axes, TableDiagnosis], str]",
     *,
-    figure_of: Callable[[TableDiagnosis], str],
     title: str,
     x_label: str,
     y_label: str,
 ) -> "Figure":
-    """Draw one small panel per table, the largest table first."""
+    """Draw one small panel per table, the largest table first; `panel` draws it and returns a caption."""
     chosen = sorted(tables, key=lambda table: -table.rows)[:MOST_PANELS]
     if len(tables) > len(chosen):
         title += f": the {len(chosen)} largest of {len(tables)} tables"
@@ -185,8 +179,7 @@ def _draw_panels(
     )
     panels = figure.subplots(lines, columns, squeeze=False).flatten()
     for axes, table, name in zip(panels, chosen, short_names(chosen), strict=False):
-        panel(axes, table)
-        caption = ", ".join(filter(None, [f"{table.rows:,} x {table.width}", figure_of(table)]))
+        caption = ", ".join(filter(None, [f"{table.rows:,} x {table.width}", panel(axes, table)]))
         axes.set_title(f"{_shortened(name)}\n{caption}", fontsize=8)
         axes.tick_params(labelsize=7)
         _quieten(axes)

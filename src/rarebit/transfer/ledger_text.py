@@ -23,10 +23,10 @@ def explain_ledger(ledger: Mapping[str, Any]) -> list[TextTable | str]:
     >>> table.rows, note
     ([['user', '7', '25 %', '-', '-', '-', '-', '-']], '90 transfer steps, mean main loss 0.5000.')
     """
-    tables = {name.rpartition(".")[2]: table for name, table in ledger["tables"].items()}
+    tables = [(name.rpartition(".")[2], table) for name, table in ledger["tables"].items()]
     figures = TextTable(
         "Harmless transfer: rare rows, counted in each step they occur in",
-        ["table", "rare", "opposed", "realised", "met", "strength", "loss", "told"],
+        ["table", "rare", "opposed", "realised", "met", "strength", "loss", "accuracy"],
         [
             [
                 name,
@@ -38,28 +38,27 @@ def explain_ledger(ledger: Mapping[str, Any]) -> list[TextTable | str]:
                 _number(table.get("transfer_loss"), ".3f"),
                 percent(table.get("discriminator_accuracy")),
             ]
-            for name, table in tables.items()
+            for name, table in tables
         ],
         "rare: rare rows with a main gradient; opposed: those whose transfer gradient points against "
         "it; realised: how far the update moved along the main gradient, divided by what the barrier "
         "requires; met: rows that moved that far; strength: length of the transfer gradient divided by "
-        "that of the main one; loss: mean transfer loss; told: rows that the discriminator classified "
+        "that of the main one; loss: mean transfer loss; accuracy: rows that the discriminator classified "
         "correctly (50 % is chance).",
     )
     barrier = TextTable(
-        "",
-        ["lambda of", *BINS],
+        "Lambda: how much of the main gradient is added, in multiples of alpha",
+        ["table", *BINS],
         [
             [name, *map(percent, _binned(table["lambda"]))]
-            for name, table in tables.items()
+            for name, table in tables
             if table.get("lambda")
         ],
-        "lambda of: how much of the main gradient is added to the transfer gradient, in multiples of "
-        "alpha; 0 is transfer alone, alpha is the barrier without any transfer.",
+        "0: transfer alone; alpha: the barrier without any transfer.",
     )
     loss = _number(ledger.get("main_loss"), ".4f")
     notes = [f"{ledger.get('steps', 0):,} transfer steps, mean main loss {loss}."]
-    for name, table in tables.items():
+    for name, table in tables:
         notes += [f"{name}: {suspicion}" for suspicion in _suspicions(table)]
     for name in ledger.get("left_out", ()):
         notes.append(
