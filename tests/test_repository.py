@@ -122,12 +122,20 @@ def is_output(path: Path) -> bool:
     return bool(hidden) or top or any(p.endswith(".egg-info") for p in parts)
 
 
+def _is_for_types(node: ast.AST) -> bool:
+    """Return whether a block is read by type checkers only: it imports nothing."""
+    return isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
+
+
 def imports(source: str) -> Iterator[tuple[str, bool]]:
     """Yield the full name of each import, and whether it waits for a function to be called."""
     tree = ast.parse(source)
     functions = [n for n in ast.walk(tree) if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef)]
     inside = {id(node) for function in functions for node in ast.walk(function)}
+    for_types = {id(n) for block in ast.walk(tree) if _is_for_types(block) for n in ast.walk(block)}
     for node in ast.walk(tree):
+        if id(node) in for_types:
+            continue
         names: list[str] = []
         match node:
             case ast.Import():

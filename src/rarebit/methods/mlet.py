@@ -50,7 +50,7 @@ from rarebit.tables.table import (
     is_trainable,
     plain_like,
 )
-from rarebit.technique import Rank
+from rarebit.technique import Rank, Technique, technique_from_mapping
 
 __all__ = ["MLET", "FactorizedStack", "FactorizedTable", "fold", "fresh_factors"]
 
@@ -108,13 +108,12 @@ class MLET(Method):
         return self.inner_dim * self.std**2
 
     @property
-    def same_start(self) -> Method | None:
+    def same_start(self) -> Technique | None:
         """A plain table that starts at the product of the fresh factors."""
-        from rarebit.research.product_start import ProductStart
-
-        return (
-            ProductStart(inner_dim=self.inner_dim, std=self.std) if self.init == "fresh" else None
-        )
+        if self.init != "fresh":
+            return None
+        values = {"method": "product-start", "inner_dim": self.inner_dim, "std": self.std}
+        return technique_from_mapping(values)
 
     def wrap(self, base: AnyTable) -> "FactorizedTable":
         """Return a product of two factors; with init="keep" it is the table `base`."""
