@@ -1,1 +1,1 @@
-"""Tables that are stored small and looked up as they are."""
+"""Tables that are stored small, and looked up without unpacking."""

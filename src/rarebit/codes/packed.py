@@ -10,7 +10,7 @@ gradient nor state. With 8 bits the values are integers with one scale per table
 
 A packed table can be stored in one safetensors file, which is mapped into memory: a lookup reads only what it
 touches. Parts that come from elsewhere may hold anything, so `problem_of` reads all of them but the values once,
-in chunks. After this check no lookup reads beyond a part, and every entry has a place of its own.
+in chunks. After this check no lookup reads beyond a part, and no two entries share a place.
 """
 
 import importlib

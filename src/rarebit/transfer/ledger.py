@@ -72,8 +72,8 @@ class GroupLedger:
         values = torch.cat([answers[..., : len(several)], norms, answers[..., len(several) :]], -1)
         self.sums += batch.total(torch.where(counts.unsqueeze(-1), values, 0.0)).sum(dim=1)
         judged = torch.zeros_like(losses) if accuracy is None else batch.present
-        told = judged if accuracy is None else accuracy * judged
-        self.steps += torch.stack([batch.present, losses, judged, told], dim=1)
+        right = judged if accuracy is None else accuracy * judged
+        self.steps += torch.stack([batch.present, losses, judged, right], dim=1)
 
     def compare(self, rows: Tensor) -> None:
         """Compare the remembered rows with their values after the update, `(P, F, M, D)`."""
