@@ -46,7 +46,14 @@ def fitted(end, valid=None, *, epochs: int = 3, **options):
     torch.manual_seed(4)
     model = FM(SCHEMA, dim=3)
     options = {"epochs": epochs, "batch_size": BATCH, "lr": 0.05, "patience": None} | options
-    history = rb.fit(model, TRAIN, valid, callbacks=[Watch(end)], progress=False, **options)
+    history = rb.fit(
+        model,
+        TRAIN,
+        valid,
+        callbacks=[] if end is None else [Watch(end)],
+        progress=False,
+        **options,
+    )
     return model, history
 
 

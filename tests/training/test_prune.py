@@ -272,7 +272,7 @@ def test_a_used_folder_is_refused_or_gone_on_with(tmp_path, resume):
     _, first = pruned(tmp_path)
     before = sorted(path.name for path in tmp_path.rglob("*"))
     if not resume:
-        with pytest.raises(CheckpointError, match="holds a pruning already; go on with it by"):
+        with pytest.raises(CheckpointError, match="holds a pruning already; resume it with"):
             pruned(tmp_path)
     else:
         model, again = pruned(tmp_path, resume=True)
@@ -506,7 +506,7 @@ def test_a_start_that_is_none_is_refused(ticket):
 def test_a_budget_that_a_schedule_went_past_is_told(tmp_path):
     rb.prune(build(), TRAIN, budgets=[60], epochs=2, folder=tmp_path / "p", progress=False)
     with pytest.raises(
-        TrainingError, match=r"has gone past the budget of 90 entries, .* prune anew"
+        TrainingError, match=r"has gone past the budget of 90 entries, .* prune in another folder"
     ):
         rb.prune(
             build(),

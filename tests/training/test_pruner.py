@@ -113,7 +113,7 @@ def test_budgets_between_two_looks_are_nested_and_of_that_moment():
     model = fm()
     weights = {n: full_table(t.inner).clone() for n, t in thresholded_tables(model).items()}
     pruner = Pruner(model, [20, 190, 100], steps=1, every=50)
-    assert pruner(1)
+    assert pruner.after_step(1)
     order = torch.cat([w.abs().flatten() for w in weights.values()]).sort(descending=True).values
     for budget, ticket in pruner.tickets.items():
         threshold = float(order[budget])
@@ -140,14 +140,14 @@ def test_before_anything_is_due_nothing_is_cut():
     model = fm()
     set_threshold_(model, 1.0)  # as if something had been
     pruner = Pruner(model, [50], steps=100, every=10)
-    assert not pruner(10)
+    assert not pruner.after_step(10)
     assert count_nonzero(model) == TOTAL
 
 
 def test_after_the_last_step_it_is_over_and_the_cut_is_kept():
     model = fm()
     pruner = Pruner(model, [50], steps=10, every=4)
-    pruner(10)
+    pruner.after_step(10)
     [ticket] = pruner.tickets.values()
     threshold = next(iter(thresholded_tables(model).values())).levels.value.clone()
     for step in (11, 12, 13, 16):
@@ -162,7 +162,7 @@ def test_entries_that_are_equal_go_together():
     model = nn.Sequential(nn.Embedding.from_pretrained(weight, freeze=False))
     rb.apply_(model, GIVEN, verbose=False)
     pruner = Pruner(model, [5, 4, 3, 2, 1], steps=1)
-    pruner(1)
+    pruner.after_step(1)
     assert {b: t.num_kept for b, t in pruner.tickets.items()} == {5: 5, 4: 4, 3: 1, 2: 1, 1: 1}
 
 
@@ -205,7 +205,7 @@ def test_a_loop_of_ones_own_does_what_fit_does():
             loss(model(batch), batch.label).backward()
             optimizer.step()
             step += 1
-            mine(step)
+            mine.after_step(step)
     assert sorted(mine.tickets) == sorted(theirs.tickets) == [30, 120]
     for budget, ticket in mine.tickets.items():
         other = theirs.tickets[budget]
@@ -253,13 +253,13 @@ def test_a_learned_ticket_that_was_taken_is_kept():
     model, levels = learned()
     pruner = LearnedPruner(model, [5, 2], every=1)
     levels.weight.data.fill_(level_of(0.25))
-    pruner(1)
+    pruner.after_step(1)
     first = pruner.tickets[5]
     levels.weight.data.fill_(level_of(0.4))
-    assert not pruner(2)
+    assert not pruner.after_step(2)
     assert pruner.tickets[5] is first
     levels.weight.data.fill_(level_of(0.8))  # one entry is left: fewer than the budget
-    assert pruner(3)
+    assert pruner.after_step(3)
     assert (pruner.tickets[2].num_kept, pruner.tickets[2].facts["step"]) == (1, 3)
 
 
@@ -279,7 +279,7 @@ def test_the_thresholds_are_kept_as_they_were(granularity, shape):
     for parameter in levels.parameters():
         parameter.data.fill_(level_of(0.5))
     pruner = LearnedPruner(model, [4], every=1)
-    pruner(1)
+    pruner.after_step(1)
     for parameter in levels.parameters():
         parameter.data.fill_(3.0)  # training goes on
     assert torch.equal(pruner.tickets[4].levels["0"], torch.zeros(shape))  # g(0) is 1/2
@@ -326,4 +326,4 @@ def test_a_model_without_thresholds_is_told():
         Pruner(FM(SCHEMA, dim=4), [5], steps=10)
     model = fm(rb.PEP())
     with pytest.raises(NoTableError, match="no table of the model has a threshold to set"):
-        Pruner(model, [5], steps=1)(1)
+        Pruner(model, [5], steps=1).after_step(1)
