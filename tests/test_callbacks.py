@@ -16,7 +16,12 @@ from watching import Watch
 
 import rarebit as rb
 from rarebit.callbacks import Callback, TrainingMethod
-from rarebit.errors import CheckpointError, SettingsError, TrainingInterrupted
+from rarebit.errors import (
+    CheckpointError,
+    SettingsError,
+    TrainingInterrupted,
+    UnsupportedTableError,
+)
 from rarebit.methods.harmless_transfer import HarmlessTransfer
 from rarebit.models.fm import FM
 from rarebit.pruning.masked import load_ticket, save_ticket
@@ -137,6 +142,11 @@ def test_all_of_them_see_every_step_and_are_closed_in_the_end():
     ] == LOG
     assert history.reports == {"Toy": {"steps": STEPS}, "Other": {"steps": STEPS}}
     assert_same_weights(model, plain)
+
+
+def test_apply_refuses_what_acts_around_training():
+    with pytest.raises(UnsupportedTableError, match="which acts around training; pass it to fit"):
+        rb.apply_(nn.Sequential(nn.Embedding(200, 4)), Toy(), verbose=False)
 
 
 def test_one_way_to_turn_the_loss_into_gradients_is_enough():

@@ -11,7 +11,7 @@
     for tables          merged equals unmerged, padding is zero, only looked-up rows get a gradient, a stack equals
                         its tables, weights are counted, a few steps lower the loss, a saved model loads again, ...
     for embedding sets  the same for a model as a whole
-    around training     it starts as plain training does, resumes to the same bits and leaves a plain model behind
+    around training     it trains, resumes to the same bits and leaves a plain model behind
     composition         every combination that the ranks allow trains and merges; every other one is refused
 
 The checks need torch only and take a few seconds for a method.
@@ -21,8 +21,8 @@ import copy
 import json
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, fields, is_dataclass, replace
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, fields, replace
 from functools import cache, partial
 from pathlib import Path
 from typing import Any, cast
@@ -141,9 +141,9 @@ def method_checks(method: Technique | type[Technique]) -> Iterator[tuple[str, Ch
 
 def check_settings(method: Technique) -> None:
     """Settings are a frozen dataclass, and a settings file gives the same method back."""
-    assert is_dataclass(method), "the settings are no dataclass"
-    frozen = type(method).__dataclass_params__.frozen  # type: ignore[attr-defined]  # of every dataclass
-    assert frozen, "the settings are not frozen: use @dataclass(frozen=True, kw_only=True)"
+    params = vars(type(method)).get("__dataclass_params__")
+    assert params is not None, "the settings are no dataclass"
+    assert params.frozen, "the settings are not frozen: use @dataclass(frozen=True, kw_only=True)"
     values = json.loads(json.dumps(technique_to_mapping(method)))
     found = technique_from_mapping(values)
     assert found == method, f"from a settings file comes {found}, not {method}"
@@ -283,7 +283,7 @@ def check_count(method: Method, stored: Callable[[int, int], int] | None = None)
         if not method.after_training:
             weights = sum(p.numel() for p in model.parameters())
             assert info.num_parameters == weights, "its weights are miscounted"
-    tables = small_model().backbone.tables
+    tables = cast(TableCollection, small_model().backbone.tables)
     apply_(tables, method, verbose=False)
     infos = find_tables(tables)
     if stored is not None:
@@ -304,7 +304,7 @@ def check_learns(method: Method) -> None:
         losses.append(float(loss.detach()))
         optimizer.zero_grad()
         if loss.requires_grad:
-            loss.backward()  # type: ignore[no-untyped-call]
+            loss.backward()
         optimizer.step()
     assert losses[-1] < 0.95 * losses[0], f"the loss goes from {losses[0]} to {losses[-1]}"
     same = [name for name, p in model.named_parameters() if bool((p == start[name]).all())]
@@ -370,7 +370,7 @@ def check_mode(method: Method) -> None:
 
 def check_autocast(method: Method) -> None:
     """Rows are computed in the table's own precision, whatever autocast says."""
-    tables = small_model().backbone.tables
+    tables = cast(TableCollection, small_model().backbone.tables)
     apply_(tables, method, verbose=False)
     for model, ids in ((applied(method), IDS), (tables, small_batch().ids)):
         expected = model(ids)
@@ -397,7 +397,7 @@ def check_cost(method: Method, rows: int = 10_000) -> None:
 
 def check_stack(method: Method) -> None:
     """A collection equals the loop over its tables: values and gradients, in float64."""
-    collection = small_model().double().backbone.tables
+    collection = cast(TableCollection, small_model().double().backbone.tables)
     apply_(collection, method, verbose=False)
     move_(collection)
     ids = small_batch().ids
@@ -501,24 +501,6 @@ def check_saved(method: Method) -> None:
 # --- methods around training
 
 
-def check_apply_refuses(method: TrainingMethod) -> None:
-    """`apply_` refuses it: it changes no table."""
-    try:
-        apply_(nn.Sequential(nn.Embedding(200, 4)), cast(Any, method), verbose=False)
-    except UnsupportedTableError:
-        return
-    raise AssertionError("apply_ takes a method that acts around training")
-
-
-def check_starts_plain(method: TrainingMethod) -> None:
-    """A run starts from the same weights as without it."""
-    models = [
-        start_model(replace(RUN, methods=methods), _splits().train.schema, say=_silent)
-        for methods in ((), (method,))
-    ]
-    _assert_same_weights(models[1], models[0], "the run starts from other weights")
-
-
 def check_trains(method: TrainingMethod) -> None:
     """A run trains, and leaves a plain model without hooks that is worth what its history says."""
     model, history = _train(method)
@@ -533,20 +515,22 @@ def check_trains(method: TrainingMethod) -> None:
     assert evaluate(model, _splits().valid).overall == kept, "the best epoch was measured otherwise"
     others = set(history.reports) - {technique_name(method)}
     assert not others, f"it reports for others: {others}"
-    json.dumps(history.reports)
+    try:
+        json.dumps(history.reports)
+    except TypeError as error:
+        raise AssertionError(f"its report has more than plain values: {error}") from error
 
 
-def check_resumes(method: TrainingMethod, advance: int = 5) -> None:
-    """A run that was stopped resumes to the same bits and the same report."""
+def check_resumes(method: TrainingMethod, stops: Sequence[int] = (2, 8)) -> None:
+    """A run that was stopped in its first epoch and in its last one resumes to the same bits and report."""
     whole = _train(method)
     with tempfile.TemporaryDirectory() as folder:
-        try:
-            _train(method, folder=Path(folder) / "run", progress=_StopAt(advance))
-        except _StoppedError:
-            pass
-        else:
-            raise AssertionError("the run ended before it was stopped")
-        again = _train(method, folder=Path(folder) / "run", resume=True)
+        place = Path(folder) / "run"
+        for advance in stops:
+            with suppress(_StoppedError):
+                _train(method, folder=place, resume=True, progress=_StopAt(advance))
+                raise AssertionError("the run ended before it was stopped")
+        again = _train(method, folder=place, resume=True)
     _assert_same_weights(
         again.model, whole.model, "resumed, it has other weights: see state_dict()"
     )
@@ -569,6 +553,8 @@ def check_pair(first: Method, then: Method) -> None:
 
 def _check_both_orders(method: Method, other: type[Method]) -> None:
     sized = other.for_share(SHAPES, 0.5)
+    if any(field.name == "counts" for field in fields(cast(Any, sized))):
+        sized = replace(cast(Any, sized), counts=7)  # how often an id was seen: a table must know
     for first, then in ((method, sized), (sized, method)):
         try:
             check_pair(first, then)
@@ -650,8 +636,6 @@ OF_MODELS: Sequence[Callable[[Any], None]] = (
     check_saved,
 )
 AROUND_TRAINING: Sequence[Callable[[Any], None]] = (
-    check_apply_refuses,
-    check_starts_plain,
     check_trains,
     check_resumes,
 )
@@ -728,8 +712,7 @@ def move_(model: nn.Module, scale: float = 0.3) -> None:
 def small_model(*methods: Technique) -> RankingModel:
     """Return a model that all these methods can be applied to."""
     sets = any(isinstance(method, SetsMethod) for method in methods)
-    kind: type[RankingModel] = DCNv2 if sets else DeepFM
-    model = kind(SCHEMA, dim=D, hidden=(8,))
+    model = (DCNv2 if sets else DeepFM)(SCHEMA, dim=D, hidden=(8,))
     move_(model)
     return model
 
@@ -763,7 +746,7 @@ def counting_large_tensors(least: int) -> Iterator[list[str]]:
                     made.append(f"{func} {tuple(tensor.shape)}")
             return result
 
-    with Counter():
+    with Counter():  # type: ignore[no-untyped-call]  # torch leaves it untyped
         yield made
 
 
@@ -781,8 +764,8 @@ def _is_torch(module: nn.Module) -> bool:
 
 def _assert_close(found: Tensor, expected: Tensor, what: str, *, tolerance: float = 0.0) -> None:
     # torch's usual tolerances where none is given
-    both = {"atol": tolerance, "rtol": tolerance} if tolerance else {}
-    assert_close(found, expected, msg=lambda text: f"{what}: {text}", **both)  # type: ignore[arg-type]
+    both: dict[str, Any] = {"atol": tolerance, "rtol": tolerance} if tolerance else {}
+    assert_close(found, expected, msg=lambda text: f"{what}: {text}", **both)
 
 
 def _assert_same_weights(found: nn.Module, expected: nn.Module, message: str) -> None:
@@ -796,7 +779,7 @@ def _backward(method: Method, loss: Tensor) -> None:
     if method.after_training:
         assert not loss.requires_grad, "a table that is not trained gets a gradient"
     else:
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()
 
 
 def _stored_table(table: Any) -> nn.Embedding:
@@ -832,13 +815,7 @@ class _Probe(Method):
 
     def wrap(self, base: AnyTable) -> Table:
         self.seen.append((base.num_embeddings, base.embedding_dim))
-        return _ProbeTable(
-            self,
-            base,
-            num_embeddings=base.num_embeddings,
-            embedding_dim=base.embedding_dim,
-            padding_idx=base.padding_idx,
-        )
+        return _ProbeTable(self, base)
 
 
 class _ProbeTable(Table):
@@ -856,7 +833,8 @@ def _train(method: TrainingMethod, **options: Any) -> Trained:
     training = replace(RUN.training, checkpoint_minutes=1e-9)
     settings = replace(RUN, methods=(method,), training=training)
     train, valid, _ = _splits()
-    return train_model(settings, train, valid, **{"progress": False, "say": _silent} | options)
+    usual: dict[str, Any] = {"progress": False, "say": _silent}
+    return train_model(settings, train, valid, **usual | options)
 
 
 class _StoppedError(Exception):

@@ -7,7 +7,6 @@ import warnings
 from collections.abc import Callable
 
 import torch
-from contract.method_checks import counting_large_tensors
 from torch import Tensor
 from torch.nn import functional as F
 from torch.testing import assert_close
@@ -15,6 +14,7 @@ from torch.testing import assert_close
 import rarebit as rb
 from rarebit.models._base import RankingModel
 from rarebit.tables.collection import TableCollection
+from rarebit.testing import counting_large_tensors
 
 SCHEMA = rb.Schema(
     (

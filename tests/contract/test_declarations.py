@@ -6,11 +6,11 @@ from dataclasses import dataclass
 from typing import Any, Self
 
 import pytest
-from contract import declaration_checks as checks
-from contract.test_methods import TRAINING_METHODS, every_table_method, method_of
+from contract.test_methods import TRAINING_METHODS, method_of
 from torch import Tensor, nn
 
 import rarebit as rb
+from rarebit import testing as checks
 from rarebit.settings import check_types, require
 from rarebit.tables.table import AnyTable, full_table, plain_like
 from rarebit.technique import Rank, compositions, technique_class, technique_name, technique_names
@@ -18,32 +18,12 @@ from rarebit.technique import Rank, compositions, technique_class, technique_nam
 NAMES = [technique_name(technique_class(name)) for name in technique_names()]
 APPLIED = [name for name in technique_names() if name not in TRAINING_METHODS]
 PAIRS = list(itertools.product(APPLIED, repeat=2))
-every_method = pytest.mark.parametrize("name", technique_names())
 
 
-@every_method
-def test_a_method_says_what_it_is(name):
-    checks.check_words(method_of(name), NAMES)
-
-
-@every_method
-def test_knobs_are_settings_with_values_that_work(name):
-    checks.check_knobs(method_of(name))
-
-
-@every_table_method
-def test_a_sized_method_keeps_at_most_the_share(name):
-    checks.check_share(method_of(name))
-
-
-@every_table_method
-def test_the_next_method_gets_the_shape_that_is_said(name):
-    checks.check_shape_after(method_of(name))
-
-
-def test_every_method_has_a_rank_and_exceptions_that_exist():
-    checks.check_composition_declared([technique_class(name) for name in technique_names()])
+def test_every_ordered_pair_is_allowed_or_has_a_reason():
     assert set(compositions()) == set(itertools.product(NAMES, repeat=2))
+    for (first, then), reason in compositions().items():
+        assert reason is None or reason.strip(), (first, then)
 
 
 @pytest.mark.parametrize(("first", "then"), PAIRS, ids=["+".join(pair) for pair in PAIRS])
@@ -111,18 +91,19 @@ def changed(**declared: Any) -> rb.Method:
 
 
 def test_a_right_toy_passes():
-    checks.check_words(Declared(), [])
+    checks.check_settings(Declared())
+    checks.check_texts(Declared())
     checks.check_knobs(Declared())
     checks.check_share(Declared())
     checks.check_shape_after(Declared())
-    checks.check_composition_declared([Declared])
+    checks.check_rank(Declared())
     checks.check_pair(Declared(), Declared(level=2))
 
 
 @pytest.mark.parametrize(
     ("declared", "message"),
     [
-        *(({word: ""}, f"{word} is empty") for word in checks.WORDS),
+        *(({word: ""}, f"{word} is empty") for word in checks.TEXTS),
         ({"paper": None}, "paper is no text"),
         ({"cost": "a\nb"}, "cost has several lines"),
         ({"title": "t" * 73}, "the title has 73 characters"),
@@ -130,9 +111,9 @@ def test_a_right_toy_passes():
         ({"control": "Declared"}, "the control is the method itself"),
     ],
 )
-def test_wrong_words_are_rejected(declared, message):
+def test_wrong_texts_are_rejected(declared, message):
     with pytest.raises(AssertionError, match=message):
-        checks.check_words(changed(**declared), ["Declared"])
+        checks.check_texts(changed(**declared))
 
 
 @pytest.mark.parametrize(
@@ -189,23 +170,41 @@ class Second(Declared):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"composition_rank": None}, "Second has no rank"),
-        ({"excludes": {"Third": "no"}}, "Second declares 'Third', which is no method"),
-        ({"follows": frozenset({"Third"})}, "Second declares 'Third', which is no method"),
-        ({"follows": frozenset({"Declared"})}, "follows 'Declared' by its rank already"),
-        ({"excludes": {"Declared": ""}}, "Second excludes without a reason"),
-        ({"excludes": {"Declared": "A."}}, "a message goes on after the reason"),
+        ({"composition_rank": None}, "it has no composition_rank"),
+        ({"excludes": {"third": "no"}}, "it declares 'third', which is no method"),
+        ({"follows": frozenset({"third"})}, "it declares 'third', which is no method"),
+        ({"follows": frozenset({"hashing"})}, "it follows 'hashing' by its rank already"),
+        ({"excludes": {"hashing": ""}}, "it excludes a method without a reason"),
+        ({"excludes": {"hashing": "A."}}, "a message continues after the reason"),
     ],
 )
-def test_wrong_declarations_are_rejected(monkeypatch, changes, message):
-    for name, value in changes.items():
-        monkeypatch.setattr(Second, name, value)
+def test_wrong_ranks_are_rejected(changes, message):
     with pytest.raises(AssertionError, match=message):
-        checks.check_composition_declared([Declared, Second])
+        checks.check_rank(changed(**changes))
+
+
+def test_settings_that_can_change_or_do_not_come_back_are_rejected():
+    class Undecorated(Toy):
+        pass
+
+    with pytest.raises(AssertionError, match="the settings are no dataclass"):
+        checks.check_settings(Undecorated())
+
+    @dataclass(frozen=True, kw_only=True)
+    class Counting(Toy):
+        """Comes back with one more."""
+
+        level: int = 1
+
+        def __post_init__(self) -> None:
+            object.__setattr__(self, "level", self.level + 1)
+
+    with pytest.raises(AssertionError, match=r"from a settings file comes .*level=3"):
+        checks.check_settings(Counting())
 
 
 def test_the_order_follows_from_the_rank():
-    checks.check_composition_declared([Declared, Second])
+    checks.check_rank(Second())
     checks.check_pair(Declared(), Second(level=2))
     checks.check_pair(Second(), Declared())
     checks.check_pair(Second(), Second())

@@ -2,10 +2,10 @@ import itertools
 
 import pytest
 import torch
-from contract.method_checks import counting_large_tensors
 
 from rarebit.errors import SettingsError
 from rarebit.interactions.cin import CompressedInteraction
+from rarebit.testing import counting_large_tensors
 
 VARIANTS = pytest.mark.parametrize(
     ("relu", "split_half"), list(itertools.product([False, True], repeat=2))

@@ -1,9 +1,9 @@
 import pytest
 import torch
-from contract.method_checks import counting_large_tensors
 
 from rarebit.errors import SettingsError
 from rarebit.interactions.cross import VectorCrossNetwork
+from rarebit.testing import counting_large_tensors
 
 
 def naive(embeddings, weight, bias):

@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from contract.method_checks import zoo_model
 from contract.test_methods import method_of
 from torch.nn import functional as F
 
@@ -11,6 +10,7 @@ from rarebit.callbacks import TrainingData, TrainingMethod
 from rarebit.models._base import RankingModel
 from rarebit.tables.find import find_sites
 from rarebit.technique import compositions, technique_names
+from rarebit.testing import small_model
 
 NEIGHBOURS = ("forgetting", "frequency-decay", "fresh-tables", "group-stopping", "id-dropout")
 OTHERS = [name for name in technique_names() if name not in NEIGHBOURS]
@@ -39,7 +39,7 @@ def data_of(model: RankingModel) -> TrainingData:
 @pytest.mark.parametrize(("name", "other"), PAIRS, ids=["+".join(pair) for pair in PAIRS])
 def test_a_pair_that_is_allowed_trains_and_leaves_nothing_behind(name, other):
     first = method_of(other)
-    model = zoo_model(first).train()
+    model = small_model(first).train()
     data = data_of(model)
     taking_part = [first] if isinstance(first, TrainingMethod) else []
     if not taking_part and not first.after_training:

@@ -5,7 +5,6 @@ import math
 
 import pytest
 import torch
-from contract.method_checks import counting_large_tensors
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
@@ -19,6 +18,7 @@ from rarebit.methods.mlet import MLET, FactorizedTable
 from rarebit.models.fm import FM
 from rarebit.research import UpdateSplit, factorized_tables, update_split
 from rarebit.tables import spectrum
+from rarebit.testing import counting_large_tensors
 
 pytestmark = pytest.mark.filterwarnings("ignore:MLET with inner_dim:UserWarning")
 

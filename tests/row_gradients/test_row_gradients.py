@@ -4,7 +4,6 @@ import copy
 
 import pytest
 import torch
-from contract.method_checks import counting_large_tensors
 from contract.model_checks import lively, make_batch
 from torch import nn
 from torch.nn import functional as F
@@ -13,6 +12,7 @@ from torch.testing import assert_close
 import rarebit as rb
 from rarebit.models.deepfm import DeepFM
 from rarebit.row_gradients.seam import RowGradients, sum_losses
+from rarebit.testing import counting_large_tensors
 
 
 class Net(nn.Module):

@@ -4,7 +4,6 @@ import copy
 
 import pytest
 import torch
-from contract.method_checks import counting_large_tensors
 from contract.model_checks import SCHEMA, lively, make_batch
 from torch import nn
 from torch.nn import functional as F
@@ -14,6 +13,7 @@ import rarebit as rb
 from rarebit.data.selection import FieldSelection, FrequencySplit, Selection
 from rarebit.methods.harmless_transfer import HarmlessTransfer
 from rarebit.models.deepfm import DeepFM
+from rarebit.testing import counting_large_tensors
 from rarebit.transfer.losses import MMD, Adversarial, CosReg, Moments, Relatives, SlicedWasserstein
 
 ROWS, WIDTH = 20, 4
