@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from rarebit.study.plan import read_plan
+from rarebit.settings import read_toml
+from rarebit.study.plan import StudyPlan
 
 SLICES = {"harmless-transfer", "multi-embedding", "pep-ml-1m"}
 RECIPES = sorted((Path(__file__).resolve().parent.parent / "recipes").glob("*.toml"))
@@ -17,7 +18,7 @@ def test_there_are_recipes():
 
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
 def test_a_recipe_is_a_plan(path):
-    plan = read_plan(path)
+    plan = StudyPlan.from_mapping(read_toml(path))
     assert plan.runs
     assert len(plan.methods) >= 2
     text = path.read_text("utf-8")

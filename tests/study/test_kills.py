@@ -134,7 +134,7 @@ def test_a_study_that_is_killed_and_interrupted_ends_with_the_same_numbers(
     assert code == 130, told
     assert "Traceback" not in told
     [line] = [line for line in told.splitlines() if line.startswith("rarebit: ")]
-    assert line.endswith("is written to 'study'; the same command goes on")
+    assert line.endswith("are saved in 'study'; repeat the command to resume")
     written = json.loads((tmp_path / "study" / "results.json").read_text())["study"]
     assert written["cells"][0]["missing"]
     there = len(list((tmp_path / "study").glob("runs/*/result.json")))

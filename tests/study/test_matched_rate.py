@@ -107,7 +107,7 @@ def control_of(methods, train, **values):
         for variant in variants_of(plan, plan.runs[0], train.schema, lambda _: 3.0)
     }
     return variants["matched-rate:x=3"], [
-        variant for variant in variants.values() if variant.is_method
+        variant for variant in variants.values() if variant.control is not None
     ]
 
 

@@ -167,13 +167,13 @@ def test_a_trial_that_failed_is_out_and_the_next_best_is_picked(tuned):
     cell = Cell(StudyPlan.from_mapping(result.plan), plan_run(result), folder, failures)
     [baseline] = [variant for variant in cell.variants if variant.name == "baseline"]
     trials = {
-        trial: [run.record.valid_auc for run in runs]
+        trial: [run.read().valid_auc for run in runs]
         for trial, runs in enumerate(cell._tried(baseline))
     }
     by_validation = sorted(trials, key=lambda trial: -statistics.fmean(trials[trial]))
     for number, best in enumerate(by_validation):
         assert cell.picked(baseline) == best, number
-        failures[cell._tried(baseline)[best][-1].folder.key] = "the loss was not finite"
+        failures[cell._tried(baseline)[best][-1].key] = "the loss was not finite"
     assert cell.picked(baseline) is None
 
 

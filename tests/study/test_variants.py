@@ -62,13 +62,13 @@ def test_controls_come_before_methods_in_the_order_of_the_plan():
     names = [variant.name for variant in found]
     assert names[0] == "baseline"
     assert [name.split(":")[0] for name in names[1:]] == ["narrow", "narrow", "hashing", "low-rank"]
-    assert [variant.is_method for variant in found] == [False, False, False, True, True]
+    assert [variant.control is not None for variant in found] == [False, False, False, True, True]
 
 
 def check_narrow(methods, model, share):
     """Return how many narrow controls there are, having measured each against its method."""
     found = {variant.name: variant for variant in variants(methods, model=model, share=share)}
-    compared = [variant for variant in found.values() if variant.is_method]
+    compared = [variant for variant in found.values() if variant.control is not None]
     for variant in compared:
         control = found[variant.control].trials[0]
         kept = bytes_of(variant.trials[0])
@@ -318,7 +318,9 @@ def test_the_control_of_pruning_is_the_same_budget_by_magnitude():
     found = {
         variant.name: variant for variant in variants("pruned:keep=30:epochs=2,pep+pruned:keep=40")
     }
-    control = {name: variant.control for name, variant in found.items() if variant.is_method}
+    control = {
+        name: variant.control for name, variant in found.items() if variant.control is not None
+    }
     assert control == {
         "pruned:keep=30:epochs=2": "pruned:keep=30:by=magnitude",
         "pep+pruned:keep=40": "pruned:keep=40:by=magnitude",

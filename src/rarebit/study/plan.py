@@ -1,38 +1,22 @@
 """The plan of a study: which methods to compare, on which models and logs, with how many seeds and trials.
 
-As a TOML file; everything but the methods has a default:
-
-    methods = ["baseline", "low-rank", "hashing:buckets=1000+low-rank"]
-    seeds = 5
-
-    [[model]]                # one table, or several: every model on every log
-    name = "deepfm"
-    dim = 16
-
-    [[data]]
-    folder = "data/clicks"
-
-    [training]
-    epochs = 10
+A plan is a TOML file, or the same values by name; `docs/studies.md` shows one.
 """
 
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from rarebit.data.synthetic import SyntheticLog
 from rarebit.errors import SettingsError
-from rarebit.settings import check_types, from_mapping, read_toml, require, suggest, to_mapping
+from rarebit.settings import check_types, from_mapping, require, suggest, to_mapping
 from rarebit.technique import Expression, parse_techniques
 from rarebit.training.settings import RunSettings
 
-__all__ = ["StudyPlan", "StudySettings", "read_plan", "section_tables"]
+__all__ = ["StudyPlan", "StudySettings", "section_tables"]
 
 SECTIONS = ("model", "data", "training")
-SHORT_FORMS = {"model": "name", "data": "folder"}
-"""The setting that a plain string stands for."""
 OWN = "own"
 """Each method is compared with the control that it names."""
 
@@ -114,18 +98,14 @@ class StudyPlan:
     def to_mapping(self) -> dict[str, Any]:
         """Return the plan as plain values that `from_mapping` reads."""
         runs = [run.to_mapping() for run in self.runs]
+        models, logs = ({repr(run[name]): run[name] for run in runs} for name in ("model", "data"))
         return {
             "methods": [method.text for method in self.methods],
             **to_mapping(self.settings),
-            "model": _distinct(run["model"] for run in runs),
-            "data": _distinct(run["data"] for run in runs),
+            "model": list(models.values()),
+            "data": list(logs.values()),
             "training": runs[0]["training"],
         }
-
-
-def read_plan(path: str | os.PathLike[str]) -> StudyPlan:
-    """Read a plan from a TOML file."""
-    return StudyPlan.from_mapping(read_toml(Path(path)))
 
 
 def _expressions(methods: object) -> tuple[Expression, ...]:
@@ -155,31 +135,19 @@ def _runs(sections: Mapping[str, Any]) -> list[RunSettings]:
 
 
 def section_tables(section: str, values: object) -> list[Mapping[str, Any]]:
-    """Return the tables of a section: one or several; a plain string is a model's name or a log's folder.
-
-    >>> section_tables("model", ["fm", {"name": "dnn", "dim": 4}])
-    [{'name': 'fm'}, {'name': 'dnn', 'dim': 4}]
-    """
+    """Return the tables of a section: one or several; a plain string is a model's name or a log's folder."""
     several = values if isinstance(values, list | tuple) else [values]
     require(len(several) > 0, f"study: {section} must not be empty")
-    return [_table(section, value) for value in several]
-
-
-def _table(section: str, value: object) -> Mapping[str, Any]:
-    if section == "data" and isinstance(value, SyntheticLog):
-        return {"source": "synthetic", **to_mapping(value)}
-    if section == "data" and value == "synthetic":
-        return {"source": "synthetic"}
-    if isinstance(value, str | os.PathLike):
-        return {SHORT_FORMS[section]: os.fspath(value)}
-    if not isinstance(value, Mapping):
-        raise SettingsError(f"study: [{section}] must be a table, got {value!r}")
-    return value
-
-
-def _distinct(values: Iterable[Any]) -> list[Any]:
-    found: list[Any] = []
-    for value in values:
-        if value not in found:
+    found: list[Mapping[str, Any]] = []
+    for value in several:
+        if section == "data" and isinstance(value, SyntheticLog):
+            found.append({"source": "synthetic", **to_mapping(value)})
+        elif section == "data" and value == "synthetic":
+            found.append({"source": "synthetic"})
+        elif isinstance(value, str | os.PathLike):
+            found.append({"name" if section == "model" else "folder": os.fspath(value)})
+        elif isinstance(value, Mapping):
             found.append(value)
+        else:
+            raise SettingsError(f"study: [{section}] must be a table, got {value!r}")
     return found

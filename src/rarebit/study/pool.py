@@ -51,9 +51,6 @@ class StudyProgress:
     def fail(self, name: str, why: str) -> None:
         """Report that a run failed."""
 
-    def say(self, line: str) -> None:
-        """Report a line of text."""
-
 
 class StudyLines(StudyProgress):
     """Prints one line per run to standard error."""
@@ -89,12 +86,9 @@ class Pool:
 
     def __init__(self, workers: int, device: str, threads: int) -> None:
         self.command = [sys.executable, "-m", "rarebit.study.worker", device, str(threads)]
-        self.environment = os.environ | {
-            "PYTHONPATH": os.pathsep.join(
-                filter(None, [str(PACKAGE), os.environ.get("PYTHONPATH")])
-            ),
-            "OMP_NUM_THREADS": str(threads),
-        }
+        paths = filter(None, [str(PACKAGE), os.environ.get("PYTHONPATH")])
+        variables = {"PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": str(threads)}
+        self.environment = os.environ | variables
         self.workers = [_Worker(self) for _ in range(workers)]
         self.stopping = threading.Event()
         self.interrupted = False
@@ -118,8 +112,7 @@ class Pool:
         self,
         tasks: Mapping[str, Values],
         hear: Callable[[str, Values], None],
-        *,
-        deadline: float | None = None,
+        deadline: float | None,
     ) -> None:
         """Make the runs; call `hear` in this thread with the key of a task and each answer to it.
 

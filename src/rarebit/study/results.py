@@ -8,10 +8,11 @@ import json
 import math
 import os
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from operator import attrgetter
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 from rarebit.errors import StudyError
 from rarebit.settings import from_mapping, size, suggest
@@ -41,6 +42,9 @@ RESULTS = "results.json"
 TENTHS = 10
 """Parts of the test rows, by how frequent their values are in training."""
 
+Figure: TypeAlias = str | Callable[[RunRecord], float | None]
+"""A figure of a run, by its name or by a function."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Trial:
@@ -64,10 +68,10 @@ class VariantResult:
     trials: tuple[Trial, ...]
     runs: tuple[RunRecord, ...]
 
-    def figures(self, name: str) -> dict[int, float]:
+    def figures(self, figure: Figure) -> dict[int, float]:
         """Return one figure of every run that has it, by seed."""
-        values = {run.seed: getattr(run, name) for run in self.runs}
-        return {seed: value for seed, value in values.items() if value is not None}
+        get = attrgetter(figure) if isinstance(figure, str) else figure
+        return {run.seed: value for run in self.runs if (value := get(run)) is not None}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,15 +114,14 @@ class CellResult:
             raise StudyError(
                 f"there is no variant {control!r} on {self.model} and {self.data}{suggest(control, names)}"
             )
+        methods = {variant.name for variant in self.methods} - {control}
         variants = tuple(
-            replace(variant, control=None if variant.name == control else control)
-            if variant.control is not None or variant.name == control
-            else variant
+            replace(variant, control=control if variant.name in methods else None)
             for variant in self.variants
         )
         return replace(self, variants=variants, rows={})
 
-    def differences(self, method: VariantResult, figure: str) -> list[float]:
+    def differences(self, method: VariantResult, figure: Figure) -> list[float]:
         """Return the paired differences of a method to its control, seed by seed."""
         assert method.control is not None
         ours, theirs = method.figures(figure), self.variant(method.control).figures(figure)
@@ -129,23 +132,17 @@ class CellResult:
         differences = {method.name: self.differences(method, "auc") for method in self.methods}
         return judge(differences, minimum_effect=minimum_effect)
 
-    def mean_difference(self, method: VariantResult, figure: str) -> float | None:
+    def mean_difference(self, method: VariantResult, figure: Figure) -> float | None:
         """Return the mean difference in a figure; None without a seed that both have."""
         return _mean(self.differences(method, figure))
 
     def decile_differences(self, method: VariantResult) -> list[float | None]:
         """Return the mean difference in AUC on each tenth of the test rows, the rarest first."""
-        assert method.control is not None
-        ours, theirs = (
-            {run.seed: run.decile_aucs for run in one.runs}
-            for one in (method, self.variant(method.control))
-        )
-        seeds = sorted(ours.keys() & theirs.keys())
-        pairs = [list(zip(ours[seed], theirs[seed], strict=False)) for seed in seeds]
-        tenths = list(zip(*pairs, strict=False)) or [()] * TENTHS
-        return [
-            _mean([a - b for a, b in tenth if not (a is None or b is None)]) for tenth in tenths
-        ]
+
+        def auc_of(tenth: int) -> Figure:
+            return lambda run: run.decile_aucs[tenth] if run.decile_aucs else None
+
+        return [self.mean_difference(method, auc_of(tenth)) for tenth in range(TENTHS)]
 
     def time_ratio(self, variant: VariantResult) -> float | None:
         """Return the training time per row relative to the first variant: the median over seeds.
@@ -248,38 +245,36 @@ def read_result(path: str | os.PathLike[str]) -> StudyResult:
         raise StudyError(f"{str(file)!r} is not the result of a study: {error}") from None
 
 
-def pick(trials: Sequence[Sequence[RunRecord]]) -> int | None:
-    """Return which trial has the highest mean validation AUC, the first of equals; None if one has no run."""
-    if not all(trials):
+def pick(trials: Sequence[Sequence[RunRecord | None]]) -> int | None:
+    """Return which trial has the highest mean validation AUC, the first of equals; None while a run is missing."""
+    if not trials or not all(runs and all(runs) for runs in trials):
         return None
-    means = [statistics.fmean(run.valid_auc for run in runs) for runs in trials]
+    means = [statistics.fmean(run.valid_auc for run in runs if run) for runs in trials]
     return means.index(max(means))
 
 
 def variant_table(cell: CellResult) -> TextTable:
     """Return the figures of each variant: mean and standard deviation over its seeds."""
+    has_abundance = any(variant.figures("abundance") for variant in cell.variants)
     header = ["variant", "n", "AUC", "rarest fifth", "logloss", "weights", "tables", "time"]
-    rows = []
-    for variant in cell.variants:
-        ratio, first = cell.time_ratio(variant), variant.runs[0] if variant.runs else None
-        rows.append(
-            [
-                variant.name,
-                str(len(variant.runs)),
-                *(_with_spread(variant, name) for name in ("auc", "rarest_auc", "logloss")),
-                f"{first.parameters:,}" if first else NOTHING,
-                size(first.table_bytes) if first else NOTHING,
-                NOTHING if ratio is None else f"x {ratio:.2f}",
-            ]
-        )
-    if any(variant.figures("abundance") for variant in cell.variants):  # older results have none
+    if has_abundance:  # older results have none
         header.append("IA")
-        for row, variant in zip(rows, cell.variants, strict=True):
-            row.append(_with_spread(variant, "abundance", digits=2))
+    rows: list[tuple[str, ...]] = []
+    for variant in cell.variants:
+        first = variant.runs[0] if variant.runs else None
+        row = (
+            variant.name,
+            str(len(variant.runs)),
+            *(_with_spread(variant, name) for name in ("auc", "rarest_auc", "logloss")),
+            f"{first.parameters:,}" if first else NOTHING,
+            size(first.table_bytes) if first else NOTHING,
+            NOTHING if (ratio := cell.time_ratio(variant)) is None else f"x {ratio:.2f}",
+        )
+        rows.append((*row, _with_spread(variant, "abundance", 2)) if has_abundance else row)
     if cell.ceiling is not None:
         best = [_formatted(value, ".4f") for value in (cell.ceiling.auc, cell.ceiling.rarest_auc)]
-        rows.append(["best possible", "", *best, *[""] * (len(header) - 4)])
-    return TextTable(f"{cell.model} on {cell.data}", tuple(header), [tuple(row) for row in rows])
+        rows.append(("best possible", "", *best, *[""] * (len(header) - 4)))
+    return TextTable(f"{cell.model} on {cell.data}", tuple(header), rows)
 
 
 def comparison_table(cell: CellResult, minimum_effect: float) -> TextTable:
@@ -309,21 +304,12 @@ def decile_table(cell: CellResult) -> TextTable:
 
     In units of 1/10,000, so that ten columns fit into a terminal.
     """
-    rows = [
-        (
-            method.name,
-            *(
-                _formatted(None if value is None else 10_000 * value, "+.0f")
-                for value in cell.decile_differences(method)
-            ),
-        )
-        for method in cell.methods
-    ]
-    return TextTable(
-        "Difference in AUC x 10,000 by tenths of the test rows, rarest first",
-        ("method", *map(str, range(1, TENTHS + 1))),
-        rows,
-    )
+    rows = []
+    for method in cell.methods:
+        differences = cell.decile_differences(method)
+        rows.append((method.name, *(_formatted(one, "+.0f", 10_000) for one in differences)))
+    title = "Difference in AUC x 10,000 by tenths of the test rows, rarest first"
+    return TextTable(title, ("method", *map(str, range(1, TENTHS + 1))), rows)
 
 
 def verdict_lines(cell: CellResult, minimum_effect: float) -> list[str]:
@@ -342,11 +328,11 @@ def _mean(values: Sequence[float]) -> float | None:
     return statistics.fmean(values) if values else None
 
 
-def _formatted(value: float | None, form: str) -> str:
-    return NOTHING if value is None or math.isnan(value) else format(value, form)
+def _formatted(value: float | None, form: str, factor: int = 1) -> str:
+    return NOTHING if value is None or math.isnan(value) else format(factor * value, form)
 
 
-def _with_spread(variant: VariantResult, figure: str, *, digits: int = 4) -> str:
+def _with_spread(variant: VariantResult, figure: str, digits: int = 4) -> str:
     values = list(variant.figures(figure).values())
     spread = f" ± {statistics.stdev(values):.{digits}f}" if len(values) > 1 else ""
     return f"{_formatted(_mean(values), f'.{digits}f')}{spread}"

@@ -32,21 +32,11 @@ from rarebit.technique import technique_text
 from rarebit.training.metrics import Evaluation
 from rarebit.training.settings import PreparedLog, RunSettings, Training
 
-__all__ = [
-    "RunFolder",
-    "RunRecord",
-    "ensemble_record",
-    "identify",
-    "measured_figures",
-    "run_key",
-    "stage_key",
-]
+__all__ = ["RunFolder", "RunRecord", "ensemble_record", "identify", "run_key", "stage_key"]
 
 FORMAT = 1
 RESULT, SCORES, CHECKPOINTS, MODEL = "result.json", "scores.npy", "checkpoints", "model"
 KEY_DIGITS = 20
-NOT_IN_THE_KEY = ("checkpoint_minutes",)
-"""Settings of training that do not change its result."""
 UNREADABLE = (AttributeError, LookupError, StudyError, TypeError, ValueError)
 """Errors of JSON files with wrong content."""
 
@@ -89,19 +79,19 @@ class RunRecord:
             if not math.isfinite(getattr(self, name)):
                 raise StudyError(f"{name} of run {self.key} is {getattr(self, name)}")
 
-
-def measured_figures(measured: Evaluation) -> dict[str, Any]:
-    """Return the figures of a record that are measured on the test rows."""
-    rarest, frequent = measured.rarest, measured.frequent
-    return {
-        "auc": measured.auc,
-        "logloss": measured.logloss,
-        "rarest_auc": rarest.auc if rarest else None,
-        "pr_auc": measured.pr_auc,
-        "rarest_pr_auc": rarest.pr_auc if rarest else None,
-        "frequent_pr_auc": frequent.pr_auc if frequent else None,
-        "decile_aucs": tuple(part.auc for part in measured.deciles),
-    }
+    @staticmethod
+    def test_figures(measured: Evaluation) -> dict[str, Any]:
+        """Return the figures that are measured on the test rows, by name."""
+        rarest, frequent = measured.rarest, measured.frequent
+        return {
+            "auc": measured.auc,
+            "logloss": measured.logloss,
+            "rarest_auc": rarest.auc if rarest else None,
+            "pr_auc": measured.pr_auc,
+            "rarest_pr_auc": rarest.pr_auc if rarest else None,
+            "frequent_pr_auc": frequent.pr_auc if frequent else None,
+            "decile_aucs": tuple(part.auc for part in measured.deciles),
+        }
 
 
 def ensemble_record(members: Sequence[RunRecord], seed: int, measured: Evaluation) -> RunRecord:
@@ -119,7 +109,7 @@ def ensemble_record(members: Sequence[RunRecord], seed: int, measured: Evaluatio
         microseconds_a_row=sum(record.microseconds_a_row for record in members),
         abundance=statistics.fmean(abundances) if abundances else None,
         reports={},
-        **measured_figures(measured),
+        **RunRecord.test_figures(measured),
     )
 
 
@@ -142,11 +132,12 @@ def run_key(settings: RunSettings) -> str:
     else:
         data = _changed(log, SyntheticLog())
     training = _changed(settings.training, Training())
+    training.pop("checkpoint_minutes", None)  # does not change the result
     values = {
         "format": FORMAT,
         "model": {"name": settings.model, **settings.model_settings},
         "data": data,
-        "training": {name: training[name] for name in training if name not in NOT_IN_THE_KEY},
+        "training": training,
         "methods": [technique_text(method) for method in settings.methods],
     }
     text = json.dumps(values, sort_keys=True)
@@ -155,11 +146,9 @@ def run_key(settings: RunSettings) -> str:
 
 def stage_key(settings: RunSettings) -> str | None:
     """Return the name of the first stage that a run can share with others; None without one."""
-    for method in settings.methods:
-        shared = method.shared_stage(settings.methods)
-        if shared is not None:
-            return run_key(dataclasses.replace(settings, methods=shared))
-    return None
+    stages = (method.shared_stage(settings.methods) for method in settings.methods)
+    shared = next((methods for methods in stages if methods is not None), None)
+    return None if shared is None else run_key(dataclasses.replace(settings, methods=shared))
 
 
 def _changed(settings: object, defaults: object) -> dict[str, Any]:

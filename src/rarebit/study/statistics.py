@@ -13,9 +13,8 @@ that is not significant on, all keep its level.
     no difference   the 90 % interval lies inside the minimum effect on both sides of zero
     too few seeds   anything else, with the number of seeds needed
 
-At most 5 % of studies then see help where there is none, whether the differences are normal, heavy-tailed or
-of unequal spread. Strongly skewed ones, such as a method that fails badly in one seed of ten, are beyond any t
-interval over a few seeds; `benchmarks/verdicts.py` shows both.
+At most 5 % of studies then see help where there is none, also where the differences are heavy-tailed or of
+unequal spread, but not where they are strongly skewed: `benchmarks/verdicts.py` shows both.
 
 **DeLong.** Seeds show how much training varies. DeLong et al. (1988) show how much the test rows do: other
 rows of the same kind would give another difference. Every row has a placement, the share of the other class
@@ -80,15 +79,13 @@ class Comparison:
     wins: int
     """Seeds in which the method is better than its control."""
     low: float
-    """Lower end of the interval corrected for the number of methods."""
     high: float
-    """Upper end of the same interval."""
+    """Ends of the interval corrected for the number of methods."""
     confidence: float
     """Confidence level of the interval: 0.95 for one method, more for several."""
     equivalence_low: float
-    """Lower end of the 90 % interval."""
     equivalence_high: float
-    """Upper end of the 90 % interval."""
+    """Ends of the 90 % interval."""
     p: float
     """Chance of a mean at least this far from zero without a true difference; not corrected."""
     minimum_effect: float
@@ -100,11 +97,7 @@ class Comparison:
 
     @property
     def summary(self) -> str:
-        """The verdict with the figures behind it.
-
-        >>> judge({"mlet": [0.0012, 0.0013, 0.0011]})["mlet"].summary
-        'helps by 0.0012 (0.0010 to 0.0014)'
-        """
+        """The verdict with its figures, such as "helps by 0.0012 (0.0010 to 0.0014)"."""
         least = format(Decimal(f"{self.minimum_effect:.3g}"), "f")
         decimals = max(4, len(least.partition(".")[2]))
         ends = (self.low, self.high) if self.mean > 0 else (self.high, self.low)
@@ -155,8 +148,8 @@ class _Sample(NamedTuple):
     spread: float
     n: int
     wins: int
-    scaled: float
-    p: float
+    scaled: float = 0.0
+    p: float = 1.0
 
     def interval(self, level: float) -> tuple[float, float]:
         """Return the ends of the interval that misses the true mean with this chance."""
@@ -174,12 +167,10 @@ def _sample(name: str, differences: Sequence[float]) -> _Sample:
             "leave out the seeds whose training failed"
         )
     n, wins = len(values), sum(value > 0 for value in values)
-    if n == 0:
-        return _Sample(math.nan, math.nan, n, wins, 0.0, 1.0)
+    if n < 2:
+        return _Sample(values[0] if values else math.nan, math.nan, n, wins)
     # rounding must not move the mean of equal values off them: their spread is zero
     mean = min(max(math.fsum(values) / n, min(values)), max(values))
-    if n == 1:
-        return _Sample(mean, math.nan, n, wins, 0.0, 1.0)
     spread = math.hypot(*(value - mean for value in values)) / math.sqrt(n - 1)
     scaled = abs(mean) / spread if spread > 0 else (math.inf if mean else 0.0)
     p = 2 * float(scipy_special().stdtr(n - 1, -scaled * math.sqrt(n)))
@@ -200,15 +191,11 @@ def _holm_levels(samples: Mapping[str, _Sample], level: float) -> dict[str, floa
 
 
 def _seeds_to_leave_zero(samples: Mapping[str, _Sample], level: float) -> dict[str, int | None]:
-    """Return the fewest seeds of all methods with which each corrected interval excludes zero.
-
-    With as many seeds for all, the order by p is the order by |mean| / spread, and a method waits for those
-    before it.
-    """
+    """Return the fewest seeds, the same for all methods, with which each corrected interval excludes zero."""
     needed: dict[str, int | None] = {}
     seeds: int | None = 2
     order = sorted(samples, key=lambda name: (-samples[name].scaled, name))
-    for rank, name in enumerate(order):
+    for rank, name in enumerate(order):  # by p: a method waits for those before it
         if seeds is not None:
             own = _fewest_seeds(samples[name].scaled, level / (len(samples) - rank))
             seeds = None if own is None else max(seeds, own)
@@ -273,17 +260,14 @@ class PairedAUC:
     """Two AUCs of the same rows, and their difference with its confidence interval."""
 
     auc_a: float
-    """Of the first scores."""
     auc_b: float
-    """Of the second scores."""
     difference: float
-    """First minus second."""
+    """The first AUC minus the second."""
     standard_error: float
     """Of the difference, over other rows of the same kind."""
     low: float
-    """Lower end of the interval."""
     high: float
-    """Upper end of the interval."""
+    """Ends of the interval."""
     confidence: float
     """Confidence level of the interval."""
 
@@ -314,16 +298,15 @@ def delong(scores_a: Tensor, scores_b: Tensor, labels: Tensor, *, level: float =
             "an interval of the AUC needs at least two rows with a click and two without, "
             f"got {num_clicks} and {len(labels) - num_clicks}; give it more rows"
         )
-    a, b = _placements(scores_a, clicked), _placements(scores_b, clicked)
-    variance = sum(
-        float((ours - theirs).var()) / len(ours)
-        for ours, theirs in ((a.clicks, b.clicks), (a.others, b.others))
-    )
-    error, difference = math.sqrt(variance), a.auc - b.auc
+    auc_a, *placements_a = _placements(scores_a, clicked)
+    auc_b, *placements_b = _placements(scores_b, clicked)
+    both = zip(placements_a, placements_b, strict=True)
+    error = math.sqrt(sum(float((ours - theirs).var()) / len(ours) for ours, theirs in both))
+    difference = auc_a - auc_b
     half = NormalDist().inv_cdf(1 - level / 2) * error
     return PairedAUC(
-        auc_a=a.auc,
-        auc_b=b.auc,
+        auc_a=auc_a,
+        auc_b=auc_b,
         difference=difference,
         standard_error=error,
         low=difference - half,
@@ -332,15 +315,8 @@ def delong(scores_a: Tensor, scores_b: Tensor, labels: Tensor, *, level: float =
     )
 
 
-class _Placements(NamedTuple):
-    """The AUC, and in float64 the placements of the rows with a click and of the others."""
-
-    auc: float
-    clicks: Tensor
-    others: Tensor
-
-
-def _placements(scores: Tensor, clicked: Tensor) -> _Placements:
+def _placements(scores: Tensor, clicked: Tensor) -> tuple[float, Tensor, Tensor]:
+    """Return the AUC, and in float64 the placements of the rows with a click and of the others."""
     ordered, order = scores.sort()
     is_last = torch.ones_like(clicked)  # of its group of equal scores
     is_last[:-1] = ordered[1:] != ordered[:-1]
@@ -354,8 +330,8 @@ def _placements(scores: Tensor, clicked: Tensor) -> _Placements:
     group = torch.empty_like(order)
     group[order] = is_last.long().cumsum(0) - is_last.long()
     num_clicks, num_others = int(clicks.sum()), int(others.sum())
-    return _Placements(
-        auc=int((clicks * below).sum()) / (2 * num_clicks * num_others),
-        clicks=below[group[clicked]].double() / (2 * num_others),
-        others=above[group[~clicked]].double() / (2 * num_clicks),
+    return (
+        int((clicks * below).sum()) / (2 * num_clicks * num_others),
+        below[group[clicked]].double() / (2 * num_others),
+        above[group[~clicked]].double() / (2 * num_clicks),
     )

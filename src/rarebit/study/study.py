@@ -10,7 +10,7 @@ import shutil
 import statistics
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -46,13 +46,10 @@ from rarebit.training.settings import PreparedLog, RunSettings, load_splits
 
 __all__ = ["Cell", "PlannedRun", "study"]
 
-RATES = "rates.json"
-"""The file of measured rates in the folder of a study."""
 MEMBER_SEEDS = 1_000_000
 """The distance between the seeds of an ensemble's models; the first has the seed of the ensemble."""
 GPU_WORKERS = 1
-"""Parallel runs on a GPU. Captured steps of one small run leave it no pauses: four parallel runs take four
-times as long each (H200, recipes/compression-ml-1m.toml with --workers 4), and every process has to start."""
+"""Four parallel runs with captured steps take four times as long each (H200, recipes/compression-ml-1m.toml)."""
 
 
 def study(
@@ -110,7 +107,7 @@ def study(
     with file_lock(where / "lock"):
         write_json(where / "study.json", plan.to_mapping(), error=StudyError)
         with Pool(workers, str(device), threads) as pool:
-            runner = _Runner(pool, where, progress, deadline, failures, keep_models=keep_models)
+            runner = _Runner(pool, where, progress, deadline, failures, keep_models)
             for stage in (Cell.tuning_runs, Cell.compared_runs):  # all cells before the next seed
                 by_seed = ((cell, seed) for seed in cells[0].seeds for cell in cells)
                 runner.make([run for cell, seed in by_seed for run in stage(cell, seed)])
@@ -134,18 +131,12 @@ def _device(device: torch.device | str) -> torch.device:
     return found
 
 
-@dataclass(frozen=True)
-class PlannedRun:
-    """A run of a variant with a seed, finished or not."""
+class PlannedRun(RunFolder):
+    """A run of a variant with a seed, finished or not, and its folder."""
 
-    name: str
-    settings: RunSettings
-    folder: RunFolder
-
-    @property
-    def record(self) -> RunRecord | None:
-        """Its record; None where it is not finished."""
-        return self.folder.read()
+    def __init__(self, study: Path, settings: RunSettings, name: str) -> None:
+        super().__init__(study, run_key(settings))
+        self.settings, self.name = settings, name
 
 
 class Cell:
@@ -159,8 +150,11 @@ class Cell:
     ) -> None:
         self.settings, self.folder, self.failures = plan.settings, folder, failures
         self.is_alone = len(plan.runs) == 1
-        self.model_name = _short_or_full(base, plan.runs, _model_name)
-        self.log_name = _short_or_full(base, plan.runs, _log_name)
+        self.model_name, self.log_name = (
+            _clear_name(names(base), [names(run) for run in plan.runs])
+            for names in (_model_names, _log_names)
+        )
+        self.name = f"{self.model_name} on {self.log_name}"
         self.base = identify(base)
         splits = load_splits(self.base.data)
         if not len(splits.valid):
@@ -168,25 +162,19 @@ class Cell:
                 f"a study picks on validation rows, and {self.log_name} has none; prepare it again with some"
             )
         self.test, self.counts = splits.test, splits.train.counts()
-        rates = MeasuredRates(folder / RATES, splits.train)
+        rates = MeasuredRates(folder / "rates.json", splits.train)
         self.variants = variants_of(plan, self.base, splits.train.schema, rates)
         first = self.settings.first_seed
         self.seeds = range(first, first + self.settings.seeds)
         self.tuning_seeds = self.seeds[: self.settings.tuning_seeds]
 
-    @property
-    def name(self) -> str:
-        """The names of the model and the log."""
-        return f"{self.model_name} on {self.log_name}"
-
     def tuning_runs(self, seed: int) -> Iterator[PlannedRun]:
         """Yield the runs by which settings are picked; none where nothing is tuned."""
         if seed not in self.tuning_seeds:
             return
-        tuned = [variant for variant in self.variants if len(variant.trials) > 1]
-        for trial in range(max((len(variant.trials) for variant in tuned), default=0)):
-            for variant in tuned:
-                if trial < len(variant.trials):
+        for trial in range(max(len(variant.trials) for variant in self.variants)):
+            for variant in self.variants:
+                if trial < len(variant.trials) > 1:
                     yield self._run(variant, trial, seed)
 
     def compared_runs(self, seed: int) -> Iterator[PlannedRun]:
@@ -204,13 +192,11 @@ class Cell:
         if len(variant.trials) == 1:
             return 0
         tried = {
-            trial: [run.record for run in runs]
+            trial: [run.read() for run in runs]
             for trial, runs in enumerate(self._tried(variant))
-            if not any(run.folder.key in self.failures for run in runs)
+            if not any(run.key in self.failures for run in runs)
         }
-        if not tried or any(record is None for runs in tried.values() for record in runs):
-            return None
-        best = pick([[record for record in runs if record] for runs in tried.values()])
+        best = pick(list(tried.values()))
         return None if best is None else list(tried)[best]
 
     def result(self) -> CellResult:
@@ -236,7 +222,7 @@ class Cell:
             name = f"{self.name}: {name}"
         if len(variant.trials) > 1:
             name += f", trial {trial + 1}"
-        return PlannedRun(name, settings, RunFolder(self.folder, run_key(settings)))
+        return PlannedRun(self.folder, settings, name)
 
     def _members(self, variant: Variant, trial: int, seed: int) -> list[PlannedRun]:
         """Return the runs of a variant with a seed: one, or those of an ensemble, each with its own seed."""
@@ -253,12 +239,12 @@ class Cell:
     def _record(self, variant: Variant, trial: int, seed: int) -> RunRecord | None:
         """Return the record of a variant with a seed; an ensemble is evaluated by its mean score."""
         members = self._members(variant, trial, seed)
-        found = [record for run in members if (record := run.record) is not None]
+        found = [record for run in members if (record := run.read()) is not None]
         if len(found) < len(members):
             return None
         if len(found) == 1:
             return found[0]
-        mean = torch.from_numpy(np.mean([run.folder.scores() for run in members], axis=0))
+        mean = torch.from_numpy(np.mean([run.scores() for run in members], axis=0))
         return ensemble_record(found, seed, evaluate_scores(mean, self.test, counts=self.counts))
 
     def _variant_result(self, variant: Variant) -> VariantResult:
@@ -266,26 +252,24 @@ class Cell:
         found = [] if trial is None else [self._record(variant, trial, s) for s in self.seeds]
         settings = variant.trials[trial or 0].to_mapping()
         del settings["data"], settings["training"]["seed"]  # of the cell, and of each run
-        is_tuned = trial is not None and len(variant.trials) > 1
+        trials = []
+        if trial is not None and len(variant.trials) > 1:
+            for tried, runs in zip(variant.trials, self._tried(variant), strict=True):
+                shown = {
+                    "lr": tried.training.lr,
+                    "table_lr": tried.training.table_lr,
+                    "methods": "+".join(technique_text(method) for method in tried.methods),
+                }
+                aucs = [record.valid_auc for run in runs if (record := run.read())]
+                mean = statistics.fmean(aucs) if aucs else None
+                trials.append(Trial(settings=shown, valid_auc=mean))
         return VariantResult(
             name=variant.name,
             control=variant.control,
             settings=settings,
-            trials=tuple(self._trials(variant)) if is_tuned else (),
+            trials=tuple(trials),
             runs=tuple(record for record in found if record is not None),
         )
-
-    def _trials(self, variant: Variant) -> Iterator[Trial]:
-        for settings, runs in zip(variant.trials, self._tried(variant), strict=True):
-            aucs = [record.valid_auc for run in runs if (record := run.record)]
-            yield Trial(
-                settings={
-                    "lr": settings.training.lr,
-                    "table_lr": settings.training.table_lr,
-                    "methods": "+".join(technique_text(method) for method in settings.methods),
-                },
-                valid_auc=statistics.fmean(aucs) if aucs else None,
-            )
 
     def _ceiling(self) -> Ceiling | None:
         """Return the AUC of the true click probabilities, where they are known."""
@@ -303,9 +287,8 @@ class Cell:
         for name, variant in planned.items():
             both = seeds[name] & seeds.get(variant.control or "", set())
             if variant.control is not None and both:
-                ours, theirs = (
-                    self._mean_scores(one, both) for one in (variant, planned[variant.control])
-                )
+                pair = (variant, planned[variant.control])
+                ours, theirs = (self._mean_scores(one, both) for one in pair)
                 found[name] = delong(ours, theirs, self.test.label)
         return found
 
@@ -313,7 +296,7 @@ class Cell:
         total = torch.zeros(len(self.test), dtype=torch.float64)
         for seed in sorted(seeds):
             for run in self._members(variant, self.picked(variant) or 0, seed):
-                total += torch.from_numpy(run.folder.scores().astype(np.float64))
+                total += torch.from_numpy(run.scores().astype(np.float64))
         return total / (len(seeds) * variant.members)
 
     def _missing(self) -> Iterator[str]:
@@ -324,57 +307,55 @@ class Cell:
             else:
                 runs = [run for seed in self.seeds for run in self._members(variant, trial, seed)]
             for run in runs:
-                if run.record is None:
-                    yield f"{run.name}: {self.failures.get(run.folder.key) or 'not run yet'}"
+                if run.read() is None:
+                    yield f"{run.name}: {self.failures.get(run.key) or 'not run yet'}"
             if trial is None:
                 yield f"{variant.name}: its settings are not picked yet"
 
 
-def _short_or_full(
-    base: RunSettings, runs: Sequence[RunSettings], name: Callable[[RunSettings, bool], str]
-) -> str:
-    """Return the short name, or the full one where the short name is ambiguous."""
-    short = name(base, False)
-    meant = {name(run, True) for run in runs if name(run, False) == short}
-    return short if len(meant) == 1 else name(base, True)
+def _model_names(run: RunSettings) -> tuple[str, str]:
+    """Return the name of the model, and the name with its settings."""
+    settings = [f"{name}={value}" for name, value in run.model_settings.items()]
+    return run.model, ":".join([run.model, *settings])
 
 
-def _model_name(run: RunSettings, in_full: bool) -> str:
-    settings = run.model_settings.items() if in_full else ()
-    return ":".join([run.model, *(f"{name}={value}" for name, value in settings)])
-
-
-def _log_name(run: RunSettings, in_full: bool) -> str:
+def _log_names(run: RunSettings) -> tuple[str, str]:
+    """Return the name of the log, and its folder or the name with its settings."""
     log = run.data
     if isinstance(log, PreparedLog):
-        return log.folder if in_full else Path(log.folder).name
+        return Path(log.folder).name, log.folder
     settings = to_mapping(log).items() - to_mapping(SyntheticLog(seed=log.seed)).items()
-    shown = sorted(f"{name}={value}" for name, value in settings) if in_full else ()
-    return ":".join([f"synthetic-{log.seed}", *shown])
+    name = f"synthetic-{log.seed}"
+    return name, ":".join([name, *sorted(f"{key}={value}" for key, value in settings)])
 
 
+def _clear_name(own: tuple[str, str], names: Sequence[tuple[str, str]]) -> str:
+    """Return the short name, or the full one where the short name is ambiguous."""
+    meant = {full for short, full in names if short == own[0]}
+    return own[0] if len(meant) == 1 else own[1]
+
+
+@dataclass
 class _Runner:
     """Makes the runs that are missing, and keeps the reasons of those that failed."""
 
-    def __init__(
-        self,
-        pool: Pool,
-        folder: Path,
-        progress: StudyProgress,
-        deadline: float | None,
-        failures: dict[str, str],
-        *,
-        keep_models: bool,
-    ) -> None:
-        self.pool, self.folder, self.progress, self.deadline = pool, folder, progress, deadline
-        self.failures, self.keep_models = failures, keep_models
-        self.made = 0
-        """Runs finished in this call."""
+    pool: Pool
+    folder: Path
+    progress: StudyProgress
+    deadline: float | None
+    failures: dict[str, str]
+    keep_models: bool
+    made: int = 0
+    """Runs finished in this call."""
 
     def make(self, runs: Sequence[PlannedRun]) -> None:
         """Make runs in parallel; one that several variants share is made once."""
-        distinct = {run.folder.key: run for run in _stage_makers_first(runs)}
-        missing = {key: run for key, run in distinct.items() if not self._is_finished(run)}
+        distinct = {run.key: run for run in _stage_makers_first(runs)}
+        missing = {
+            key: run
+            for key, run in distinct.items()
+            if run.read() is None or (self.keep_models and not run.model.exists())
+        }
         if not distinct or self.pool.stopping.is_set():
             return
         stages = Counter(stage_key(run.settings) for run in distinct.values())
@@ -382,11 +363,8 @@ class _Runner:
         self.pool.run(
             {key: self._task(run, stages) for key, run in missing.items()},
             lambda key, answer: self._hear(missing[key], answer),
-            deadline=self.deadline,
+            self.deadline,
         )
-
-    def _is_finished(self, run: PlannedRun) -> bool:
-        return run.record is not None and (not self.keep_models or run.folder.model.exists())
 
     def _task(self, run: PlannedRun, stages: Mapping[str | None, int]) -> dict[str, Any]:
         folder, stage = self.folder.absolute(), stage_key(run.settings)
@@ -402,12 +380,12 @@ class _Runner:
             case {"started": _}:
                 self.progress.start(run.name)
             case {"done": _}:
-                record = run.record
+                record = run.read()
                 assert record is not None, "a worker is done when its result is written"
                 self.made += 1
                 self.progress.finish(run.name, record)
             case {"failed": str(why)}:
-                self.failures[run.folder.key] = why
+                self.failures[run.key] = why
                 self.progress.fail(run.name, why)
             case {"epoch": _}:
                 self.progress.epoch(run.name, answer)

@@ -21,7 +21,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -32,9 +32,9 @@ from rarebit.data.order import shuffled_order
 from rarebit.data.schema import Schema
 from rarebit.errors import SettingsError, StudyError
 from rarebit.models._base import RankingModel
-from rarebit.settings import require
+from rarebit.settings import require, updated
 from rarebit.storage.files import write_json
-from rarebit.study.plan import OWN, StudyPlan
+from rarebit.study.plan import OWN, StudyPlan, StudySettings
 from rarebit.study.runs import UNREADABLE, run_key
 from rarebit.tables.find import find_sites, find_tables, table_bytes
 from rarebit.tables.table import full_table
@@ -62,11 +62,6 @@ FIRST_DECAYS = (0.0, 1e-5, 1e-4)
 """Weight decays for tuned where there is none to multiply."""
 LR_FACTORS = (1.0, 2.0, 0.5, 4.0, 0.25, 8.0, 0.125)
 """Factors of the learning rate in trials: the knob that every variant has."""
-RATE_STEPS = 100
-"""Training steps over which the rate of a method is measured."""
-
-Rate: TypeAlias = Callable[[RunSettings], float]
-"""How much faster the methods of a run move rows than plain training does."""
 
 
 @dataclass(frozen=True)
@@ -82,26 +77,20 @@ class Variant:
     members: int = 1
     """Runs with different seeds whose scores are averaged: more than one is an ensemble."""
 
-    @property
-    def is_method(self) -> bool:
-        """Whether it is compared with a control."""
-        return self.control is not None
-
 
 def variants_of(
-    plan: StudyPlan, base: RunSettings, schema: Schema, rate: Rate | None = None
+    plan: StudyPlan,
+    base: RunSettings,
+    schema: Schema,
+    rate: Callable[[RunSettings], float] | None = None,
 ) -> list[Variant]:
     """Return the variants of a plan on one model and log: the baseline, then controls, then methods.
 
-    >>> from rarebit.data.schema import Field
-    >>> schema = Schema((Field(name="user", rows=900), Field(name="item", rows=700)))
-    >>> plan = StudyPlan.from_mapping({"methods": "low-rank", "model": {"name": "fm", "dim": 8}})
-    >>> [(variant.name, variant.control) for variant in variants_of(plan, plan.runs[0], schema)]
-    [('baseline', None), ('narrow:dim=4', None), ('low-rank:rank=3', 'narrow:dim=4')]
+    `rate` returns how much faster the methods of a run move rows than plain training does.
     """
     if plan.settings.control not in (OWN, *CONTROLS, *_controls_of_methods()):
         _parse_control(plan.settings.control)  # reports a mistake before anything is built
-    study = _Study(plan, base, schema, rate)
+    study = _Study(plan.settings, base, schema, rate)
     found = {BASELINE: study.baseline}
     for expression in plan.methods:
         run = study.sized(expression)
@@ -114,7 +103,7 @@ def variants_of(
             found.setdefault(control.name, control)
             found[method.name] = study.variant(method.name, run, control=control.name)
     # stable: controls and methods keep the order of the plan
-    return sorted(found.values(), key=lambda variant: (variant.name != BASELINE, variant.is_method))
+    return sorted(found.values(), key=lambda one: (one.name != BASELINE, one.control is not None))
 
 
 class _Compared(NamedTuple):
@@ -124,33 +113,31 @@ class _Compared(NamedTuple):
     run: RunSettings
     table_bytes: int
 
-    def num_sets(self, control: str) -> int:
-        """Return how many embedding sets it has, for a control that needs some."""
-        found = _num_sets(self.run)
-        if found is None:
+    def split_sets(self, control: str) -> tuple[int, tuple[Technique, ...]]:
+        """Return how many embedding sets it has, and its other methods, for a control that needs sets."""
+        num_sets = _num_sets(self.run)
+        if num_sets is None:
             raise SettingsError(
                 f"{self.name} has no embedding sets, which the control {control} needs; use multi-embedding"
             )
-        return found
-
-    @property
-    def without_sets(self) -> tuple[Technique, ...]:
-        """Its methods but the one that makes the sets."""
-        return tuple(m for m in self.run.methods if m.composition_rank is not Rank.SETS)
+        return num_sets, tuple(one for one in self.run.methods if not _makes_sets(one))
 
 
+@dataclass
 class _Study:
     """A plan on one model and log: builds variants and finds their controls."""
 
-    def __init__(
-        self, plan: StudyPlan, base: RunSettings, schema: Schema, rate: Rate | None
-    ) -> None:
-        self.settings, self.base, self.schema, self.rate = plan.settings, base, schema, rate
-        model = self.build(base)
+    settings: StudySettings
+    base: RunSettings
+    schema: Schema
+    rate: Callable[[RunSettings], float] | None
+
+    def __post_init__(self) -> None:
+        model = self.build(self.base)
         self.shapes = [(t.rows, t.width) for t in find_tables(model) if t.width > 1]
         self.width: int | None = model.settings.get("dim")
         self.bytes_by_width: dict[int, int] = {}
-        self.baseline = self.variant(BASELINE, base)
+        self.baseline = self.variant(BASELINE, self.base)
 
     def build(self, run: RunSettings) -> RankingModel:
         """Return the model of a run with its methods applied; the caller's random state is kept."""
@@ -199,7 +186,8 @@ class _Study:
         run = self.sized(_parse_control(wanted))
         sets = _num_sets(method.run)
         if sets is not None:  # a control with embedding sets has as many as the method
-            run = replace(run, methods=tuple(_with_sets(one, sets) for one in run.methods))
+            own = [{"num_sets": sets} if _makes_sets(one) else {} for one in run.methods]
+            run = replace(run, methods=tuple(map(updated, run.methods, own)))
         return self.variant(_name(run), run)
 
 
@@ -240,23 +228,22 @@ def _matched_rate(study: _Study, method: _Compared) -> Variant:
         if isinstance(one, TrainingMethod) or not (one.training_only or one.after_training)
     ]
     starts = [one.same_start for one in method.run.methods if one.same_start is not None]
-    trials = tuple(
-        replace(
-            study.base,
-            methods=methods,
-            training=replace(training, table_lr=factor * training.lr),
-        )
-        for methods in dict.fromkeys([tuple(others), (*others, *starts)])
+    rates = [
+        replace(training, table_lr=factor * training.lr)
         for factor in dict.fromkeys([*measured, *RATE_FACTORS])
+    ]
+    trials = tuple(
+        replace(study.base, methods=methods, training=rate)
+        for methods in dict.fromkeys([tuple(others), (*others, *starts)])
+        for rate in rates
     )
     name = ":".join(["matched-rate", *(f"x={factor:g}" for factor in measured)])
     around = [technique_text(one) for one in others if isinstance(one, TrainingMethod)]
     return study.swept("+".join([name, *around]), trials)
 
 
-def _tuned(study: _Study, method: _Compared) -> Variant:
+def _tuned(study: _Study, _: _Compared) -> Variant:
     """Plain tables at several learning rates and weight decays: would another weight decay do?"""
-    del method
     training = study.base.training
     decays = [factor * training.weight_decay for factor in TUNED_DECAY]
     trials = tuple(
@@ -269,21 +256,21 @@ def _tuned(study: _Study, method: _Compared) -> Variant:
 
 def _wide(study: _Study, method: _Compared) -> Variant:
     """Plain tables with the width of all embedding sets together: the same weights in one set."""
-    num_sets = method.num_sets("wide")
+    num_sets, others = method.split_sets("wide")
     if not isinstance(study.width, int):
         raise SettingsError(
             f"the control of {method.name} is wider tables, and {study.base.model} has no width dim; name "
             "another control, such as --control baseline"
         )
     values = {**study.base.model_settings, "dim": num_sets * study.width}
-    run = replace(study.base, model_settings=values, methods=method.without_sets)
+    run = replace(study.base, model_settings=values, methods=others)
     return study.variant(_name(run, f"wide:dim={values['dim']}"), run)
 
 
 def _ensemble(study: _Study, method: _Compared) -> Variant:
     """As many models as there are embedding sets, averaged: are the sets more than an ensemble?"""
-    num_sets = method.num_sets("ensemble")
-    run = replace(study.base, methods=method.without_sets)
+    num_sets, others = method.split_sets("ensemble")
+    run = replace(study.base, methods=others)
     return study.variant(_name(run, f"ensemble:x={num_sets}"), run, members=num_sets)
 
 
@@ -317,16 +304,12 @@ def _name(run: RunSettings, *first: str) -> str:
     return "+".join([*first, *map(technique_text, run.methods)]) or BASELINE
 
 
+def _makes_sets(method: Technique) -> bool:
+    return method.composition_rank is Rank.SETS
+
+
 def _num_sets(run: RunSettings) -> int | None:
-    sets = [method.num_sets for method in run.methods if method.composition_rank is Rank.SETS]
-    return sets[0] if sets else None
-
-
-def _with_sets(method: Technique, num_sets: int) -> Technique:
-    if method.composition_rank is not Rank.SETS:
-        return method
-    changed: Technique = replace(method, num_sets=num_sets)  # type: ignore[type-var]  # methods are dataclasses
-    return changed
+    return next((method.num_sets for method in run.methods if _makes_sets(method)), None)
 
 
 def _trials(run: RunSettings) -> Iterator[RunSettings]:
@@ -342,12 +325,8 @@ def _trials(run: RunSettings) -> Iterator[RunSettings]:
         changes: list[dict[str, Any]] = [{} for _ in run.methods]
         for (number, name, values), place in zip(knobs, places, strict=True):
             changes[number][name] = values[place]
-        methods = tuple(
-            replace(method, **changed)  # type: ignore[type-var]  # methods are dataclasses
-            for method, changed in zip(run.methods, changes, strict=True)
-        )
         training = replace(run.training, lr=run.training.lr * LR_FACTORS[rate])
-        yield replace(run, methods=methods, training=training)
+        yield replace(run, methods=tuple(map(updated, run.methods, changes)), training=training)
 
 
 class MeasuredRates:
@@ -363,24 +342,20 @@ class MeasuredRates:
         """Return the factor of a run's methods, to two digits. SGD needs no measurement."""
         if run.training.optimizer == "sgd":
             return math.prod(method.rate_under_sgd for method in run.methods)
-        key, known = run_key(run), self._read()
+        try:
+            stored = json.loads(self.path.read_text("utf-8")) if self.path.exists() else {}
+            known = {str(key): float(value) for key, value in stored.items()}
+        except (OSError, *UNREADABLE) as error:
+            raise StudyError(f"{str(self.path)!r} cannot be read: {error}; remove it") from None
+        key = run_key(run)
         if key not in known:
             known[key] = float(f"{rate_multiplier(run, self.train):.2g}")
             self.path.parent.mkdir(parents=True, exist_ok=True)
             write_json(self.path, known, error=StudyError)
         return known[key]
 
-    def _read(self) -> dict[str, float]:
-        try:
-            values = json.loads(self.path.read_text("utf-8"))
-            return {str(key): float(value) for key, value in values.items()}
-        except FileNotFoundError:
-            return {}
-        except (OSError, *UNREADABLE) as error:
-            raise StudyError(f"{str(self.path)!r} cannot be read: {error}; remove it") from None
 
-
-def rate_multiplier(run: RunSettings, train: Dataset, *, steps: int = RATE_STEPS) -> float:
+def rate_multiplier(run: RunSettings, train: Dataset, *, steps: int = 100) -> float:
     """Return how much farther the median row moves with a run's methods than without them.
 
     Both models make the same steps from the same seed; only rows that were looked up count.

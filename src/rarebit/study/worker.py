@@ -21,9 +21,8 @@ import threading
 import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TextIO, TypeAlias
+from typing import Any, NamedTuple, TextIO, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -31,7 +30,7 @@ from torch import Tensor, nn
 from rarebit.data.dataset import Splits
 from rarebit.errors import DataError, RarebitError, TrainingInterrupted
 from rarebit.machine import commit
-from rarebit.study.runs import RunFolder, RunRecord, measured_figures, run_key
+from rarebit.study.runs import RunFolder, RunRecord, run_key
 from rarebit.tables.find import find_sites, table_bytes
 from rarebit.tables.spectrum import information_abundance
 from rarebit.tables.table import full_table, methods_of
@@ -47,8 +46,7 @@ __all__ = ["Log", "make_run", "mean_abundance", "open_log", "shortened"]
 Tell: TypeAlias = Callable[[Mapping[str, Any]], None]
 
 
-@dataclass(frozen=True)
-class Log:
+class Log(NamedTuple):
     """A log on the device, and how often each id occurs in training."""
 
     splits: Splits
@@ -114,7 +112,7 @@ def make_run(
         commit=commit(),
         abundance=mean_abundance(model),
         reports=shortened(history.reports),
-        **measured_figures(measured),
+        **RunRecord.test_figures(measured),
     )
     if keep_model:
         save_model(model, folder.model)
