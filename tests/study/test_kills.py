@@ -1,4 +1,4 @@
-"""Studies as processes that are really stopped: killed, interrupted, and gone on with by the same command."""
+"""Studies as real processes that are killed, interrupted, and resumed by the same command."""
 
 import io
 import json
