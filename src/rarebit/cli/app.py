@@ -4,6 +4,7 @@ import json
 from typing import Annotated, Any
 
 import typer
+from typer import Argument, Option
 from typer.core import TyperGroup
 
 from rarebit import __version__
@@ -79,7 +80,7 @@ def _show_version(wanted: bool) -> None:
 def _rarebit(
     version: Annotated[
         bool,
-        typer.Option(
+        Option(
             "--version", callback=_show_version, is_eager=True, help="Print the version and exit."
         ),
     ] = False,
@@ -89,7 +90,7 @@ def _rarebit(
 
 
 def bench(
-    name: Annotated[str, typer.Argument(help=f"One of {', '.join(bench_names())}.")],
+    name: Annotated[str, Argument(help=f"One of {', '.join(bench_names())}.")],
     json_: opt.Json = False,
 ) -> None:
     """Measure one capability against its reference. The last line of the output is JSON."""

@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Annotated, Any
 
-import typer
+from typer import Option
 
 from rarebit.cli import options as opt
 from rarebit.cli import screen
@@ -31,46 +31,46 @@ MOST_MISSING = 5
 def compare(  # noqa: PLR0917  # typer calls it by name
     methods: Annotated[
         str | None,
-        typer.Option(
+        Option(
             help="Methods separated by commas, combined by +, with settings after colons: "
             "baseline,low-rank,hashing:buckets=1000+low-rank. See rarebit methods."
         ),
     ] = None,
     model: Annotated[
         str | None,
-        typer.Option(
+        Option(
             help=f"One or several of {', '.join(model_names())}, separated by commas. Default: deepfm."
         ),
     ] = None,
     data: Annotated[
         list[str] | None,
-        typer.Option(
+        Option(
             help="A folder made by rarebit data prepare, or synthetic for the built-in click log. May be "
             "repeated."
         ),
     ] = None,
     plan: Annotated[
         Path | None,
-        typer.Option(
+        Option(
             help=r"A TOML file: methods, seeds, ..., \[\[model]], \[\[data]], \[training]. "
             "Options override it.",
             readable=False,
         ),
     ] = None,
-    seeds: Annotated[int | None, typer.Option(help="Runs of each variant. Default: 5.")] = None,
+    seeds: Annotated[int | None, Option(help="Runs of each variant. Default: 5.")] = None,
     trials: Annotated[
         int | None,
-        typer.Option(
+        Option(
             help="Settings tried for each variant on the validation split. Default: 1, no tuning."
         ),
     ] = None,
     share: Annotated[
         float | None,
-        typer.Option(help="Share of the tables' bytes that smaller tables keep. Default: 0.5."),
+        Option(help="Share of the tables' bytes that smaller tables keep. Default: 0.5."),
     ] = None,
     control: Annotated[
         str | None,
-        typer.Option(
+        Option(
             help="One control for all methods, such as baseline. Default: each method's own control."
         ),
     ] = None,
@@ -79,27 +79,25 @@ def compare(  # noqa: PLR0917  # typer calls it by name
     lr: opt.Lr = None,
     set_: opt.Set = None,
     out: Annotated[
-        Path | None,
-        typer.Option(help="Folder of the study. Default: studies/MODEL-DATA."),
+        Path | None, Option(help="Folder of the study. Default: studies/MODEL-DATA.")
     ] = None,
     resume: Annotated[
-        bool,
-        typer.Option(help="Resume the runs in the folder; --no-resume refuses a folder with runs."),
+        bool, Option(help="Resume the runs in the folder; --no-resume refuses a folder with runs.")
     ] = True,
     minutes: Annotated[
         float | None,
-        typer.Option(help="Stop after this many minutes; the same command resumes the study."),
+        Option(help="Stop after this many minutes; the same command resumes the study."),
     ] = None,
     workers: Annotated[
-        int | None, typer.Option(help="Parallel runs. Default: one per core, one on a GPU.")
+        int | None, Option(help="Parallel runs. Default: one per core, one on a GPU.")
     ] = None,
-    threads: Annotated[int, typer.Option(help="CPU threads per run.")] = 1,
+    threads: Annotated[int, Option(help="CPU threads per run.")] = 1,
     keep_models: Annotated[
-        bool, typer.Option("--keep-models", help="Keep the model of every run in its folder.")
+        bool, Option("--keep-models", help="Keep the model of every run in its folder.")
     ] = False,
     show: Annotated[
         Path | None,
-        typer.Option(
+        Option(
             help="Run nothing: show the result in this folder or JSON file; with --control, compared with "
             "that variant.",
             readable=False,
@@ -107,9 +105,7 @@ def compare(  # noqa: PLR0917  # typer calls it by name
     ] = None,
     deciles: Annotated[
         bool,
-        typer.Option(
-            "--deciles", help="Also show differences by tenths of the test rows, rarest first."
-        ),
+        Option("--deciles", help="Also show differences by tenths of the test rows, rarest first."),
     ] = False,
     device: opt.Device = "auto",
 ) -> None:

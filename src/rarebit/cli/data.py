@@ -10,6 +10,7 @@ import numpy as np
 import typer
 from rich.console import Console
 from rich.text import Text
+from typer import Argument, Option
 
 from rarebit.cli import options as opt
 from rarebit.cli import screen
@@ -58,39 +59,35 @@ data_app = typer.Typer(
 
 LogArgument = Annotated[
     Path | None,
-    typer.Argument(help="The log: .csv .tsv .txt (.gz .bz2 .xz), or .parquet.", readable=False),
+    Argument(help="The log: .csv .tsv .txt (.gz .bz2 .xz), or .parquet.", readable=False),
 ]
-LabelOption = Annotated[str | None, typer.Option(help="The label column: 1 for a click, else 0.")]
+LabelOption = Annotated[str | None, Option(help="The label column: 1 for a click, else 0.")]
 SplitOption = Annotated[
-    str | None,
-    typer.Option(help="random (8:1:1, the default), order, time, user, or given (see --by)."),
+    str | None, Option(help="random (8:1:1, the default), order, time, user, or given (see --by).")
 ]
 ByOption = Annotated[
-    str | None, typer.Option(help="The column to split by: a time, a user, or train/valid/test.")
+    str | None, Option(help="The column to split by: a time, a user, or train/valid/test.")
 ]
 SharesOption = Annotated[
-    str | None, typer.Option(help="Shares of train, valid and test. Default: 0.8,0.1,0.1.")
+    str | None, Option(help="Shares of train, valid and test. Default: 0.8,0.1,0.1.")
 ]
-SplitSeedOption = Annotated[int | None, typer.Option(help="Seed of the split.")]
+SplitSeedOption = Annotated[int | None, Option(help="Seed of the split.")]
 SeparatorOption = Annotated[
-    str | None,
-    typer.Option(help="The separator of a text file. Default: detected."),
+    str | None, Option(help="The separator of a text file. Default: detected.")
 ]
-EncodingOption = Annotated[str | None, typer.Option(help="utf-8 or latin-1. Default: detected.")]
+EncodingOption = Annotated[str | None, Option(help="utf-8 or latin-1. Default: detected.")]
 NamesOption = Annotated[
-    str | None,
-    typer.Option(help="Column names, separated by commas, for a text file without a header."),
+    str | None, Option(help="Column names, separated by commas, for a text file without a header.")
 ]
 
 
 @data_app.command(epilog=EXAMPLES)
 def prepare(  # noqa: PLR0917  # typer calls it by name
     log: LogArgument = None,
-    out: Annotated[Path | None, typer.Option(help="The folder to create.")] = None,
+    out: Annotated[Path | None, Option(help="The folder to create.")] = None,
     label: LabelOption = None,
     schema: Annotated[
-        Path | None,
-        typer.Option(help="A schema file, as rarebit data schema writes it.", readable=False),
+        Path | None, Option(help="A schema file, as rarebit data schema writes it.", readable=False)
     ] = None,
     split: SplitOption = None,
     by: ByOption = None,
@@ -100,19 +97,18 @@ def prepare(  # noqa: PLR0917  # typer calls it by name
     encoding: EncodingOption = None,
     names: NamesOption = None,
     valid: Annotated[
-        Path | None, typer.Option(help="A second log for validation.", readable=False)
+        Path | None, Option(help="A second log for validation.", readable=False)
     ] = None,
-    test: Annotated[Path | None, typer.Option(help="A third log for test.", readable=False)] = None,
+    test: Annotated[Path | None, Option(help="A third log for test.", readable=False)] = None,
     source: Annotated[
-        str | None, typer.Option(help=f"A public data set: {', '.join(source_names())}.")
+        str | None, Option(help=f"A public data set: {', '.join(source_names())}.")
     ] = None,
     from_: Annotated[
-        Path | None,
-        typer.Option("--from", help="The folder with the files of --source.", readable=False),
+        Path | None, Option("--from", help="The folder with the files of --source.", readable=False)
     ] = None,
     protocol: Annotated[
         str,
-        typer.Option(
+        Option(
             help="How a paper prepared the data set. Default: the first protocol of the data set."
         ),
     ] = "",
@@ -166,9 +162,9 @@ def prepare(  # noqa: PLR0917  # typer calls it by name
 
 @data_app.command(name="schema")
 def schema_(  # noqa: PLR0917  # typer calls it by name
-    log: Annotated[Path, typer.Argument(help="The log.", readable=False)],
+    log: Annotated[Path, Argument(help="The log.", readable=False)],
     label: LabelOption = None,
-    out: Annotated[Path | None, typer.Option(help="Write the schema to this TOML file.")] = None,
+    out: Annotated[Path | None, Option(help="Write the schema to this TOML file.")] = None,
     split: SplitOption = None,
     by: ByOption = None,
     shares: SharesOption = None,
@@ -201,10 +197,10 @@ def schema_(  # noqa: PLR0917  # typer calls it by name
 @data_app.command()
 def show(
     folder: Annotated[
-        Path, typer.Argument(help="A folder made by rarebit data prepare.", readable=False)
+        Path, Argument(help="A folder made by rarebit data prepare.", readable=False)
     ],
     verify: Annotated[
-        bool, typer.Option("--verify", help="Read all files and compare their checksums.")
+        bool, Option("--verify", help="Read all files and compare their checksums.")
     ] = False,
 ) -> None:
     """Show a prepared log: rows, fields, and how long their tails are."""

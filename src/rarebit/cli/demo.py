@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Annotated
 
-import typer
+from typer import Option
 
 from rarebit.cli import options as opt
 from rarebit.cli import screen
@@ -45,7 +45,7 @@ NEXT = {
 
 def demo(
     rows: opt.Rows = ROWS,
-    seeds: Annotated[int, typer.Option(help="Runs of each variant.")] = 3,
+    seeds: Annotated[int, Option(help="Runs of each variant.")] = 3,
     device: opt.Device = "auto",
 ) -> None:
     """Try five methods on the built-in click log, each against its strongest simple control."""

@@ -5,10 +5,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
-import typer
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
+from typer import Argument, Option
 
 from rarebit.cli import options as opt
 from rarebit.cli import screen
@@ -30,13 +30,13 @@ MOST_FINDINGS = 8
 def diagnose_command(
     target: Annotated[
         Path,
-        typer.Argument(
+        Argument(
             help="Folder of a run, made by rarebit train, or a .safetensors file.", readable=False
         ),
     ],
     data: Annotated[
         Path | None,
-        typer.Option(
+        Option(
             help="A folder made by rarebit data prepare, for the training counts. Default: the data of "
             "the run.",
             readable=False,
@@ -44,7 +44,7 @@ def diagnose_command(
     ] = None,
     out: Annotated[
         Path | None,
-        typer.Option(help="Write diagnosis.json and the plots to this folder.", readable=False),
+        Option(help="Write diagnosis.json and the plots to this folder.", readable=False),
     ] = None,
     json_: opt.Json = False,
     no_plots: opt.NoPlots = False,

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, NoReturn, cast
 
 import torch
-import typer
+from typer import Option
 
 from rarebit.cli import screen
 from rarebit.errors import SettingsError, TrainingInterrupted
@@ -18,47 +18,43 @@ from rarebit.models import model_names
 from rarebit.technique import parse_techniques, technique_to_mapping
 
 # readable=False: whoever reads a file reports its problems, with a message that says what to do
-Model = Annotated[
-    str | None, typer.Option(help=f"One of {', '.join(model_names())}. Default: deepfm.")
-]
+Model = Annotated[str | None, Option(help=f"One of {', '.join(model_names())}. Default: deepfm.")]
 Data = Annotated[
     str | None,
-    typer.Option(
-        help="A folder made by rarebit data prepare, or synthetic for the built-in click log."
-    ),
+    Option(help="A folder made by rarebit data prepare, or synthetic for the built-in click log."),
 ]
-Rows = Annotated[int | None, typer.Option(help="Rows of the built-in click log.")]
+Rows = Annotated[int | None, Option(help="Rows of the built-in click log.")]
 Config = Annotated[
     Path | None,
-    typer.Option(
+    Option(
         help=r"A TOML file: \[model], \[data], \[training], \[\[methods]]. Options override it.",
         readable=False,
     ),
 ]
-Epochs = Annotated[int | None, typer.Option(help="Maximum epochs.")]
-BatchSize = Annotated[int | None, typer.Option(help="Batch size.")]
-Lr = Annotated[float | None, typer.Option(help="Learning rate.")]
-Seed = Annotated[int | None, typer.Option(help="Seed of initial weights and batch order.")]
+Epochs = Annotated[int | None, Option(help="Maximum epochs.")]
+BatchSize = Annotated[int | None, Option(help="Batch size.")]
+Lr = Annotated[float | None, Option(help="Learning rate.")]
+Seed = Annotated[int | None, Option(help="Seed of initial weights and batch order.")]
 Set = Annotated[
     list[str] | None,
-    typer.Option("--set", help="Any other setting, as section.name=value. May be repeated."),
+    Option("--set", help="Any other setting, as section.name=value. May be repeated."),
 ]
-Out = Annotated[Path | None, typer.Option(help="Output folder. Default: a new folder below runs/.")]
+Out = Annotated[Path | None, Option(help="Output folder. Default: a new folder below runs/.")]
 Resume = Annotated[
     Path | None,
-    typer.Option(help="Resume the work in this folder from its last checkpoint.", readable=False),
+    Option(help="Resume the work in this folder from its last checkpoint.", readable=False),
 ]
-Device = Annotated[str, typer.Option(help="cpu, cuda, or auto: a GPU if there is one.")]
+Device = Annotated[str, Option(help="cpu, cuda, or auto: a GPU if there is one.")]
 Json = Annotated[
-    bool, typer.Option("--json", help="Print the result as one JSON object and nothing else.")
+    bool, Option("--json", help="Print the result as one JSON object and nothing else.")
 ]
 NoPlots = Annotated[
-    bool, typer.Option("--no-plots", help="Write numbers only, no plots: needs no matplotlib.")
+    bool, Option("--no-plots", help="Write numbers only, no plots: needs no matplotlib.")
 ]
-Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace the output if it exists.")]
+Overwrite = Annotated[bool, Option("--overwrite", help="Replace the output if it exists.")]
 BadRows = Annotated[
     str | None,
-    typer.Option(
+    Option(
         help="What to do with malformed rows: stop, the default, or aside: skip them and write them to a "
         "file. The public data sets use aside."
     ),

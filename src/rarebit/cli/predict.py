@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Annotated
 
 import torch
-import typer
+from typer import Option
 
 from rarebit.cli import options as opt
 from rarebit.cli import screen
@@ -23,22 +23,20 @@ __all__ = ["predict_"]
 
 
 def predict_(  # noqa: PLR0917  # typer calls it by name
-    model: Annotated[
-        Path, typer.Option(help="Folder of a run, made by rarebit train.", readable=False)
-    ],
+    model: Annotated[Path, Option(help="Folder of a run, made by rarebit train.", readable=False)],
     input_: Annotated[
         Path | None,
-        typer.Option(
+        Option(
             "--input",
             help="A raw log to score: .csv .tsv .txt (.gz ...) or .parquet.",
             readable=False,
         ),
     ] = None,
     split: Annotated[
-        str, typer.Option(help="Without --input, the split to score: train, valid or test.")
+        str, Option(help="Without --input, the split to score: train, valid or test.")
     ] = "test",
     out: Annotated[
-        Path | None, typer.Option(help="Write the score of every row to this CSV file.")
+        Path | None, Option(help="Write the score of every row to this CSV file.")
     ] = None,
     bad_rows: opt.BadRows = None,
     device: opt.Device = "auto",

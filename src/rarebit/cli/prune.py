@@ -5,7 +5,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Annotated, Any
 
-import typer
+from typer import Option
 
 from rarebit.cli import options as opt
 from rarebit.cli import screen
@@ -30,31 +30,29 @@ def prune(  # noqa: PLR0917  # typer calls it by name
     data: opt.Data = None,
     model: opt.Model = None,
     budgets: Annotated[
-        str | None,
-        typer.Option(help="Entries to keep in all tables together: 30000,20000,10000."),
+        str | None, Option(help="Entries to keep in all tables together: 30000,20000,10000.")
     ] = None,
     sparsity: Annotated[
-        str | None, typer.Option(help="Or the share of zero entries: 0.9,0.97,0.99.")
+        str | None, Option(help="Or the share of zero entries: 0.9,0.97,0.99.")
     ] = None,
     bytes_: Annotated[
-        str | None,
-        typer.Option("--bytes", help="Or the bytes of the packed tables: 2MB,500kB."),
+        str | None, Option("--bytes", help="Or the bytes of the packed tables: 2MB,500kB.")
     ] = None,
     methods: Annotated[
         str | None,
-        typer.Option(
+        Option(
             help="Methods applied before pruning, such as mlet:inner_dim=64; or pep, to learn thresholds."
         ),
     ] = None,
     start: Annotated[
         str | None,
-        typer.Option(
+        Option(
             help="Retrain the remaining entries from their initial values (ticket), from random values "
             "(random), or not at all (trained)."
         ),
     ] = None,
     prune_epochs: Annotated[
-        int | None, typer.Option(help="Epochs of pruning. Default: the maximum epochs of training.")
+        int | None, Option(help="Epochs of pruning. Default: the maximum epochs of training.")
     ] = None,
     epochs: opt.Epochs = None,
     batch_size: opt.BatchSize = None,

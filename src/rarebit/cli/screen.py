@@ -110,10 +110,7 @@ def evaluation_figures(evaluation: Evaluation) -> dict[str, str]:
         figures["AUC on the rarest fifth"] = auc_text(evaluation.rarest.auc)
     if evaluation.rarest_ceiling is not None:
         figures["  best any model could reach there"] = auc_text(evaluation.rarest_ceiling.auc)
-    return figures | {
-        "logloss": f"{evaluation.logloss:.4f}",
-        "PR-AUC": auc_text(evaluation.pr_auc),
-    }
+    return figures | {"logloss": f"{evaluation.logloss:.4f}", "PR-AUC": auc_text(evaluation.pr_auc)}
 
 
 def auc_text(auc: float | None) -> str:

@@ -2,7 +2,7 @@
 
 from typing import Annotated
 
-import typer
+from typer import Option
 
 from rarebit.cli import options as opt
 from rarebit.cli import screen
@@ -18,7 +18,7 @@ def train(  # noqa: PLR0917  # typer calls it by name
     data: opt.Data = None,
     methods: Annotated[
         str | None,
-        typer.Option(
+        Option(
             help="Methods joined by +, with settings after colons: low-rank:rank=4. See rarebit methods."
         ),
     ] = None,
@@ -31,7 +31,7 @@ def train(  # noqa: PLR0917  # typer calls it by name
     lr: opt.Lr = None,
     tables: Annotated[
         str | None,
-        typer.Option(
+        Option(
             help="Optimizer of the tables. dense: every row in every step; rowwise: only rows in the batch."
         ),
     ] = None,

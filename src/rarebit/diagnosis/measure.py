@@ -34,14 +34,7 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from torch import Tensor, nn
 
-from rarebit.diagnosis.rows import (
-    NormBin,
-    Scan,
-    count_dead,
-    norm_bins,
-    rows_of_table,
-    spearman,
-)
+from rarebit.diagnosis.rows import NormBin, Scan, count_dead, norm_bins, rows_of_table, spearman
 from rarebit.errors import DataError
 from rarebit.interactions.cross import CrossNetwork
 from rarebit.interactions.field_pairs import FieldAwareMachine
@@ -413,10 +406,7 @@ def find_sub_embeddings(
 
 
 def _of_model(
-    prefix: str,
-    model: RankingModel,
-    backbone: Backbone,
-    triangles: Mapping[str, Tensor | None],
+    prefix: str, model: RankingModel, backbone: Backbone, triangles: Mapping[str, Tensor | None]
 ) -> Iterator[SubEmbeddings]:
     tables = backbone.tables
     fields = tuple(field.name for field in tables.fields)
