@@ -18,7 +18,7 @@ import torch
 from rarebit import Dataset, Field, Schema, SyntheticLog, Training, fit, generate
 from rarebit.machine import machine
 from rarebit.models import build_model
-from rarebit.training.loop import Silence
+from rarebit.training.fit import Silence
 
 EPOCHS = 4
 DCN: dict[str, Any] = {"model": "dcn_v2", "dim": 10, "batch_size": 8192, "tables": "dense"}

@@ -25,7 +25,7 @@ from torch import Tensor
 import rarebit as rb
 from rarebit.machine import machine
 from rarebit.models.deepfm import DeepFM
-from rarebit.training.loop import Silence
+from rarebit.training.fit import Silence
 
 READY = "training"
 SETTINGS = rb.Training(

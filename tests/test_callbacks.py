@@ -27,8 +27,7 @@ from rarebit.models.fm import FM
 from rarebit.pruning.masked import load_ticket, save_ticket
 from rarebit.pruning.pruned import PruneSettings, SharedPruning, prune_run
 from rarebit.training.checkpoints import CheckpointFolder
-from rarebit.training.fit import _Backward
-from rarebit.training.loop import Silence
+from rarebit.training.fit import Silence, _Backward
 from rarebit.training.run import TrainingJob, train_model
 from rarebit.training.settings import RunSettings, load_splits
 

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 import rarebit as rb
 from rarebit.models import build_model
 from rarebit.models._base import RankingModel
-from rarebit.training.loop import EpochRecord, Silence
+from rarebit.training.fit import EpochRecord, Silence
 
 
 class Clock(Silence):

@@ -23,7 +23,7 @@ from rarebit.models import build_model
 from rarebit.models._base import RankingModel
 from rarebit.settings import to_mapping
 from rarebit.tables.spectrum import abundance_of
-from rarebit.training.loop import EpochRecord
+from rarebit.training.fit import EpochRecord
 from rarebit.training.settings import load_splits
 
 if TYPE_CHECKING:

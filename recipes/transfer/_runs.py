@@ -21,8 +21,7 @@ from _training import LanguageTraining, Schedule
 import rarebit as rb
 from rarebit.errors import NotFiniteError
 from rarebit.machine import machine
-from rarebit.training.checkpoints import CheckpointFolder
-from rarebit.training.stopping import stop_requests
+from rarebit.training.checkpoints import CheckpointFolder, stop_requests
 
 __all__ = ["ActiveRun", "Run", "Study", "load_text", "machine_of", "make_runs", "write_json"]
 

@@ -41,7 +41,7 @@ from rarebit.row_gradients.seam import RowGradients, sum_losses
 from rarebit.study.plan import StudyPlan
 from rarebit.study.results import StudyResult
 from rarebit.study.study import study
-from rarebit.tables.apply import TableChanges, apply_, check, merge_
+from rarebit.tables.apply import TableChanges, apply_, check_optimizer, merge_
 from rarebit.tables.find import TableInfo, find_tables
 from rarebit.tables.spectrum import information_abundance
 from rarebit.tables.table import Method, Table
@@ -128,7 +128,7 @@ __all__ = [
     "TrainingMethod",
     "__version__",
     "apply_",
-    "check",
+    "check_optimizer",
     "clip_grad_norm_",
     "collate",
     "diagnose",

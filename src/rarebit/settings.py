@@ -1,19 +1,22 @@
-"""Numbers for people.
+"""Settings as frozen dataclasses, and classes found by the name of their file.
 
-Frozen dataclasses as settings: built from mappings (TOML, JSON), checked, written back.
+Every settings class is a `@dataclass(frozen=True, kw_only=True)` that checks itself in `__post_init__`. This module turns
+plain mappings (TOML, JSON) into them, refuses what it does not know, and writes them back.
 
-Every settings class in Rarebit is a `@dataclass(frozen=True, kw_only=True)` that checks itself in
-`__post_init__`. This module turns plain mappings into them and refuses what it does not know.
+One method, one model, one file: the file's name is its registry entry (`find_class`). Files whose name starts with `_` are
+not listed.
 """
 
 import dataclasses
 import difflib
 import functools
+import importlib
 import inspect
+import pkgutil
 import tomllib
 import types
 import typing
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from numbers import Integral
 from pathlib import Path
 from typing import Any, Literal, TypeVar
@@ -22,8 +25,10 @@ from rarebit.errors import SettingsError
 
 __all__ = [
     "check_types",
+    "find_class",
     "from_mapping",
     "keyword_arguments",
+    "offered",
     "read_toml",
     "require",
     "size",
@@ -232,3 +237,28 @@ def _spell(hint: Any) -> str:
     if typing.get_origin(hint) is Literal:
         return " or ".join(map(repr, typing.get_args(hint)))
     return getattr(hint, "__name__", str(hint))
+
+
+def offered(path: Iterable[str]) -> list[str]:
+    """Return the names of the files in a package's folder, without machinery.
+
+    >>> import rarebit.models
+    >>> "deepfm" in offered(rarebit.models.__path__)
+    True
+    """
+    found = [module.name for module in pkgutil.iter_modules(path)]
+    return sorted(name for name in found if not name.startswith("_"))
+
+
+def find_class(package: str, name: str, base: type[T], *, what: str) -> type[T]:
+    """Return the class of this kind in the file of this name; dashes may stand for underscores."""
+    folder = importlib.import_module(package)
+    names, file = offered(folder.__path__), name.replace("-", "_")
+    if file not in names:
+        raise SettingsError(f"unknown {what} {name!r}{suggest(name, names)}")
+    module = importlib.import_module(f"{package}.{file}")
+    for attribute in module.__all__:
+        found = getattr(module, attribute)
+        if isinstance(found, type) and issubclass(found, base):
+            return found
+    raise AssertionError(f"{what}s/{file}.py lists no {base.__name__} in __all__")

@@ -36,10 +36,11 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self
 from torch import nn
 
 from rarebit.errors import SettingsError
-from rarebit.registry import find_class, offered
 from rarebit.settings import (
+    find_class,
     from_mapping,
     keyword_arguments,
+    offered,
     require,
     suggest,
     to_mapping,

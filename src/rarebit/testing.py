@@ -59,7 +59,7 @@ from rarebit.technique import (
     technique_names,
     technique_to_mapping,
 )
-from rarebit.training.loop import Silence
+from rarebit.training.fit import Silence
 from rarebit.training.metrics import evaluate
 from rarebit.training.model_file import load_model, save_model
 from rarebit.training.run import Trained, start_model, train_model

@@ -16,7 +16,7 @@ from torch.testing import assert_close
 
 import rarebit as rb
 from rarebit.models import build_model, model_class, model_names
-from rarebit.training.loop import Silence
+from rarebit.training.fit import Silence
 
 ROWS = 1000
 SMALL = {"dim": 6, "hidden": (8, 8)}

@@ -197,7 +197,7 @@ def test_an_optimizer_follows_a_method_on_the_sets():
     model, batch = make(), batch_of()
     optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
     rb.apply_(model, rb.MLET(inner_dim=6), optimizer=optimizer, verbose=False)
-    rb.check(model, optimizer)
+    rb.check_optimizer(model, optimizer)
     before = [parameter.detach().clone() for parameter in model.backbone.tables.parameters()]
     model(batch).square().sum().backward()
     optimizer.step()

@@ -238,7 +238,7 @@ def test_an_optimizer_keeps_a_shared_threshold_that_another_table_has():
     model = two_tables(PEP(granularity="global"))
     optimizer = rb.optimizer(model)
     rb.merge_(model, where=lambda t: t.field == "item", optimizer=optimizer, verbose=False)
-    rb.check(model, optimizer)
+    rb.check_optimizer(model, optimizer)
     held = {id(p) for group in optimizer.param_groups for p in group["params"]}
     assert held == {id(p) for p in model.parameters()}
 
@@ -374,7 +374,7 @@ def test_an_optimizer_that_is_passed_on_gets_the_thresholds_over_factors_too():
     model = two_tables(rb.MLET(inner_dim=8))
     optimizer = rb.optimizer(model)
     rb.apply_(model, PEP(), optimizer=optimizer, verbose=False)
-    rb.check(model, optimizer)
+    rb.check_optimizer(model, optimizer)
 
 
 def test_by_rows_only_the_thresholds_of_the_step_move():

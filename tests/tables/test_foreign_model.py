@@ -94,7 +94,7 @@ def test_ones_own_loop_trains_the_new_tables(ranker):
     model, data = ranker(), click_log()
     apply_all(model)
     optimizer = torch.optim.Adam(model.parameters(), lr=0.03)
-    rb.check(model, optimizer)
+    rb.check_optimizer(model, optimizer)
     losses = []
     for _ in range(5):
         for batch in data.batches(100):

@@ -222,7 +222,7 @@ def test_training_goes_on_and_changes_the_new_tables(kind, method):
     optimizer_class, options = OPTIMIZERS[kind]
     tables, optimizer = trained_collection(optimizer_class, **options)
     rb.apply_(tables, method, where=named("a", "c"), optimizer=optimizer, verbose=False)
-    rb.check(tables, optimizer)
+    rb.check_optimizer(tables, optimizer)
     before = {name: p.detach().clone() for name, p in tables.named_parameters()}
     losses = [step(tables, optimizer, IDS) for _ in range(4)]
     assert losses[-1] < losses[0]
@@ -275,12 +275,12 @@ def test_a_scheduler_goes_on():
 def test_check_refuses_an_optimizer_built_too_early():
     model = small_model()
     optimizer = SGD(model.parameters(), lr=0.1)
-    rb.check(model, optimizer)
+    rb.check_optimizer(model, optimizer)
     rb.apply_(model, HASHING, verbose=False)
     message = r"the optimizer does not hold 0\.inner\.weight, so training would not change them\. "
     with pytest.raises(OptimizerError, match=message + "Build the optimizer after apply_ and merg"):
-        rb.check(model, optimizer)
-    rb.check(model, SGD(model.parameters(), lr=0.1))
+        rb.check_optimizer(model, optimizer)
+    rb.check_optimizer(model, SGD(model.parameters(), lr=0.1))
 
 
 def test_check_refuses_an_optimizer_built_before_merging():
@@ -289,7 +289,7 @@ def test_check_refuses_an_optimizer_built_before_merging():
     optimizer = SGD(model.parameters(), lr=0.1)
     rb.merge_(model, verbose=False)
     with pytest.raises(OptimizerError, match=r"does not hold 0\.weight, so"):
-        rb.check(model, optimizer)
+        rb.check_optimizer(model, optimizer)
 
 
 def test_check_names_three_of_many():
@@ -297,16 +297,16 @@ def test_check_names_three_of_many():
     optimizer = SGD(nn.Linear(1, 1).parameters(), lr=0.1)
     message = r"does not hold 0\.weight, 1\.weight, 2\.weight and 2 more table parameters, so"
     with pytest.raises(OptimizerError, match=message):
-        rb.check(model, optimizer)
+        rb.check_optimizer(model, optimizer)
 
 
 def test_check_passes_when_the_optimizer_went_along():
     model = FM(rb.Schema(FIELDS), dim=4)
     optimizer = rb.optimizer(model, lr=0.1, table_lr=0.2)
     rb.apply_(model, HASHING, where=named("b"), optimizer=optimizer, verbose=False)
-    rb.check(model, optimizer)
+    rb.check_optimizer(model, optimizer)
     rb.merge_(model, optimizer=optimizer, verbose=False)
-    rb.check(model, optimizer)
+    rb.check_optimizer(model, optimizer)
     tables = {group["name"]: group["params"] for group in optimizer.param_groups}["tables"]
     assert len(tables) == 2
 
@@ -316,7 +316,7 @@ def test_check_asks_for_no_frozen_table():
     model[0].weight.requires_grad_(False)
     optimizer = SGD(model[1].parameters(), lr=0.1)
     rb.apply_(model, LOW_RANK, optimizer=optimizer, verbose=False)
-    rb.check(model, optimizer)
+    rb.check_optimizer(model, optimizer)
     assert len(held(optimizer)) == 2
 
 

@@ -224,7 +224,7 @@ def test_the_deepest_state_comes_back_and_a_deeper_or_endless_one_is_refused(tmp
 
 
 def test_a_giant_structure_is_refused_when_written(tmp_path):
-    with pytest.raises(CheckpointError, match="bytes beside its tensors; put long lists into"):
+    with pytest.raises(CheckpointError, match="bytes besides its tensors; put long lists into"):
         CheckpointFolder(tmp_path).write("0", {"text": "x" * (64 << 20)})
     assert list(tmp_path.iterdir()) == []
 

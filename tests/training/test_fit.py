@@ -18,7 +18,7 @@ from rarebit.errors import (
 from rarebit.models.deepfm import DeepFM
 from rarebit.models.dnn import DNN
 from rarebit.models.fm import FM
-from rarebit.training.loop import Silence
+from rarebit.training.fit import Silence
 
 SCHEMA = Schema(
     (

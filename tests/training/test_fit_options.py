@@ -13,7 +13,7 @@ from rarebit.errors import NotEnoughMemoryError, TrainingError
 from rarebit.models.deepfm import DeepFM
 from rarebit.models.fm import FM
 from rarebit.pruning.pep import threshold_parameters
-from rarebit.training.loop import Silence
+from rarebit.training.fit import Silence
 
 SCHEMA = Schema(
     (

@@ -14,7 +14,7 @@ from torch import nn
 from rarebit import Dataset, Field, Hashing, LowRank, Schema, Training, apply_
 from rarebit.models.deepfm import DeepFM
 from rarebit.models.fm import FM
-from rarebit.training.identity import (
+from rarebit.training.checkpoints import (
     BLOCK,
     CONSEQUENCES,
     MAY_CHANGE,

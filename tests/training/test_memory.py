@@ -10,7 +10,7 @@ from torch import nn
 from rarebit import Dataset, Field, Hashing, LowRank, Schema, Training, apply_, fit, optimizer
 from rarebit.errors import NotEnoughMemoryError, TrainingError
 from rarebit.models.deepfm import DeepFM
-from rarebit.training.loop import Silence
+from rarebit.training.fit import Silence
 from rarebit.training.memory import MemoryEstimate, available_memory, estimate_memory
 
 CPU = torch.device("cpu")

@@ -17,7 +17,7 @@ from rarebit.models.deepfm import DeepFM
 from rarebit.pruning.pep import count_nonzero, thresholded_tables
 from rarebit.pruning.pruned import TicketFolder, read_scans
 from rarebit.tables.table import full_table
-from rarebit.training.loop import Silence
+from rarebit.training.fit import Silence
 
 FIELDS = (
     rb.Field(name="user", rows=40),

@@ -21,7 +21,7 @@ from rarebit.pruning.pruned import (
     read_scans,
 )
 from rarebit.tables.table import full_table
-from rarebit.training.loop import Silence
+from rarebit.training.fit import Silence
 from rarebit.training.settings import RunSettings, load_splits
 
 LOG = rb.SyntheticLog(rows=1200)

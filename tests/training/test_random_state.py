@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rarebit.errors import TrainingError
-from rarebit.training.loop import random_state, set_random_state
+from rarebit.training.fit import random_state, set_random_state
 
 
 def draws(n=700):

@@ -9,7 +9,7 @@ from capabilities import needs_cuda
 from rarebit import Dataset, Field, RowGradients, Schema, fit, optimizer
 from rarebit.models.deepfm import DeepFM
 from rarebit.row_gradients.seam import sum_losses
-from rarebit.training.loop import Silence
+from rarebit.training.fit import Silence
 from rarebit.training.step import why_not_recorded
 
 pytestmark = needs_cuda

@@ -23,10 +23,9 @@ from rarebit.errors import (
 )
 from rarebit.models.deepfm import DeepFM
 from rarebit.storage.disk import Disk
-from rarebit.training.checkpoints import CheckpointFolder, Checkpoints
-from rarebit.training.loop import Silence, TrainingLoop
+from rarebit.training.checkpoints import CheckpointFolder, Checkpoints, StopRequests
+from rarebit.training.fit import Silence, TrainingLoop
 from rarebit.training.step import Steps, TrainingStep
-from rarebit.training.stopping import StopRequests
 
 SETTINGS = {
     "epochs": 4,
@@ -170,7 +169,7 @@ def test_an_epoch_of_seconds_is_not_written_but_for_the_last(tmp_path, minutes, 
 
 def test_a_folder_with_checkpoints_is_not_overwritten(tmp_path):
     train(tmp_path / "run", epochs=1)
-    with pytest.raises(CheckpointError, match="holds the checkpoints of a run; go on with it by"):
+    with pytest.raises(CheckpointError, match="holds the checkpoints of a run; resume it with"):
         train(tmp_path / "run")
 
 

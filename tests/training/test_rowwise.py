@@ -15,7 +15,7 @@ from rarebit import (
     Hashing,
     LowRank,
     apply_,
-    check,
+    check_optimizer,
     fit,
     merge_,
     optimizer,
@@ -199,7 +199,7 @@ def test_tables_made_by_methods_are_trained_by_rows_and_their_factors_densely(me
     model = DeepFM(SCHEMA, dim=4, hidden=(5,))
     apply_(model, method, verbose=False)
     ours = optimizer(model, tables="rowwise", lr=0.1)
-    check(model, ours)
+    check_optimizer(model, ours)
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
     backward(model, batch_of())
     by_rows = {name for name, p in model.named_parameters() if p.grad.is_sparse}
@@ -345,7 +345,7 @@ def test_a_method_applied_in_the_middle_takes_the_optimizer_along(kind):
         lambda: merge_(model, optimizer=ours, verbose=False),
     ):
         change()
-        check(model, ours)
+        check_optimizer(model, ours)
         before = {name: p.detach().clone() for name, p in model.named_parameters()}
         backward(model, batch_of(64))
         ours.step()

@@ -14,7 +14,7 @@ from rarebit.errors import ModelFileError, TrainingInterrupted
 from rarebit.tables.find import table_bytes
 from rarebit.tables.table import full_table
 from rarebit.technique import technique_to_mapping
-from rarebit.training.loop import Silence
+from rarebit.training.fit import Silence
 from rarebit.training.run import finish_model, num_parameters, start_model
 from rarebit.training.settings import RunSettings
 

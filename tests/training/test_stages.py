@@ -19,7 +19,7 @@ from rarebit.codes.packed import PackedTable
 from rarebit.errors import TrainingInterrupted
 from rarebit.pruning.pruned import OTHER_DRAW, SharedPruning, TicketFolder
 from rarebit.tables.table import full_table
-from rarebit.training.loop import Silence
+from rarebit.training.fit import Silence
 from rarebit.training.run import start_model, train_model
 from rarebit.training.settings import RunSettings, load_splits
 

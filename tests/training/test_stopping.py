@@ -11,7 +11,7 @@ import pytest
 from capabilities import slow_after
 
 from rarebit.errors import RarebitError, TrainingInterrupted
-from rarebit.training.stopping import stop_requests
+from rarebit.training.checkpoints import stop_requests
 
 BOTH = (signal.SIGINT, signal.SIGTERM)
 SOURCES = Path(__file__).resolve().parents[2] / "src"
@@ -134,7 +134,7 @@ def test_another_thread_leaves_the_handlers_alone():
 LOOP = """
 import sys
 from rarebit.errors import TrainingInterrupted
-from rarebit.training.stopping import stop_requests
+from rarebit.training.checkpoints import stop_requests
 
 try:
     with stop_requests() as stop:

@@ -12,14 +12,12 @@ from rarebit.bench.steps import SMALL_BATCH, NextStep, criteo_log, deepfm_step
 from rarebit.data.dataset import Splits
 from rarebit.study.plan import StudyPlan
 from rarebit.study.study import study as run_study
-from rarebit.training.checkpoints import CheckpointFolder, Checkpoints
-from rarebit.training.fit import fit
-from rarebit.training.loop import Silence, TrainingLoop
+from rarebit.training.checkpoints import CheckpointFolder, Checkpoints, StopRequests
+from rarebit.training.fit import Silence, TrainingLoop, fit
 from rarebit.training.metrics import evaluate
 from rarebit.training.run import start_model
 from rarebit.training.settings import Training, load_splits
 from rarebit.training.step import Steps
-from rarebit.training.stopping import StopRequests
 
 __all__ = ["checkpoint", "import_", "study"]
 

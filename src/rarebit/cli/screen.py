@@ -22,7 +22,7 @@ from rich.text import Text
 
 from rarebit.study.pool import StudyLines
 from rarebit.study.runs import RunRecord
-from rarebit.training.loop import EpochRecord
+from rarebit.training.fit import EpochRecord
 from rarebit.training.metrics import Evaluation
 
 console = Console(highlight=False)

@@ -37,7 +37,7 @@ from rarebit.errors import UnsupportedTableError
 from rarebit.methods._counts import Counts, counts_of_rows, counts_of_table
 from rarebit.methods.hashing import HashedTable
 from rarebit.settings import check_types, require
-from rarebit.tables.apply import check
+from rarebit.tables.apply import check_optimizer
 from rarebit.tables.find import Site, find_sites, table_parameters
 from rarebit.tables.table import CHUNK
 
@@ -99,7 +99,7 @@ def forget_(model: nn.Module, optimizer: Optimizer, counts: Counts, *, c: float 
     """
     _check(c)
     rows = stored_rows(model, "forget_")
-    check(model, optimizer)
+    check_optimizer(model, optimizer)
     _forget_(rows, [each.counts(counts) for each in rows], c)
     restart_(optimizer, rows)
 

@@ -9,8 +9,7 @@ from typing import Any
 from rarebit.data.schema import Schema
 from rarebit.errors import SettingsError
 from rarebit.models._base import RankingModel
-from rarebit.registry import find_class, offered
-from rarebit.settings import keyword_arguments, suggest
+from rarebit.settings import find_class, keyword_arguments, offered, suggest
 
 __all__ = ["build_model", "model_class", "model_names", "model_settings", "preset_names"]
 

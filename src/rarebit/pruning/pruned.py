@@ -69,8 +69,7 @@ from rarebit.tables.collection import Stack
 from rarebit.tables.find import TableInfo, find_sites, find_tables
 from rarebit.tables.table import AnyTable, Method, Table, full_table, stored_tensors
 from rarebit.technique import Control, Rank, SharedStage, Technique, technique_name, technique_text
-from rarebit.training.fit import History, fit, measured
-from rarebit.training.loop import LineProgress, Progress, Silence
+from rarebit.training.fit import History, LineProgress, Progress, Silence, fit, measured
 from rarebit.training.metrics import evaluate
 from rarebit.training.run import (
     CHECKPOINTS,

@@ -42,7 +42,7 @@ from rarebit.row_gradients.processes import gather_ranks, world_size
 from rarebit.tables.bag import Bag, pool_rows
 from rarebit.tables.collection import Stack
 from rarebit.tables.find import FieldSite, ModuleSite, Site, TableInfo, find_sites, lookup_refusal
-from rarebit.tables.rows import NO_ROW
+from rarebit.tables.rows import NO_ROW, WATCHED, is_watched
 from rarebit.tables.table import Table
 
 __all__ = [
@@ -54,7 +54,6 @@ __all__ = [
     "WatchedTable",
     "add_gradient",
     "choose_sites",
-    "is_watched",
     "join_parts",
     "watch_tables",
     "watch_tied",
@@ -311,14 +310,6 @@ class Watch:
         return True
 
 
-_WATCHED: "weakref.WeakSet[nn.Module]" = weakref.WeakSet()
-
-
-def is_watched(module: nn.Module) -> bool:
-    """Return whether the lookups of a table are watched."""
-    return module in _WATCHED
-
-
 class Watched:
     """A source of row gradients, hooked into modules; both kinds below have the same methods.
 
@@ -336,14 +327,14 @@ class Watched:
         """Call the hook after each lookup of the module, outside of compiled code."""
         outside = torch.compiler.disable(hook)
         self.handles.append(module.register_forward_hook(outside, with_kwargs=True))
-        _WATCHED.add(module)
+        WATCHED.add(module)
         self.modules.append(module)
 
     def detach(self) -> None:
         """Remove the hooks."""
         for handle in self.handles:
             handle.remove()
-        _WATCHED.difference_update(self.modules)
+        WATCHED.difference_update(self.modules)
 
 
 class WatchedTable(Watched):

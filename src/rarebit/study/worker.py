@@ -35,7 +35,7 @@ from rarebit.tables.find import find_sites, table_bytes
 from rarebit.tables.spectrum import information_abundance
 from rarebit.tables.table import full_table, methods_of
 from rarebit.technique import Rank
-from rarebit.training.loop import EpochRecord, Silence
+from rarebit.training.fit import EpochRecord, Silence
 from rarebit.training.metrics import evaluate, evaluate_scores, predict
 from rarebit.training.model_file import save_model
 from rarebit.training.run import STAGE, finish_model, num_parameters, train_model

@@ -43,7 +43,7 @@ __all__ = [
     "Exchange",
     "TableChanges",
     "apply_",
-    "check",
+    "check_optimizer",
     "end_training_",
     "exchange_parameters",
     "merge_",
@@ -62,13 +62,13 @@ class Exchange(NamedTuple):
     moves: Sequence[RowMove]
 
 
-def check(model: nn.Module, optimizer: Optimizer) -> None:
+def check_optimizer(model: nn.Module, optimizer: Optimizer) -> None:
     """Raise when a trainable table parameter is in no group of the optimizer.
 
     An optimizer built before `apply_` holds the old tables: it would train nothing, silently.
 
     >>> model = nn.Sequential(nn.Embedding(9, 4))
-    >>> check(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    >>> check_optimizer(model, torch.optim.SGD(model.parameters(), lr=0.1))
     """
     held = {id(p) for group in optimizer.param_groups for p in group["params"]}
     missing = [

@@ -14,6 +14,7 @@ A plain table's gradient is either a tensor of the table's size, zero nearly eve
 lookup; only the second costs what the batch costs. `set_row_gradients` switches between them.
 """
 
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -29,6 +30,7 @@ __all__ = [
     "NO_ROW",
     "Distinct",
     "find_distinct",
+    "is_watched",
     "lookups_of",
     "row_gradient",
     "row_gradients_kept",
@@ -37,6 +39,8 @@ __all__ = [
 
 NO_ROW = -1
 """The id of a slot that holds no row."""
+WATCHED: "weakref.WeakSet[nn.Module]" = weakref.WeakSet()
+"""Tables whose lookups stop the backward, so that a rule can change the gradient of each row (`row_gradients`)."""
 
 
 @dataclass(frozen=True)
@@ -102,6 +106,11 @@ def find_distinct(ids: Tensor, *, static: bool | None = None, most: int | None =
     # equal ids write the same value into the same slot
     found = ids.new_full((size,), NO_ROW).scatter_(0, slot, ids)
     return Distinct(found, order, starts, slot_of)
+
+
+def is_watched(module: nn.Module) -> bool:
+    """Return whether a table waits for the backward of row gradients."""
+    return module in WATCHED
 
 
 Plain = nn.Embedding | nn.EmbeddingBag

@@ -1,24 +1,33 @@
-"""Checkpoints of a training loop: written while training continues, read back to the bit. Never pickle.
+"""Checkpoints of a training loop: written by a thread while training continues, read back to the bit. Never pickle.
 
     folder/
       lock                       held by the process that writes here, with its number inside
       NAME/tensors.safetensors   the tensors, numbered
       NAME/state.json            its own sha256; then the rest, and the sha256 of the tensors
 
-A checkpoint is a folder that gets its name when it is complete. A name that is taken is refused, so an
-old checkpoint is never gone before the new one is there. Names of a training loop:
+A checkpoint is a folder that gets its name when it is complete. A name that is taken is refused, so an old checkpoint is
+never gone before the new one is there. The two newest states are kept, in case the disk damages the newest. Names:
 
     at-000003-0000000400/    the loop before batch 400 of epoch 3
     best-000002/             the weights of the best epoch, which later states refer to
 
-The state is copied between two steps, and a thread writes it. The two newest states are kept, so that
-there is another one if the disk damages the newest.
+A checkpoint also says what it belongs to (`describe_run`: model, data and settings; a resumed run needs the same ones) and
+where it was written (`describe_environment`: versions, processor, threads; a change is allowed and reported with its
+consequence). Data is compared by a checksum of every value and its position. With odd 64-bit keys k, over the values x of each
+block and the blocks of each array:
+
+    checksum = sum over blocks b of  K_b · (sum over j of  k_j · x_bj)        modulo 2^64
+
+A change of one value always changes it; a swap of values does except with a chance below 2^-30.
 """
 
+import dataclasses
 import hashlib
 import json
 import os
+import platform
 import re
+import signal
 import struct
 import threading
 import time
@@ -27,23 +36,44 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from types import FrameType
+from typing import TYPE_CHECKING, Any
 
+import numpy as np
+import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
-from torch import Tensor
+from torch import Tensor, nn
 
+from rarebit.data.counter_random import random_bits, stream_key
+from rarebit.data.dataset import Dataset
 from rarebit.errors import CheckpointError, NewerFormatError, RarebitError, TrainingInterrupted
+from rarebit.settings import to_mapping
 from rarebit.storage.disk import DISK, Disk, explain, file_lock, open_file, open_folder
 from rarebit.storage.encoding import Decoder, Encoder
 from rarebit.storage.files import file_checksum, fresh_folder, hidden, leftovers, make_folder
-from rarebit.training.identity import describe_environment, differences, environment_warnings
-from rarebit.training.loop import TrainingLoop
-from rarebit.training.not_finite import raise_if_weights_are_not_finite
-from rarebit.training.step import first_line
-from rarebit.training.stopping import StopRequests
+from rarebit.tables.find import find_sites, find_tables
+from rarebit.tables.table import methods_of
+from rarebit.training.row_kernel import row_kernel
+from rarebit.training.settings import Training
+from rarebit.training.step import first_line, raise_if_weights_are_not_finite
 
-__all__ = ["FORMAT", "CheckpointFolder", "Checkpoints", "Found"]
+if TYPE_CHECKING:
+    from rarebit.training.fit import TrainingLoop
+
+__all__ = [
+    "FORMAT",
+    "MAY_CHANGE",
+    "CheckpointFolder",
+    "Checkpoints",
+    "Found",
+    "StopRequests",
+    "describe_environment",
+    "describe_run",
+    "differences",
+    "environment_warnings",
+    "stop_requests",
+]
 
 FORMAT = 1
 STATE, TENSORS, LOCK = "state.json", "tensors.safetensors", "lock"
@@ -51,6 +81,7 @@ PARTS = {STATE, TENSORS}
 MAX_STATE_BYTES = 64 << 20
 NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,99}")
 LOOP, BEST = "at-", "best-"
+SIGNALS = (signal.SIGINT, signal.SIGTERM)
 KEEP = 2
 """States that are kept."""
 SHORT = 1 / 60
@@ -62,6 +93,213 @@ NONSENSE = (
     *(AttributeError, LookupError, OSError, RuntimeError, TypeError, ValueError),
     *(OverflowError, RecursionError, SafetensorError, struct.error),
 )
+
+MAY_CHANGE = frozenset({"checkpoint_minutes", "epochs", "patience"})
+"""Settings that may change when a run resumes: how long to train, and how often to checkpoint."""
+BLOCK = 1 << 16
+"""Values per block of a checksum: few enough for the processor's cache."""
+MOST_LINES = 5
+"""Reported differences between models: another model differs in hundreds of tensors."""
+
+DATA_NAMES = {"train": "training data", "valid": "validation data"}
+
+LAST_BITS = "the weights may differ in their last bits from an uninterrupted run"
+CONSEQUENCES = {
+    "rarebit": "the weights may differ from an uninterrupted run",
+    "torch": LAST_BITS,
+    "numpy": "the order of the rows may differ from an uninterrupted run",
+    "python": "what your own code draws at random may differ from an uninterrupted run",
+    "machine": LAST_BITS,
+    "cpu": LAST_BITS,
+    "device": "the order of the rows and the weights may differ from an uninterrupted run",
+    "threads": LAST_BITS,
+    "deterministic": LAST_BITS,
+    "compiled row kernel": LAST_BITS,
+}
+"""What may follow when a part of the environment changes."""
+
+
+class Checkpoints:
+    """The checkpoints of one run, in their own folder."""
+
+    def __init__(
+        self,
+        folder: "CheckpointFolder",
+        run: Mapping[str, Any],
+        stop: "StopRequests",
+        *,
+        minutes: float,
+        say: Callable[[str], object],
+    ) -> None:
+        self.folder, self.run, self.stop, self.say = folder, run, stop, say
+        self.seconds = 60.0 * minutes
+        self.due = time.monotonic() + self.seconds
+        self.written_at = -float("inf")
+        """When the last checkpoint was started."""
+        self.best_epoch: int | None = None
+        """The best epoch whose weights are written."""
+        self._writer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
+        self._written: Future[None] | None = None
+
+    def after_step(self, loop: "TrainingLoop") -> None:
+        """Save a checkpoint when one is due, or when training is asked to stop."""
+        if self.stop.requested:
+            self._stop(loop)
+        if time.monotonic() >= self.due:
+            self.save(loop)
+
+    def after_epoch(self, loop: "TrainingLoop") -> None:
+        """Save a checkpoint after a longer epoch; that of the last epoch is complete when training ends."""
+        if loop.is_finished or time.monotonic() - self.written_at >= SHORT * self.seconds:
+            self.save(loop)
+        if loop.is_finished:
+            self.wait()
+        elif self.stop.requested:
+            self._stop(loop)
+
+    def save(self, loop: "TrainingLoop") -> None:
+        """Copy the state of the loop and start writing it."""
+        loop.step.raise_if_not_finite()
+        raise_if_weights_are_not_finite(loop.step.model)
+        self.wait()  # for the last one: memory holds one copy
+        name = f"{LOOP}{loop.epoch:06d}-{loop.batch:010d}"
+        best = None
+        if loop.best.epoch not in (None, self.best_epoch):
+            best, self.best_epoch = _copied(loop.best.weights), loop.best.epoch
+        state = _copied(loop.state()) | {
+            "run": dict(self.run),
+            "environment": describe_environment(),
+        }
+        self._written = self._writer.submit(self._write, name, state, best)
+        self.written_at = time.monotonic()
+        self.due = self.written_at + self.seconds
+
+    def wait(self) -> None:
+        """Wait until the last checkpoint is written; raise the error of the thread if it failed."""
+        written, self._written = self._written, None
+        if written is not None:
+            written.result()
+
+    def close(self) -> None:
+        """Finish writing."""
+        self._writer.shutdown(wait=True)
+
+    def resume(self, loop: "TrainingLoop") -> bool:
+        """Load the newest complete state into the loop; return whether there was one."""
+        found = self.folder.newest(LOOP)
+        if found is None:
+            return False
+        try:
+            self._load(found, loop)
+        except RarebitError:
+            raise
+        except (AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
+            raise CheckpointError(
+                f"{found.name!r} in {str(self.folder.folder)!r} does not hold the state of this "
+                f"training: {first_line(error)}; choose another folder"
+            ) from None
+        return True
+
+    def _load(self, found: "Found", loop: "TrainingLoop") -> None:
+        changed = differences(found.state["run"], self.run)
+        if changed:
+            raise CheckpointError(
+                f"{str(self.folder.folder)!r} holds the checkpoints of another run: "
+                f"{'; '.join(changed[:3])}; choose another folder, or the same settings and data"
+            )
+        for line in environment_warnings(found.state["environment"], describe_environment()):
+            self.say(line)
+        epoch = found.state["best"]["epoch"]
+        weights = None if epoch is None else self.folder.read(f"{BEST}{epoch:06d}")["weights"]
+        loop.load(found.state, weights)
+        self.best_epoch = epoch
+        for name, reason in found.damaged:
+            self.say(f"the checkpoint {name} is skipped: {reason}")
+        damaged = {name for name, _ in found.damaged}  # their names are needed again
+        self.folder.prune([name for name in self.folder.names() if name not in damaged])
+        self.say(f"resumed from {found.name}: epoch {loop.epoch}, batch {loop.batch}")
+
+    def _stop(self, loop: "TrainingLoop") -> None:
+        self.save(loop)
+        self.wait()
+        assert self.stop.signal is not None
+        raise TrainingInterrupted(
+            f"stopped after batch {loop.batch} of epoch {loop.epoch}; the checkpoint is in "
+            f"{str(self.folder.folder)!r}: train again with resume to continue",
+            signal=self.stop.signal,
+        )
+
+    def _write(self, name: str, state: dict[str, Any], best: dict[str, Tensor] | None) -> None:
+        names = self.folder.names()
+        if best is not None:
+            weights = f"{BEST}{self.best_epoch:06d}"
+            if weights not in names:
+                self.folder.write(weights, {"weights": best})
+        if name not in names:
+            self.folder.write(name, state)
+        names = self.folder.names()
+        # the two newest states were written after the two newest best weights, and refer to no others
+        kinds = ([name for name in names if name.startswith(kind)] for kind in (LOOP, BEST))
+        self.folder.prune([name for kind in kinds for name in kind[-KEEP:]])
+
+
+def _copied(tree: Any) -> Any:
+    """Return a copy of nested values with its tensors on the CPU."""
+    if isinstance(tree, Tensor):
+        return tree.detach().to("cpu", copy=True)
+    if isinstance(tree, Mapping):
+        return {key: _copied(value) for key, value in tree.items()}
+    if isinstance(tree, list | tuple):
+        copies = [_copied(value) for value in tree]
+        return copies if isinstance(tree, list) else tuple(copies)
+    return tree
+
+
+class StopRequests:
+    """Ctrl-C and SIGTERM as a request: the loop looks at it between two steps, so nothing is lost.
+
+    A second signal stops at once: `KeyboardInterrupt` for SIGINT, `SystemExit(143)` for SIGTERM.
+    """
+
+    def __init__(self) -> None:
+        self.signal: int | None = None
+
+    @property
+    def requested(self) -> bool:
+        """Whether to stop after this step."""
+        return self.signal is not None
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        del frame
+        if self.signal is None:
+            self.signal = int(number)
+        elif number == signal.SIGINT:
+            raise KeyboardInterrupt
+        else:
+            raise SystemExit(128 + number)
+
+
+@contextmanager
+def stop_requests() -> Iterator[StopRequests]:
+    """Record SIGINT and SIGTERM during a `with` block, then handle them as before.
+
+    Only the main thread can; in another thread nothing is ever requested. A signal that is ignored stays
+    ignored, as in a background job of a shell.
+    """
+    stop = StopRequests()
+    if threading.current_thread() is not threading.main_thread():
+        yield stop
+        return
+    old = {number: signal.getsignal(number) for number in SIGNALS}
+    # None is a handler that was not set from Python, which Python could not put back
+    taken = [number for number in SIGNALS if old[number] not in (signal.SIG_IGN, None)]
+    try:
+        for number in taken:
+            signal.signal(number, stop._note)  # noqa: SLF001  # of this module
+        yield stop
+    finally:
+        for number in taken:
+            signal.signal(number, old[number])
 
 
 @dataclass(frozen=True)
@@ -198,7 +436,7 @@ def _sealed(description: Mapping[str, Any]) -> bytes:
     text = json.dumps(description, allow_nan=False, separators=(",", ":")).encode()
     if len(text) + 65 > MAX_STATE_BYTES:
         raise CheckpointError(
-            f"the state has {len(text):,} bytes beside its tensors; put long lists into tensors"
+            f"the state has {len(text):,} bytes besides its tensors; put long lists into tensors"
         )
     return hashlib.sha256(text).hexdigest().encode() + b"\n" + text
 
@@ -211,7 +449,13 @@ def _read_description(folder: int) -> dict[str, Any]:
     text = content[65:]
     if content[:65] != hashlib.sha256(text).hexdigest().encode() + b"\n":
         raise ValueError(f"{STATE} is damaged: wrong checksum")
-    description = json.loads(text, parse_int=_short_int)
+
+    def short_int(digits: str) -> int:
+        if len(digits) > 20:
+            raise ValueError(f"{STATE} has a number of {len(digits)} digits")
+        return int(digits)
+
+    description = json.loads(text, parse_int=short_int)
     version = description["format"]
     if type(version) is not int or version < 1:
         raise ValueError(f"{STATE} does not describe a checkpoint")
@@ -234,143 +478,183 @@ def _read_tensors(path: Path, folder: int, expected: Mapping[str, Any]) -> dict[
     return {name: tensor.clone() for name, tensor in load_file(path / TENSORS).items()}
 
 
-def _short_int(digits: str) -> int:
-    if len(digits) > 20:
-        raise ValueError(f"{STATE} has a number of {len(digits)} digits")
-    return int(digits)
+def describe_run(
+    model: nn.Module, train: Dataset, valid: Dataset | None, settings: Training
+) -> dict[str, Any]:
+    """Return what must be equal for a resumed run to be the same run, as plain values."""
+    return {
+        "model": _describe_model(model),
+        "train": _describe_data(train),
+        "valid": None if valid is None else _describe_data(valid),
+        "settings": to_mapping(settings),
+    }
 
 
-class Checkpoints:
-    """The checkpoints of one run, in their own folder."""
-
-    def __init__(
-        self,
-        folder: CheckpointFolder,
-        run: Mapping[str, Any],
-        stop: StopRequests,
-        *,
-        minutes: float,
-        say: Callable[[str], object],
-    ) -> None:
-        self.folder, self.run, self.stop, self.say = folder, run, stop, say
-        self.seconds = 60.0 * minutes
-        self.due = time.monotonic() + self.seconds
-        self.written_at = -float("inf")
-        """When the last checkpoint was started."""
-        self.best_epoch: int | None = None
-        """The best epoch whose weights are written."""
-        self._writer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
-        self._written: Future[None] | None = None
-
-    def after_step(self, loop: TrainingLoop) -> None:
-        """Save a checkpoint when one is due, or when training is asked to stop."""
-        if self.stop.requested:
-            self._stop(loop)
-        if time.monotonic() >= self.due:
-            self.save(loop)
-
-    def after_epoch(self, loop: TrainingLoop) -> None:
-        """Save a checkpoint after a longer epoch; that of the last epoch is complete when training ends."""
-        if loop.is_finished or time.monotonic() - self.written_at >= SHORT * self.seconds:
-            self.save(loop)
-        if loop.is_finished:
-            self.wait()
-        elif self.stop.requested:
-            self._stop(loop)
-
-    def save(self, loop: TrainingLoop) -> None:
-        """Copy the state of the loop and start writing it."""
-        loop.step.raise_if_not_finite()
-        raise_if_weights_are_not_finite(loop.step.model)
-        self.wait()  # for the last one: there is memory for one copy
-        name = f"{LOOP}{loop.epoch:06d}-{loop.batch:010d}"
-        best = None
-        if loop.best.epoch not in (None, self.best_epoch):
-            best, self.best_epoch = _copied(loop.best.weights), loop.best.epoch
-        state = _copied(loop.state()) | {
-            "run": dict(self.run),
-            "environment": describe_environment(),
-        }
-        self._written = self._writer.submit(self._write, name, state, best)
-        self.written_at = time.monotonic()
-        self.due = self.written_at + self.seconds
-
-    def wait(self) -> None:
-        """Wait until the last checkpoint is written; raise the error of the thread if it failed."""
-        written, self._written = self._written, None
-        if written is not None:
-            written.result()
-
-    def close(self) -> None:
-        """Finish writing."""
-        self._writer.shutdown(wait=True)
-
-    def resume(self, loop: TrainingLoop) -> bool:
-        """Load the newest complete state into the loop; return whether there was one."""
-        found = self.folder.newest(LOOP)
-        if found is None:
-            return False
-        try:
-            self._load(found, loop)
-        except RarebitError:
-            raise
-        except (AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
-            raise CheckpointError(
-                f"{found.name!r} in {str(self.folder.folder)!r} does not hold the state of this "
-                f"training: {first_line(error)}; choose another folder"
-            ) from None
-        return True
-
-    def _load(self, found: Found, loop: TrainingLoop) -> None:
-        changed = differences(found.state["run"], self.run)
-        if changed:
-            raise CheckpointError(
-                f"{str(self.folder.folder)!r} holds the checkpoints of another run: "
-                f"{'; '.join(changed[:3])}; choose another folder, or the same settings and data"
-            )
-        for line in environment_warnings(found.state["environment"], describe_environment()):
-            self.say(line)
-        epoch = found.state["best"]["epoch"]
-        weights = None if epoch is None else self.folder.read(f"{BEST}{epoch:06d}")["weights"]
-        loop.load(found.state, weights)
-        self.best_epoch = epoch
-        for name, reason in found.damaged:
-            self.say(f"the checkpoint {name} is skipped: {reason}")
-        damaged = {name for name, _ in found.damaged}  # their names are needed again
-        self.folder.prune([name for name in self.folder.names() if name not in damaged])
-        self.say(f"resumed from {found.name}: epoch {loop.epoch}, batch {loop.batch}")
-
-    def _stop(self, loop: TrainingLoop) -> None:
-        self.save(loop)
-        self.wait()
-        assert self.stop.signal is not None
-        raise TrainingInterrupted(
-            f"stopped after batch {loop.batch} of epoch {loop.epoch}; the checkpoint is in "
-            f"{str(self.folder.folder)!r}: train again with resume to continue",
-            signal=self.stop.signal,
-        )
-
-    def _write(self, name: str, state: dict[str, Any], best: dict[str, Tensor] | None) -> None:
-        names = self.folder.names()
-        if best is not None:
-            weights = f"{BEST}{self.best_epoch:06d}"
-            if weights not in names:
-                self.folder.write(weights, {"weights": best})
-        if name not in names:
-            self.folder.write(name, state)
-        names = self.folder.names()
-        # the two newest states were written after the two newest best weights, and refer to no others
-        kinds = ([name for name in names if name.startswith(kind)] for kind in (LOOP, BEST))
-        self.folder.prune([name for kind in kinds for name in kind[-KEEP:]])
+def _describe_model(model: nn.Module) -> dict[str, Any]:
+    parameters = {
+        name: _shape(parameter) + ("" if parameter.requires_grad else " frozen")
+        for name, parameter in model.named_parameters()
+    }
+    return {
+        "class": type(model).__qualname__,
+        "parameters": parameters,
+        "buffers": {name: _shape(buffer) for name, buffer in model.named_buffers()},
+        "methods": {
+            site.info.name: [_describe_method(method) for method in methods_of(site.table)]
+            for site in find_sites(model)
+            if methods_of(site.table)
+        },
+        "frozen": [info.name for info in find_tables(model) if not info.trainable],
+    }
 
 
-def _copied(tree: Any) -> Any:
-    """Return a copy of nested values with its tensors on the CPU."""
-    if isinstance(tree, Tensor):
-        return tree.detach().to("cpu", copy=True)
-    if isinstance(tree, Mapping):
-        return {key: _copied(value) for key, value in tree.items()}
-    if isinstance(tree, list | tuple):
-        copies = [_copied(value) for value in tree]
-        return copies if isinstance(tree, list) else tuple(copies)
-    return tree
+def _describe_method(method: Any) -> dict[str, Any]:
+    """Return a method without its defaults: a new setting with a default does not change the run."""
+    fields = dataclasses.fields(method) if dataclasses.is_dataclass(method) else ()
+    usual = {field.name: field.default for field in fields}
+    values = to_mapping(method) if fields else {}
+    given = {name: value for name, value in values.items() if value != usual[name]}
+    return {"method": type(method).__qualname__, **given}
+
+
+def _shape(tensor: Tensor) -> str:
+    return f"{str(tensor.dtype).removeprefix('torch.')} {tuple(tensor.shape)}"
+
+
+def _describe_data(data: Dataset) -> dict[str, Any]:
+    return {
+        "schema": data.schema.to_mapping(),
+        "rows": len(data),
+        "chunks": None if data.chunks is None else list(data.chunks),
+        "checksum": _checksum({"ids": data.ids, "numeric": data.numeric, "label": data.label}),
+    }
+
+
+def _checksum(arrays: Mapping[str, Tensor]) -> str:
+    """Return the checksum of all arrays; it waits for the device once, at the end."""
+    device = next(iter(arrays.values())).device
+    total = torch.zeros((), dtype=torch.int64, device=device)
+    for name, array in arrays.items():
+        if array.numel() == 0:
+            continue
+        block_rows = max(BLOCK // (array.numel() // len(array)), 1)
+        rows = array.reshape(len(array), -1).view(torch.int32).split(block_rows)
+        inner = _keys("value", rows[0].numel()).to(device)
+        outer = _keys(name, len(rows)).tolist()
+        for block, key in zip(rows, outer, strict=True):
+            # sums of integers wrap around, so their order and the device do not matter
+            total += (block.reshape(-1) * inner[: block.numel()]).sum() * key
+    return f"{int(total) % (1 << 64):016x}"
+
+
+def _keys(name: str, n: int) -> Tensor:
+    """Return random odd numbers of 64 bits, the same on every machine."""
+    bits = random_bits(stream_key(0, "checksum", name), np.arange(n, dtype=np.uint64))
+    return torch.from_numpy((bits | np.uint64(1)).view(np.int64))
+
+
+def differences(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """Return how a saved run differs from this one, a line per difference; none for the same run."""
+    lines = _model_differences(_part(saved, "model"), _part(now, "model"))
+    for name in DATA_NAMES:
+        lines += _data_differences(name, saved.get(name), now.get(name))
+    # a setting that an older version did not have yet had the value that is now its default
+    settings = _part(now, "settings")
+    usual = {key: value for key, value in to_mapping(Training()).items() if key in settings}
+    pair = (usual | dict(_part(saved, "settings")), settings)
+    kept = [{k: v for k, v in one.items() if k not in MAY_CHANGE} for one in pair]
+    return lines + list(_changed_items("settings", *kept))
+
+
+def _model_differences(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    lines = [
+        line for key in ("class", "frozen") for line in _changed(f"model.{key}", saved, now, key)
+    ]
+    tensors = [
+        line
+        for kind in ("methods", "parameters", "buffers")
+        for line in _changed_items(f"model.{kind}", _part(saved, kind), _part(now, kind))
+    ]
+    more = len(tensors) - MOST_LINES
+    return lines + tensors[:MOST_LINES] + ([f"and {more} more of the model"] if more > 0 else [])
+
+
+def _data_differences(name: str, saved: Any, now: Any) -> list[str]:
+    what = DATA_NAMES[name]
+    if not isinstance(saved, Mapping):
+        return [f"there was no {what}"] if isinstance(now, Mapping) else []
+    if not isinstance(now, Mapping):
+        return [f"there is no {what}, there was"]
+    what = f"the {what}"
+    if saved.get("schema") != now.get("schema"):
+        return [f"{what} has other fields"]
+    if saved.get("rows") != now.get("rows"):
+        return [f"{what} has {now.get('rows')} rows, it had {saved.get('rows')}"]
+    if saved.get("chunks") != now.get("chunks"):
+        return [f"{what} is mixed in other chunks, as the memory of the machine is another"]
+    if saved.get("checksum") != now.get("checksum"):
+        return [f"{what} has as many rows as before, but its values differ or lie in another order"]
+    return []
+
+
+def _changed_items(place: str, saved: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[str]:
+    for key in dict.fromkeys((*saved, *now)):
+        yield from _changed(f"{place}.{key}", saved, now, key)
+
+
+def _changed(place: str, saved: Mapping[str, Any], now: Mapping[str, Any], key: str) -> list[str]:
+    if saved.get(key) == now.get(key) and (key in saved) == (key in now):
+        return []
+    was, comes = (_spell(side[key]) if key in side else "not there" for side in (saved, now))
+    return [f"{place} was {was}, now {comes}"]
+
+
+def _part(run: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    """Return a part of a description, which may be anything if it comes from a file."""
+    part = run.get(name)
+    return part if isinstance(part, Mapping) else {}
+
+
+def _spell(value: object) -> str:
+    text = value if isinstance(value, str) else repr(value)
+    return text if len(text) <= 80 else f"{text[:80]}..."
+
+
+def describe_environment(device: torch.device | str | None = None) -> dict[str, Any]:
+    """Return what else the last bits of a training depend on, as plain values.
+
+    Without a device, it is the current GPU where CUDA is in use, else the CPU.
+    """
+    from rarebit import __version__
+
+    device = torch.device(device or ("cuda" if torch.cuda.is_initialized() else "cpu"))
+    return {
+        "rarebit": __version__,
+        "torch": str(torch.__version__),
+        "numpy": np.__version__,
+        "python": platform.python_version(),
+        "machine": platform.machine(),
+        "cpu": _cpu_model(),
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
+        "threads": torch.get_num_threads(),
+        "deterministic": torch.are_deterministic_algorithms_enabled(),
+        "compiled row kernel": row_kernel() is not None,
+    }
+
+
+def environment_warnings(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """Return the changes of the environment, a line each, with what may follow."""
+    return [
+        f"{name} was {_spell(saved.get(name))}, now {_spell(now.get(name))}: {consequence}"
+        for name, consequence in CONSEQUENCES.items()
+        if saved.get(name) != now.get(name)
+    ]
+
+
+def _cpu_model() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text("utf-8", errors="replace").splitlines()
+    except OSError:
+        return platform.processor()
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor()

@@ -1,30 +1,57 @@
-"""Train a model: check everything first, then run the loop, and leave nothing behind."""
+"""Train a model (`fit`): check everything first, run the loop, and leave nothing behind.
 
+    fit           checks settings, data, memory and optimizer, then runs a `TrainingLoop`
+    TrainingLoop  epoch after epoch: shuffle, step, validate, keep the best weights
+    random_state  the global random generators of torch (CPU and CUDA), Python and numpy
+
+The loop can stop between any two steps and resume to the same bits. `state()` returns everything that decides how training
+continues, as tensors and plain values, and `load(state)` continues from there. Seed and epoch decide the order of the rows,
+so it needs no saving. Times are measured: only they differ after a resume.
+
+A step records on the device which step had the first loss that was not finite, and weights are checked before a checkpoint.
+To find the source of a bad number, the loop returns to its last checkpoint and repeats its steps, checking everything.
+"""
+
+import dataclasses
 import os
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import replace
-from typing import Any
+import random
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, closing, nullcontext
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
 
-from torch import nn
+import numpy as np
+import torch
+from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from rarebit.callbacks import Callback, Callbacks, TrainingData, TrainingMethod, started
 from rarebit.data.dataset import Dataset
 from rarebit.data.order import batch_bounds
 from rarebit.errors import CheckpointError, DataError, NotFiniteError, TrainingError
-from rarebit.row_gradients.lookups import is_watched
 from rarebit.settings import require, updated
-from rarebit.tables.apply import check
-from rarebit.tables.rows import row_gradients_kept
-from rarebit.training.checkpoints import CheckpointFolder, Checkpoints
+from rarebit.tables.apply import check_optimizer
+from rarebit.tables.rows import is_watched, row_gradients_kept
+from rarebit.training.checkpoints import (
+    CheckpointFolder,
+    Checkpoints,
+    describe_run,
+    stop_requests,
+)
 from rarebit.training.ema import EMA
-from rarebit.training.identity import describe_run
-from rarebit.training.loop import History, LineProgress, NoKeeper, Progress, Silence, TrainingLoop
 from rarebit.training.memory import estimate_memory
-from rarebit.training.metrics import Forward, check_labels, check_schema, device_of, evaluate
-from rarebit.training.not_finite import find_source
+from rarebit.training.metrics import (
+    Forward,
+    Metrics,
+    check_labels,
+    check_schema,
+    device_of,
+    evaluate,
+)
 from rarebit.training.optimizers import Kind
 from rarebit.training.optimizers import optimizer as build_optimizer
 from rarebit.training.settings import Training
@@ -34,23 +61,120 @@ from rarebit.training.step import (
     RecordedSteps,
     Steps,
     TrainingStep,
+    where_not_finite,
     why_not_recorded,
 )
-from rarebit.training.stopping import stop_requests
 
-__all__ = ["History", "fit", "fit_started", "measured", "training_data"]
+__all__ = [
+    "EpochRecord",
+    "History",
+    "LineProgress",
+    "Progress",
+    "Silence",
+    "TrainingLoop",
+    "fit",
+    "fit_started",
+    "measured",
+    "random_state",
+    "set_random_state",
+    "training_data",
+]
 
 OPTIMIZER_SETTINGS = (
-    "lr",
-    "tables",
-    "table_lr",
-    "weight_decay",
-    "table_weight_decay",
-    "threshold_weight_decay",
-    "decoupled",
-    "momentum",
+    *("lr", "tables", "table_lr", "weight_decay", "table_weight_decay"),
+    *("threshold_weight_decay", "decoupled", "momentum"),
 )
-"""What only an optimizer that `fit` builds listens to."""
+"""Settings of the optimizer that `fit` builds; another optimizer has its own."""
+REPORT_EVERY = 10
+"""Steps between two updates of the progress bar."""
+CHECK_EVERY = 100
+"""Steps between two checks whether the loss is still finite: a check waits for the device."""
+WORDS = 624
+"""32-bit words of a Mersenne twister, which Python and numpy share."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class EpochRecord:
+    """The result of one epoch."""
+
+    epoch: int
+    """From 1."""
+    steps: int
+    train_loss: float
+    """Mean over the epoch's rows, while the weights were changing."""
+    lr: float
+    """Learning rate of the first group."""
+    seconds: float
+    """Time spent in training steps, evaluation left out."""
+    samples_per_second: float
+    valid: Metrics | None = None
+
+
+@dataclass
+class History:
+    """The epochs of a training, and which epoch's weights the model has."""
+
+    epochs: list[EpochRecord] = field(default_factory=list)
+    best_epoch: int | None = None
+    """The epoch whose weights the model has, from 1; None without validation data."""
+    stopped_early: bool = False
+    """Whether training ended before its last step."""
+    reports: dict[str, Any] = field(default_factory=dict)
+    """The reports of callbacks, by name."""
+
+    @property
+    def samples_per_second(self) -> float:
+        """Median over the epochs, training steps only."""
+        speeds = sorted(record.samples_per_second for record in self.epochs)
+        return speeds[len(speeds) // 2]
+
+
+class Progress(Protocol):
+    """What `fit` calls to report its progress."""
+
+    def say(self, line: str) -> None:
+        """Report a message."""
+
+    def start_epoch(self, epoch: int, epochs: int, rows: int) -> None:
+        """Report the start of an epoch of so many rows."""
+
+    def advance(self, rows: int) -> None:
+        """Report that so many more rows are done."""
+
+    def finish_epoch(self, record: EpochRecord) -> None:
+        """Report the result of an epoch."""
+
+
+class Silence:
+    """Reports nothing."""
+
+    def say(self, line: str) -> None:
+        """Do nothing."""
+
+    def start_epoch(self, epoch: int, epochs: int, rows: int) -> None:
+        """Do nothing."""
+
+    def advance(self, rows: int) -> None:
+        """Do nothing."""
+
+    def finish_epoch(self, record: EpochRecord) -> None:
+        """Do nothing."""
+
+
+class LineProgress(Silence):
+    """Prints one line per epoch to standard error."""
+
+    def say(self, line: str) -> None:
+        """Print a message."""
+        sys.stderr.write(f"{line}\n")
+
+    def finish_epoch(self, record: EpochRecord) -> None:
+        """Print the result of an epoch."""
+        valid = "" if record.valid is None else f", valid {record.valid}"
+        sys.stderr.write(
+            f"epoch {record.epoch}: train loss {record.train_loss:.5f}{valid}, "
+            f"{record.samples_per_second:,.0f} samples/s\n"
+        )
 
 
 def fit(
@@ -86,16 +210,27 @@ def fit(
     if isinstance(optimizer, str):
         overrides["optimizer"], optimizer = optimizer, None
     elif optimizer is not None:
-        _refuse_unused(overrides)
+        unused = [name for name in overrides if name in OPTIMIZER_SETTINGS]
+        require(
+            not unused,
+            f"{', '.join(unused)} would not be used: the optimizer given has its own. Set it there, or "
+            "pass the optimizer's kind, such as optimizer='adam'",
+        )
     settings = updated(settings, overrides)
     require(not resume or folder is not None, "resume=True needs the folder of the checkpoints")
     _check_data(model, train, valid, settings, loss)
-    with started(callbacks, model, training_data(settings, train, valid)) as group:
+    with started(callbacks, model, training_data(settings, train, valid)) as given:
+        group = given
+        if backward is not None:
+            own = _Backward(backward)
+            group = Callbacks(
+                {**given.callbacks, own.name: own}, {**given.settings, own.name: own.name}
+            )
         return fit_started(
             model,
             train,
             valid,
-            group if backward is None else _with_backward(group, backward),
+            group,
             settings=settings,
             optimizer=optimizer,
             loss=loss,
@@ -106,8 +241,23 @@ def fit(
         )
 
 
+def _check_data(
+    model: nn.Module, train: Dataset, valid: Dataset | None, settings: Training, loss: Loss
+) -> None:
+    """Raise for data that the model cannot be trained or validated on."""
+    is_bce = loss is F.binary_cross_entropy_with_logits
+    if len(train) < 2:
+        raise DataError(f"training needs at least two rows, got {len(train)}")
+    check_schema(model, train)
+    check_labels(train, "training", are_chances=is_bce, both_classes=is_bce)
+    if valid is not None:
+        check_schema(model, valid)
+        picks_by_auc = settings.monitor == "auc"
+        check_labels(valid, "validation", are_chances=is_bce, both_classes=picks_by_auc)
+
+
 def training_data(settings: Training, train: Dataset, valid: Dataset | None) -> TrainingData:
-    """Return what callbacks may know about a training."""
+    """Return what callbacks know about a training."""
     return TrainingData(
         train=train,
         valid=valid,
@@ -117,92 +267,8 @@ def training_data(settings: Training, train: Dataset, valid: Dataset | None) -> 
     )
 
 
-def fit_started(
-    model: nn.Module,
-    train: Dataset,
-    valid: Dataset | None,
-    callbacks: Callbacks,
-    *,
-    settings: Training,
-    optimizer: Optimizer | None = None,
-    loss: Loss = F.binary_cross_entropy_with_logits,
-    forward: Forward | None = None,
-    folder: str | os.PathLike[str] | None = None,
-    resume: bool = False,
-    progress: Progress | bool = True,
-) -> History:
-    """Train with callbacks that have started, and let them end."""
-    tell = progress if not isinstance(progress, bool) else LineProgress() if progress else Silence()
-    _check_backward(model, callbacks.backward)
-    estimate = estimate_memory(
-        model,
-        train,
-        valid,
-        settings=settings,
-        optimizer=optimizer,
-        checkpoints=folder is not None,
-    )
-    from_host = not estimate.fits and estimate.with_training_data_elsewhere().fits
-    if from_host:
-        estimate = estimate.with_training_data_elsewhere()
-    tell.say(estimate.line())
-    estimate.check()
-    if from_host:
-        tell.say(f"the training data does not fit on {estimate.device}: copied batch by batch")
-    with row_gradients_kept(model):
-        optimizer = optimizer or _optimizer(model, settings, callbacks)
-        check(model, optimizer)
-        device = device_of(model)
-        train = train if from_host else train.to(device)
-        valid = None if valid is None else valid.to(device)
-        step = TrainingStep(
-            model,
-            optimizer,
-            loss,
-            forward=forward,
-            backward=callbacks.backward,
-            precision=settings.precision,
-            clip_norm=settings.clip_norm,
-            compiled_size=settings.batch_size if settings.compile else None,
-            say=tell.say,
-        )
-        try:
-            with _averaging(step, settings) as ema:
-                steps = _steps(step, train, settings, tell)
-                loop = TrainingLoop(steps, valid, settings, tell, ema=ema, callbacks=callbacks)
-                if folder is None:
-                    history = loop.run(NoKeeper())
-                else:
-                    history = _train_in(CheckpointFolder(folder), loop, resume=resume)
-        finally:
-            step.release()
-    callbacks.end()
-    history.reports = callbacks.report()
-    return measured(model, history, valid) if callbacks.changes_model_at_end else history
-
-
-def measured(
-    model: nn.Module, history: History, valid: Dataset | None, *, epoch: int | None = None
-) -> History:
-    """Return the history with a new validation of the model, which changed after its best epoch."""
-    epoch = epoch or history.best_epoch
-    if valid is None or epoch is None:
-        return replace(history, best_epoch=None)
-    records = list(history.epochs)
-    records[epoch - 1] = replace(records[epoch - 1], valid=evaluate(model, valid).overall)
-    return replace(history, epochs=records, best_epoch=epoch)
-
-
-def _with_backward(callbacks: Callbacks, backward: Backward) -> Callbacks:
-    """Add the backward of a user's own; where it is a method of an object with a state, that is checkpointed."""
-    one = _Backward(backward)
-    return Callbacks(
-        {**callbacks.callbacks, one.name: one}, {**callbacks.settings, one.name: one.name}
-    )
-
-
 class _Backward(Callback):
-    """A function that turns the loss into gradients, and the state of its owner."""
+    """The user's function that turns the loss into gradients, with the state of its owner if that has one."""
 
     def __init__(self, backward: Backward) -> None:
         self.backward = backward
@@ -225,8 +291,96 @@ class _Backward(Callback):
             self.owner.load_state_dict(state)
 
 
-def _train_in(folder: CheckpointFolder, loop: TrainingLoop, *, resume: bool) -> History:
-    """Train with checkpoints in a folder that is this process's alone."""
+def fit_started(
+    model: nn.Module,
+    train: Dataset,
+    valid: Dataset | None,
+    callbacks: Callbacks,
+    *,
+    settings: Training,
+    optimizer: Optimizer | None = None,
+    loss: Loss = F.binary_cross_entropy_with_logits,
+    forward: Forward | None = None,
+    folder: str | os.PathLike[str] | None = None,
+    resume: bool = False,
+    progress: Progress | bool = True,
+) -> History:
+    """Train with callbacks that have started, and let them end."""
+    if isinstance(progress, bool):
+        progress = LineProgress() if progress else Silence()
+    if callbacks.backward is None and any(is_watched(module) for module in model.modules()):
+        raise TrainingError(
+            "the model has row gradients, which need their own backward: fit(..., "
+            "backward=rows.backward), or rows.close() first"
+        )
+    estimate = estimate_memory(
+        model,
+        train,
+        valid,
+        settings=settings,
+        optimizer=optimizer,
+        checkpoints=folder is not None,
+    )
+    from_host = not estimate.fits and estimate.with_training_data_elsewhere().fits
+    if from_host:
+        estimate = estimate.with_training_data_elsewhere()
+    progress.say(estimate.line())
+    estimate.check()
+    if from_host:
+        progress.say(f"the training data does not fit on {estimate.device}: copied batch by batch")
+    with row_gradients_kept(model):
+        if optimizer is None:
+            options = {name: getattr(settings, name) for name in OPTIMIZER_SETTINGS}
+            change = callbacks.parameter_groups
+            optimizer = build_optimizer(
+                model, kind=settings.optimizer, change_groups=change, **options
+            )
+        check_optimizer(model, optimizer)
+        device = device_of(model)
+        train = train if from_host else train.to(device)
+        valid = None if valid is None else valid.to(device)
+        step = TrainingStep(
+            model,
+            optimizer,
+            loss,
+            forward=forward,
+            backward=callbacks.backward,
+            precision=settings.precision,
+            clip_norm=settings.clip_norm,
+            compiled_size=settings.batch_size if settings.compile else None,
+            say=progress.say,
+        )
+        try:
+            averaging: AbstractContextManager[EMA | None] = nullcontext()
+            if settings.ema_decay is not None:
+                averaging = closing(EMA(model, optimizer, settings.ema_decay))
+            with averaging as ema:
+                steps = _steps(step, train, settings, progress)
+                loop = TrainingLoop(steps, valid, settings, progress, ema=ema, callbacks=callbacks)
+                if folder is None:
+                    history = loop.run()
+                else:
+                    history = _train_in(CheckpointFolder(folder), loop, resume=resume)
+        finally:
+            step.release()
+    callbacks.end()
+    history.reports = callbacks.report()
+    return measured(model, history, valid) if callbacks.changes_model_at_end else history
+
+
+def _steps(step: TrainingStep, train: Dataset, settings: Training, progress: Progress) -> Steps:
+    """Return how to run the steps: as a CUDA graph on a GPU, one by one elsewhere."""
+    if train.device.type != "cuda" or not settings.cuda_graph:
+        return Steps(step, train)
+    reason = why_not_recorded(step.optimizer)
+    if reason is not None:
+        progress.say(f"the step is not recorded as a CUDA graph: {reason}")
+        return Steps(step, train)
+    return RecordedSteps(step, train, settings.batch_size, progress.say)
+
+
+def _train_in(folder: CheckpointFolder, loop: "TrainingLoop", *, resume: bool) -> History:
+    """Train with checkpoints in a folder that only this process writes."""
     train, valid, settings = loop.steps.train, loop.valid, loop.settings
     with folder.locked(), stop_requests() as stop:
         checkpoints = Checkpoints(
@@ -234,16 +388,16 @@ def _train_in(folder: CheckpointFolder, loop: TrainingLoop, *, resume: bool) -> 
             describe_run(loop.step.model, train, valid, settings),
             stop,
             minutes=settings.checkpoint_minutes,
-            say=loop.tell.say,
+            say=loop.progress.say,
         )
         try:
             if not resume and folder.names():
                 raise CheckpointError(
-                    f"{str(folder.folder)!r} holds the checkpoints of a run; go on with it by "
-                    "resume=True, or choose another folder"
+                    f"{str(folder.folder)!r} holds the checkpoints of a run; resume it with resume=True, "
+                    "or choose another folder"
                 )
             if not (resume and checkpoints.resume(loop)):
-                checkpoints.save(loop)  # to go back to, should the first steps fail
+                checkpoints.save(loop)  # to return to if the first steps fail
             return loop.run(checkpoints)
         except NotFiniteError as error:
             raise _explained(error, checkpoints, loop) from None
@@ -251,85 +405,364 @@ def _train_in(folder: CheckpointFolder, loop: TrainingLoop, *, resume: bool) -> 
             checkpoints.close()
 
 
-def _explained(error: NotFiniteError, checkpoints: Checkpoints, loop: TrainingLoop) -> Exception:
-    """Return the error with where the bad number came from, found from the last checkpoint on."""
+def _explained(error: NotFiniteError, checkpoints: Checkpoints, loop: "TrainingLoop") -> Exception:
+    """Return the error with the source of the bad number, found by repeating the steps since the last checkpoint."""
     checkpoints.wait()
-    loop.tell.say(f"{error}; going back to the last checkpoint to find where it began")
+    loop.progress.say(f"{error}; returning to the last checkpoint to find its source")
     checkpoints.say = Silence().say
     checkpoints.resume(loop)
+    loop.progress = Silence()
+    loop.steps = Steps(loop.step, loop.steps.train)  # a CUDA graph could not be inspected
+    loop.step.inspect = lambda loss: _inspect(loop.step.model, loss)
+    source = (
+        "all steps since the last checkpoint were finite when repeated: the machine may be at fault"
+    )
+    try:
+        loop.run()
+    except NotFiniteError as found:
+        source = f"{found} (batch {loop.batch + 1} of epoch {loop.epoch})"
     return NotFiniteError(
-        f"{find_source(loop)}. The last good checkpoint is in {str(checkpoints.folder.folder)!r}; "
+        f"{source}. The last good checkpoint is in {str(checkpoints.folder.folder)!r}; "
         "lower the learning rate, clip gradients, or look for extreme numbers in the data"
     )
 
 
-def _steps(step: TrainingStep, train: Dataset, settings: Training, tell: Progress) -> Steps:
-    """Return how to run the steps: recorded on a GPU, one by one elsewhere."""
-    if train.device.type != "cuda" or not settings.cuda_graph:
-        return Steps(step, train)
-    reason = why_not_recorded(step.optimizer)
-    if reason is not None:
-        tell.say(f"the step is not recorded as a CUDA graph: {reason}")
-        return Steps(step, train)
-    return RecordedSteps(step, train, settings.batch_size, tell.say)
-
-
-@contextmanager
-def _averaging(step: TrainingStep, settings: Training) -> Iterator[EMA | None]:
-    if settings.ema_decay is None:
-        yield None
-        return
-    ema = EMA(step.model, step.optimizer, settings.ema_decay)
-    try:
-        yield ema
-    finally:
-        ema.close()
-
-
-def _check_backward(model: nn.Module, backward: Backward | None) -> None:
-    """Raise when row gradients are attached that a plain backward would leave without an answer."""
-    if backward is None and any(is_watched(module) for module in model.modules()):
-        raise TrainingError(
-            "the model has row gradients, which need their own backward: fit(..., "
-            "backward=rows.backward), or rows.close() first"
+def _inspect(model: nn.Module, loss: Tensor) -> None:
+    """Raise with the weight, loss or gradient that is not finite, between backward and update."""
+    for name, parameter in model.named_parameters():
+        place = where_not_finite(model, parameter, parameter.detach())
+        if place is not None:
+            raise NotFiniteError(f"the weights of {name} were not finite{place}")
+    if not bool(torch.isfinite(loss).all()):
+        raise NotFiniteError(
+            "the loss was not finite, though all weights were: check the numbers of the batch"
         )
+    for name, parameter in model.named_parameters():
+        if parameter.grad is None:
+            continue
+        place = where_not_finite(model, parameter, parameter.grad)
+        if place is not None:
+            raise NotFiniteError(f"the gradient of {name} was not finite{place}")
 
 
-def _refuse_unused(overrides: Mapping[str, Any]) -> None:
-    """Raise for settings that an optimizer of the user's own would not listen to."""
-    unused = [name for name in overrides if name in OPTIMIZER_SETTINGS]
-    require(
-        not unused,
-        f"{', '.join(unused)} would not be used: the optimizer given has its own. Set it there, or "
-        "pass the optimizer's kind, such as optimizer='adam'",
-    )
+def measured(
+    model: nn.Module, history: History, valid: Dataset | None, *, epoch: int | None = None
+) -> History:
+    """Return the history with a new validation of the model, which changed after its best epoch."""
+    epoch = epoch or history.best_epoch
+    if valid is None or epoch is None:
+        return replace(history, best_epoch=None)
+    records = list(history.epochs)
+    records[epoch - 1] = replace(records[epoch - 1], valid=evaluate(model, valid).overall)
+    return replace(history, epochs=records, best_epoch=epoch)
 
 
-def _optimizer(model: nn.Module, settings: Training, callbacks: Callbacks) -> Optimizer:
-    return build_optimizer(
-        model,
-        change_groups=callbacks.parameter_groups,
-        kind=settings.optimizer,
-        lr=settings.lr,
-        tables=settings.tables,
-        table_lr=settings.table_lr,
-        weight_decay=settings.weight_decay,
-        table_weight_decay=settings.table_weight_decay,
-        threshold_weight_decay=settings.threshold_weight_decay,
-        decoupled=settings.decoupled,
-        momentum=settings.momentum,
-    )
+class TrainingLoop:
+    """Epoch after epoch: shuffle, step, validate, keep the best weights."""
+
+    def __init__(
+        self,
+        steps: Steps,
+        valid: Dataset | None,
+        settings: Training,
+        progress: Progress,
+        *,
+        ema: EMA | None = None,
+        callbacks: Callbacks | None = None,
+    ) -> None:
+        self.steps, self.valid, self.settings = steps, valid, settings
+        self.progress, self.ema, self.callbacks = progress, ema, callbacks or Callbacks({}, {})
+        self.bounds = batch_bounds(len(steps.train), settings.batch_size)
+        self.best = Best(self.step.model, self.step.optimizer, settings)
+        self.history = History()
+        self.epoch, self.batch = 1, 0
+        """The next batch to train on, and its epoch, from 1."""
+        self.seconds = 0.0
+        """Time spent on this epoch so far."""
+
+    @property
+    def step(self) -> TrainingStep:
+        """The step."""
+        return self.steps.step
+
+    @property
+    def num_steps(self) -> int:
+        """Steps since the start of training, those before a resume included."""
+        return (self.epoch - 1) * len(self.bounds) + self.batch
+
+    @property
+    def last_step(self) -> int:
+        """Maximum steps."""
+        return self.settings.epochs * len(self.bounds)
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether there is nothing left to train."""
+        # an epoch that ended early is still to be validated
+        ended = self.history.stopped_early and self.batch == 0
+        return self.epoch > self.settings.epochs or ended
+
+    def run(self, checkpoints: Checkpoints | None = None) -> History:
+        """Train to the end; leave the best weights in the model."""
+        while not self.is_finished:
+            self.progress.start_epoch(self.epoch, self.settings.epochs, len(self.steps.train))
+            if self.epoch > 1 and self.batch == 0:
+                self.callbacks.between_epochs(self.epoch, self.step.optimizer)
+            self.progress.advance(self.bounds[self.batch - 1][1] if self.batch else 0)
+            self._train_epoch(checkpoints)
+            self._finish_epoch()
+            if checkpoints is not None:
+                checkpoints.after_epoch(self)
+        if self.ema is not None:
+            self.ema.copy_to(self.step.model)
+        self.history.best_epoch = self.best.restore()
+        return self.history
+
+    def _train_epoch(self, checkpoints: Checkpoints | None) -> None:
+        self.step.model.train()
+        train, settings = self.steps.train, self.settings
+        begin, before, unreported = time.perf_counter(), self.seconds, 0
+        self.steps.start_epoch(train.order(seed=settings.seed, epoch=self.epoch))
+        while self.batch < len(self.bounds) and not self.history.stopped_early:
+            start, stop = self.bounds[self.batch]
+            self.steps(start, stop)
+            self.batch += 1
+            unreported += stop - start
+            if self.batch % REPORT_EVERY == 0:
+                self.progress.advance(unreported)
+                unreported = 0
+            if self.batch % CHECK_EVERY == 0:
+                self.step.raise_if_not_finite()
+            if self.callbacks.after_step(self.num_steps):
+                self.history.stopped_early = self.num_steps < self.last_step
+            self.seconds = before + time.perf_counter() - begin
+            if checkpoints is not None:
+                checkpoints.after_step(self)
+        self.step.raise_if_not_finite()
+        self.seconds = before + time.perf_counter() - begin
+        self.progress.advance(unreported)
+
+    def _finish_epoch(self) -> None:
+        """Validate, record the epoch, and start the next."""
+        lr = float(self.step.optimizer.param_groups[0]["lr"])
+        metrics = self._validate()
+        rows = self.bounds[self.batch - 1][1]
+        record = EpochRecord(
+            epoch=self.epoch,
+            steps=self.batch,
+            train_loss=self.step.take_mean_loss(rows),
+            lr=lr,
+            seconds=self.seconds,
+            samples_per_second=rows / self.seconds,
+            valid=metrics,
+        )
+        self.history.epochs.append(record)
+        self.progress.finish_epoch(record)
+        self.epoch, self.batch, self.seconds = self.epoch + 1, 0, 0.0
+
+    def _validate(self) -> Metrics | None:
+        if self.valid is None:
+            return None
+        with nullcontext() if self.ema is None else self.ema.applied():
+            metrics = evaluate(self.step.model, self.valid, forward=self.step.forward).overall
+            value = getattr(metrics, self.settings.monitor)
+            stalled = self.best.has_stalled(self.epoch, value)
+            self.history.stopped_early = self.history.stopped_early or stalled
+        return metrics
+
+    def state(self) -> dict[str, Any]:
+        """Return everything that decides how training continues; the best weights are kept apart."""
+        return {
+            "position": {"epoch": self.epoch, "batch": self.batch, "seconds": self.seconds},
+            "model": dict(self.step.model.state_dict()),
+            "optimizer": self.step.optimizer.state_dict(),
+            "step": self.step.state(),
+            "ema": None if self.ema is None else self.ema.training_state(),
+            "best": self.best.state(),
+            "history": {
+                "epochs": [dataclasses.asdict(record) for record in self.history.epochs],
+                "stopped_early": self.history.stopped_early,
+            },
+            "random": random_state(),
+            "callbacks": self.callbacks.state_dict(),
+        }
+
+    def load(self, state: Mapping[str, Any], best_weights: Mapping[str, Tensor] | None) -> None:
+        """Continue from what `state` returned, and the weights of its best epoch."""
+        self.step.model.load_state_dict(state["model"])
+        self.step.optimizer.load_state_dict(state["optimizer"])
+        self.step.load(state["step"])
+        if self.ema is not None:
+            self.ema.load_training_state(state["ema"])
+        self.best.load(state["best"], best_weights)
+        if "callbacks" not in state:
+            state = {**state, "callbacks": _older_states(state.get("others", []), self.callbacks)}
+        self.callbacks.load_state_dict(_on(self.steps.device, state["callbacks"]))
+        records = [
+            EpochRecord(**{**record, "valid": record["valid"] and Metrics(**record["valid"])})
+            for record in state["history"]["epochs"]
+        ]
+        self.history = History(records, stopped_early=state["history"]["stopped_early"])
+        self.epoch, self.batch = state["position"]["epoch"], state["position"]["batch"]
+        self.seconds = state["position"]["seconds"]
+        set_random_state(state["random"])
 
 
-def _check_data(
-    model: nn.Module, train: Dataset, valid: Dataset | None, settings: Training, loss: Loss
-) -> None:
-    is_bce = loss is F.binary_cross_entropy_with_logits
-    if len(train) < 2:
-        raise DataError(f"training needs at least two rows, got {len(train)}")
-    check_schema(model, train)
-    check_labels(train, "training", are_chances=is_bce, both_classes=is_bce)
-    if valid is not None:
-        check_schema(model, valid)
-        picks_by_auc = settings.monitor == "auc"
-        check_labels(valid, "validation", are_chances=is_bce, both_classes=picks_by_auc)
+class Best:
+    """The best epoch so far: its weights, and how long ago it was."""
+
+    def __init__(self, model: nn.Module, optimizer: Optimizer, settings: Training) -> None:
+        self.model, self.settings = model, settings
+        self.sign = 1.0 if settings.monitor == "auc" else -1.0
+        self.value, self.epoch = float("-inf"), None  # type: float, int | None
+        self.weights: dict[str, Tensor] = {}
+        self.plateau = None
+        if settings.plateau_factor < 1.0:
+            self.plateau = ReduceLROnPlateau(
+                optimizer,
+                mode="max",
+                factor=settings.plateau_factor,
+                patience=settings.plateau_patience - 1,
+                threshold=0.0,
+            )
+
+    def has_stalled(self, epoch: int, value: float) -> bool:
+        """Record an epoch's validation metric; return whether to stop."""
+        value *= self.sign
+        if value > self.value:
+            self.value, self.epoch = value, epoch
+            self._keep(self.model.state_dict())
+        if self.plateau is not None:
+            self.plateau.step(value)
+        waited = epoch - (self.epoch or 0)
+        return self.settings.patience is not None and waited >= self.settings.patience
+
+    def restore(self) -> int | None:
+        """Give the model the best epoch's weights and return which epoch that was."""
+        if self.weights:
+            self.model.load_state_dict(self.weights)
+        return self.epoch
+
+    def state(self) -> dict[str, Any]:
+        """Return which epoch was the best, and where the learning rate stands."""
+        plateau = None if self.plateau is None else self.plateau.state_dict()
+        return {"value": self.value, "epoch": self.epoch, "plateau": plateau}
+
+    def load(self, state: Mapping[str, Any], weights: Mapping[str, Tensor] | None) -> None:
+        """Continue from a state, and the weights of its epoch."""
+        self.value, self.epoch = state["value"], state["epoch"]
+        if self.plateau is not None and state["plateau"] is not None:
+            self.plateau.load_state_dict(state["plateau"])
+        if weights is not None:
+            like = self.model.state_dict()
+            self._keep({name: weights[name].to(like[name].device) for name in like})
+
+    def _keep(self, weights: Mapping[str, Tensor]) -> None:
+        """Copy the weights, over the last copy where there is one: a second would double the memory."""
+        for name, weight in weights.items():
+            if name in self.weights:
+                self.weights[name].copy_(weight)
+            else:
+                self.weights[name] = weight.detach().clone()
+
+
+def _older_states(states: Sequence[Mapping[str, Any]], callbacks: Callbacks) -> dict[str, Any]:
+    """Return the states of callbacks from a checkpoint that holds them as a list of at most one.
+
+    Its entry is the states by name, or the state of one callback. A callback without state had no entry.
+    """
+    now = callbacks.state_dict()
+    found = {name: part for name, part in now.items() if not part["state"]}
+    if not states:
+        return found
+    [state] = states
+    if all(isinstance(p, Mapping) and p.keys() == {"settings", "state"} for p in state.values()):
+        return found | dict(state)
+    [*names] = [name for name in now if name not in found] or ["a callback"]
+    return found | {names[0]: {"settings": callbacks.settings.get(names[0], ""), "state": state}}
+
+
+def _on(device: torch.device, tree: Any) -> Any:
+    """Return nested values with their tensors moved to a device."""
+    if isinstance(tree, Tensor):
+        return tree.to(device)
+    if isinstance(tree, Mapping):
+        return {key: _on(device, value) for key, value in tree.items()}
+    if isinstance(tree, list | tuple):
+        moved = [_on(device, value) for value in tree]
+        return moved if isinstance(tree, list) else tuple(moved)
+    return tree
+
+
+def random_state() -> dict[str, Any]:
+    """Return the states of the global generators: dictionaries of numbers and uint8 tensors."""
+    version, (*words, position), gauss = random.getstate()
+    python = {"version": version, **_twister(words, position, gauss)}
+    numpy = np.random.get_state(legacy=False)  # noqa: NPY002  # libraries still draw from it
+    if numpy["bit_generator"] != "MT19937":
+        raise TrainingError(
+            f"numpy's global generator is {numpy['bit_generator']}, whose state cannot be stored; use numpy's "
+            "own MT19937"
+        )
+    words, position = numpy["state"]["key"], int(numpy["state"]["pos"])
+    gauss = float(numpy["gauss"]) if numpy["has_gauss"] else None
+    state: dict[str, Any] = {
+        "torch": torch.get_rng_state(),
+        "python": python,
+        "numpy": _twister(words, position, gauss),
+    }
+    if torch.cuda.is_initialized():
+        generators = torch.cuda.get_rng_state_all()
+        state["cuda"] = {str(device): generator for device, generator in enumerate(generators)}
+    return state
+
+
+def set_random_state(state: Mapping[str, Any]) -> None:
+    """Restore what `random_state` returned; CUDA devices that are not there are left out."""
+    before = torch.get_rng_state()
+    try:
+        # everything is read before anything is set: half a state would belong to neither run
+        words, position, gauss = _read_twister(state["python"])
+        python = (state["python"]["version"], (*words.tolist(), position), gauss)
+        words, position, gauss = _read_twister(state["numpy"])
+        cuda = {int(device): _bytes(value) for device, value in state.get("cuda", {}).items()}
+        torch.set_rng_state(_bytes(state["torch"]))
+        random.setstate(python)
+    except (AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
+        torch.set_rng_state(before)
+        raise TrainingError(
+            f"the random state is damaged: {error}; start from another checkpoint"
+        ) from None
+    numpy = {
+        "bit_generator": "MT19937",
+        "state": {"key": words, "pos": position},
+        "has_gauss": int(gauss is not None),
+        "gauss": gauss or 0.0,
+    }
+    np.random.set_state(numpy)  # noqa: NPY002  # the global state is what is restored
+    for device, value in cuda.items():
+        if device < torch.cuda.device_count():
+            torch.cuda.set_rng_state(value, device)
+
+
+def _twister(words: Any, position: int, gauss: float | None) -> dict[str, Any]:
+    as_bytes = torch.from_numpy(np.array(words, dtype="<u4").view(np.uint8))
+    return {"words": as_bytes, "position": position, "gauss": gauss}
+
+
+def _read_twister(state: Mapping[str, Any]) -> tuple[Any, int, float | None]:
+    words, position, gauss = _bytes(state["words"]), state["position"], state["gauss"]
+    if words.shape != (4 * WORDS,):
+        raise ValueError(f"a generator has {4 * WORDS} bytes, got {tuple(words.shape)}")
+    # numpy does not check the position, and would read beyond its words
+    if type(position) is not int or not 0 <= position <= WORDS:
+        raise ValueError(f"a position must lie in [0, {WORDS}], got {position!r}")
+    if gauss is not None and not isinstance(gauss, float):
+        raise ValueError(f"a stored draw must be a number, got {gauss!r}")
+    return words.numpy().view("<u4").astype(np.uint32), position, gauss
+
+
+def _bytes(values: object) -> Tensor:
+    if not isinstance(values, Tensor) or values.dtype != torch.uint8:
+        raise TypeError("a generator's state must be a tensor of bytes")
+    return values.cpu().contiguous()

@@ -1,9 +1,9 @@
 """A model as a folder: `model.json`, `weights-<hash>.safetensors`, and `encoder-<hash>/` if it has one.
 
-`model.json` says what to build before the weights fit: for a zoo model its name, settings and fields;
-for every table, the methods applied to it. The encoder is a copy of what turned raw rows into the ids
-that the model was trained on. `rarebit.storage.folder` says how a save stays whole. Checksums are no
-signature: whatever a description asks for, loading takes no more memory than its weights are worth.
+`model.json` says what to build before the weights fit: the name, settings and fields of a zoo model, its embedding sets, and
+the methods applied to each table. The encoder is a copy of what turned raw rows into the ids that the model was trained on.
+`rarebit.storage.folder` keeps a save whole. Checksums are no signature: whatever a description asks for, loading takes no
+more memory than its weights are worth.
 """
 
 import json
@@ -21,16 +21,13 @@ from rarebit.data.schema import Schema
 from rarebit.errors import ModelFileError, SettingsError
 from rarebit.models import build_model, model_names
 from rarebit.models._base import RankingModel
-from rarebit.sets.file import describe_sets, only_sets_in, restore_sets_
+from rarebit.sets.sets import SetsMethod, sets_of
 from rarebit.storage.encoding import place_of
 from rarebit.storage.folder import TensorFolder
 from rarebit.tables.apply import restore_tables
 from rarebit.tables.find import find_sites, find_tables
 from rarebit.tables.table import Method, methods_of
-from rarebit.technique import (
-    technique_from_mapping,
-    technique_to_mapping,
-)
+from rarebit.technique import technique_class, technique_from_mapping, technique_to_mapping
 from rarebit.training.memory import OBJECT_BYTES, AllocationLimit
 
 __all__ = ["load_model", "save_model"]
@@ -43,6 +40,8 @@ FOLDER = TensorFolder(
     stem="weights",
     older=("weights.safetensors", ENCODER),
 )
+PROJECTED = "projected"
+"""The key that says that the sets have projections, which a file cannot hold."""
 SLOT_BYTES = 64
 """What the tables keep for each slot of a batch: a few whole numbers."""
 
@@ -115,7 +114,7 @@ def load_model(
         ) from None
     try:
         with AllocationLimit(None):
-            restore_sets_(model, description.get("sets"))
+            _restore_sets_(model, description.get("sets"))
         restore_tables(model, methods, description.get("frozen", ()))
     except NONSENSE as error:
         raise ModelFileError(f"{str(folder)!r} is a model of another kind: {error}") from None
@@ -134,7 +133,7 @@ def _describe(model: nn.Module) -> dict[str, Any]:
         "model": ours and _name_of(ours),
         "settings": ours and _plain_settings(ours),
         "schema": ours and ours.schema.to_mapping(),
-        "sets": describe_sets(model),
+        "sets": _describe_sets(model),
         "methods": {
             site.info.name: [technique_to_mapping(method) for method in methods_of(site.table)]
             for site in find_sites(model)
@@ -194,7 +193,7 @@ def _bytes_worth(
 
     None where methods make the weights smaller than the tables are built at first.
     """
-    if not only_sets_in(description["methods"]):
+    if not _only_sets_in(description["methods"]):
         return None
     # a tied weight is in the file once, however many names a description gives it
     distinct = {id(tensor): tensor.numel() for tensor in tensors.values()}
@@ -225,6 +224,54 @@ def _check_fields(folder: Path, into: RankingModel, description: Mapping[str, An
 
 def _list_fields(schema: Schema) -> str:
     return ", ".join(f"{field.name} ({field.rows} rows)" for field in schema.fields)
+
+
+def _describe_sets(model: nn.Module) -> dict[str, Any] | None:
+    """Return the method that gave a model its sets as plain values, None where it has none."""
+    method = sets_of(model)
+    if method is None:
+        return None
+    return {**technique_to_mapping(method.stored), PROJECTED: method.stored != method}
+
+
+def _restore_sets_(model: nn.Module, described: Mapping[str, Any] | None) -> None:
+    """Give a fresh model the sets that a saved one had, unless it has them; the weights come after."""
+    there = sets_of(model)
+    if described is None:
+        if there is not None:
+            raise ModelFileError(f"it has one embedding set, and this model has those of {there}")
+        return
+    method = technique_from_mapping({k: v for k, v in described.items() if k != PROJECTED})
+    if not isinstance(method, SetsMethod):
+        raise ModelFileError(f"{method} gives no model its embedding sets")
+    if there is not None:
+        if (type(there), there.num_sets) != (type(method), method.num_sets):
+            raise ModelFileError(f"its sets are those of {method}, and this model's of {there}")
+    elif described.get(PROJECTED):
+        raise ModelFileError(
+            f"the sets of {method} have projections of your own; apply_ it with the same project= to the "
+            "model that is given as into="
+        )
+    else:
+        method.change_(model)
+
+
+def _only_sets_in(methods: Any) -> bool:
+    """Return whether saved tables have their sets and no other method that may have made them smaller.
+
+    What came from a file may be anything; nonsense is told where the methods are read.
+    """
+    if not isinstance(methods, Mapping):
+        return False
+    steps = [step for steps in methods.values() for step in (steps or [None])]
+    return all(isinstance(step, Mapping) and _gives_sets(step.get("method")) for step in steps)
+
+
+def _gives_sets(name: object) -> bool:
+    try:
+        return issubclass(technique_class(str(name)), SetsMethod)
+    except SettingsError:
+        return False
 
 
 def _load_weights(folder: Path, model: nn.Module, tensors: Mapping[str, Tensor]) -> None:

@@ -33,8 +33,7 @@ from rarebit.tables.apply import apply_, end_training_
 from rarebit.tables.find import find_tables, table_bytes, table_parameters
 from rarebit.tables.table import Method
 from rarebit.technique import SharedStage, Technique
-from rarebit.training.fit import fit_started, training_data
-from rarebit.training.loop import History, Progress
+from rarebit.training.fit import History, Progress, fit_started, training_data
 from rarebit.training.metrics import Evaluation, evaluate
 from rarebit.training.model_file import save_model
 from rarebit.training.settings import PreparedLog, RunSettings, Training, load_splits

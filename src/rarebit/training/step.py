@@ -1,18 +1,14 @@
-"""Clip gradients of a whole model, those that come by rows included.
+"""One training step: clip gradients, update, and run the steps of an epoch one by one or as a CUDA graph.
 
-One training step, and what is remembered of it on the device.
-
-How the steps of an epoch are run: one by one, or recorded once and replayed on a GPU.
-
-A step of a ranking model is dozens of small kernels, and a GPU finishes them sooner than the host can
-ask for them. Recorded as a CUDA graph, the whole step is one launch: pick the batch out of the data
-on the device, forward, backward, update. It is recorded after a few ordinary steps, and again when
-the learning rate changes.
+A step of a ranking model is dozens of small kernels, and a GPU finishes them faster than the host can launch them. Recorded
+as a CUDA graph, the whole step is one launch: pick the batch out of the data on the device, forward, backward, update. It is
+recorded after a few ordinary steps, and again when the learning rate changes.
 """
 
 import functools
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from itertools import accumulate
 from typing import Any, TypeAlias
 
 import torch
@@ -23,7 +19,7 @@ from torch.optim import Optimizer
 from rarebit.data.dataset import Batch, Dataset
 from rarebit.errors import NotFiniteError, RarebitError
 from rarebit.settings import require
-from rarebit.tables.collection import PlainStack
+from rarebit.tables.collection import PlainStack, TableCollection
 from rarebit.tables.rows import find_distinct, lookups_of, row_gradient
 from rarebit.training.metrics import Forward, device_of, score
 from rarebit.training.optimizers import RowwiseAdagrad, RowwiseSGD
@@ -37,7 +33,9 @@ __all__ = [
     "TrainingStep",
     "clip_grad_norm_",
     "first_line",
+    "raise_if_weights_are_not_finite",
     "recording",
+    "where_not_finite",
     "why_not_recorded",
 ]
 
@@ -170,7 +168,7 @@ class TrainingStep:
         return score(self.model, batch, self.forward)
 
     def _remember(self, loss: Tensor, rows: int) -> None:
-        # all in place: a recorded step goes on writing to the same memory
+        # all in place: a recorded step keeps writing to the same memory
         self.steps += 1
         self.loss_sum += loss.double() * rows
         first_bad = (self.bad_step < 0) & ~torch.isfinite(loss)
@@ -190,7 +188,7 @@ class TrainingStep:
         return {"steps": self.steps, "loss_sum": self.loss_sum, "bad_step": self.bad_step}
 
     def load(self, state: Mapping[str, Tensor]) -> None:
-        """Go on from what `state` returned."""
+        """Continue from what `state` returned."""
         for name, value in self.state().items():
             value.copy_(state[name])
 
@@ -209,6 +207,45 @@ class TrainingStep:
 def first_line(error: Exception) -> str:
     """Return the first line of an error's text, or what kind of error it is."""
     return str(error).split("\n", 1)[0] or type(error).__name__
+
+
+def raise_if_weights_are_not_finite(model: nn.Module) -> None:
+    """Raise with the name of a weight that is not finite, and its field; waits for the device once."""
+    named = dict(model.named_parameters())
+    if not named:
+        return
+    # a sum over everything is finite unless one number is not, or they are past all use
+    sums = torch.stack([p.detach().sum(dtype=torch.float64).cpu() for p in named.values()])
+    if bool(torch.isfinite(sums).all()):
+        return
+    for name, parameter in named.items():
+        place = where_not_finite(model, parameter, parameter.detach())
+        if place is not None:
+            raise NotFiniteError(f"the weights of {name} are not finite{place}")
+
+
+def where_not_finite(model: nn.Module, parameter: nn.Parameter, values: Tensor) -> str | None:
+    """Return field and row of the first number of a weight or gradient that is not finite; None if all are."""
+    ids = None
+    if values.is_sparse:
+        ids, values = lookups_of(values)
+    bad = ~torch.isfinite(values)
+    if not bool(bad.any()):
+        return None
+    if values.dim() == 0:
+        return ""
+    row = int(bad.reshape(len(values), -1).any(dim=1).nonzero()[0])
+    row = row if ids is None else int(ids[row])
+    for module in model.modules():
+        if not isinstance(module, TableCollection):
+            continue
+        for members, stack in zip(module.members, module.stacks, strict=True):
+            if isinstance(stack, PlainStack) and stack.embedding.weight is parameter:
+                firsts = zip([0, *accumulate(stack.sizes)], members, strict=False)
+                first, member = max(pair for pair in firsts if pair[0] <= row)
+                name = module.fields[member].name
+                return f", in the row of id {row - first} of field {name!r}"
+    return f", in row {row}"
 
 
 WARM_UP = 3
@@ -283,7 +320,7 @@ class RecordedSteps(Steps):
         self.warm += 1
 
     def _record(self) -> None:
-        """Record a step; where that fails, say why once and go on one by one."""
+        """Record a step; if that fails, report why once and continue one by one."""
         self.options = _options(self.step.optimizer)
         graph = torch.cuda.CUDAGraph()
         self.graph = None  # gives the memory of the last recording back
@@ -315,12 +352,12 @@ def recording(graph: torch.cuda.CUDAGraph, stream: torch.cuda.Stream) -> Iterato
         with torch.cuda.graph(graph, stream=stream):
             yield
     except BaseException:
-        generator.graphsafe_set_state(before)  # or it goes on waiting for the end of the recording
+        generator.graphsafe_set_state(before)  # or it keeps waiting for the end of the recording
         raise
 
 
 def why_not_recorded(optimizer: Optimizer) -> str | None:
-    """Say why a step with this optimizer would not mean the same when replayed, or None."""
+    """Return why a replayed step with this optimizer would differ, or None."""
     groups = optimizer.param_groups
     if isinstance(optimizer, INDEPENDENT_OF_STEPS) and not any(g.get("lr_decay") for g in groups):
         return None
