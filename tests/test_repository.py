@@ -23,7 +23,7 @@ PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))
 
 # A folder imports from itself and from what stands above it. The public names (`__init__`) come
 # after all that they are made of, so only what stands below them may `import rarebit`.
-TOP_LEVEL = ["errors", "settings", "registry", "machine", "text", "technique"]
+TOP_LEVEL = ["errors", "settings", "machine", "text", "technique"]
 FOLDERS = [
     "storage",
     "data",
