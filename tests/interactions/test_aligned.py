@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from rarebit.interactions import block as aligned
-from rarebit.interactions.block import Block, Linear, affine, as_autocast, filled_up
+from rarebit.interactions import basic as aligned
+from rarebit.interactions.basic import Block, Linear, affine, as_autocast, filled_up
 from rarebit.interactions.cross import CrossNetwork
 
 SETS = pytest.mark.parametrize("num_sets", [None, 3])

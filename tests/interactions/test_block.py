@@ -3,7 +3,7 @@ import torch
 from torch import nn
 
 from rarebit.errors import SettingsError
-from rarebit.interactions.block import Block, Blocks
+from rarebit.interactions.basic import Block, Blocks
 
 
 def naive(x, weight, bias, norm=None):

@@ -1,6 +1,6 @@
 import torch
 
-from rarebit.interactions.streams import Concatenation
+from rarebit.interactions.basic import Concatenation
 
 
 def test_fields_lie_side_by_side_in_order():

@@ -4,8 +4,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from rarebit.errors import SettingsError
+from rarebit.interactions.basic import FactorizationMachine
 from rarebit.interactions.field_pairs import FieldWeightedMachine, FieldWeightedPooling
-from rarebit.interactions.fm import FactorizationMachine
 
 BOTH = pytest.mark.parametrize("kind", [FieldWeightedMachine, FieldWeightedPooling])
 

@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from rarebit.interactions.fm import FactorizationMachine
+from rarebit.interactions.basic import FactorizationMachine
 
 
 def naive(embeddings):

@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from rarebit.errors import SettingsError
-from rarebit.interactions.fm import InnerProducts
+from rarebit.interactions.basic import InnerProducts
 
 
 def naive(embeddings, num_kept):

@@ -1,9 +1,8 @@
 import torch
 from torch import nn
 
+from rarebit.interactions.basic import Concatenation, FactorizationMachine, Parallel
 from rarebit.interactions.cross import CrossNetwork
-from rarebit.interactions.fm import FactorizationMachine
-from rarebit.interactions.streams import Concatenation, Parallel
 
 
 def test_every_branch_sees_the_same_embeddings():

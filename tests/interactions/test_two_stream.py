@@ -1,6 +1,6 @@
 import torch
 
-from rarebit.interactions.streams import TwoStreams
+from rarebit.interactions.basic import TwoStreams
 
 
 def naive(row, weights, stream, depth):

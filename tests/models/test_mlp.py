@@ -3,7 +3,7 @@ import torch
 from torch import nn
 
 from rarebit.errors import SettingsError
-from rarebit.interactions.block import Linear
+from rarebit.interactions.basic import Linear
 from rarebit.models._base import MLP
 
 

@@ -2,7 +2,7 @@ import pytest
 import torch
 from torch import nn
 
-from rarebit.interactions.block import Linear
+from rarebit.interactions.basic import Linear
 from rarebit.interactions.field_pairs import FieldWeightedPooling
 from rarebit.models import build_model
 from rarebit.models.nfm import Evened

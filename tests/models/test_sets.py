@@ -9,7 +9,7 @@ from torch import nn
 
 from rarebit import Field, Schema
 from rarebit.errors import SettingsError
-from rarebit.interactions.block import Block
+from rarebit.interactions.basic import Block
 from rarebit.models import build_model, model_class, model_names
 from rarebit.models._base import MLP
 

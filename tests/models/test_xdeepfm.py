@@ -3,7 +3,7 @@ import torch
 
 from rarebit import Field, Schema
 from rarebit.errors import SettingsError
-from rarebit.interactions.block import Block
+from rarebit.interactions.basic import Block
 from rarebit.models import build_model
 from rarebit.models.xdeepfm import XDeepFM
 

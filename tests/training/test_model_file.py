@@ -34,7 +34,7 @@ from rarebit import (
     save_model,
 )
 from rarebit.errors import ModelFileError
-from rarebit.interactions.fm import FactorizationMachine
+from rarebit.interactions.basic import FactorizationMachine
 from rarebit.models import build_model, model_class, model_names
 from rarebit.models._base import Backbone, RankingModel
 from rarebit.models.deepfm import DeepFM

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from rarebit.interactions.block import require_sizes, sets_axis
+from rarebit.interactions.basic import require_sizes, sets_axis
 from rarebit.settings import require
 
 __all__ = ["CompressedInteraction"]

@@ -18,7 +18,7 @@ The products w_l . x_0 of all layers are one matrix product, and x_L is made onc
 import torch
 from torch import Tensor, nn
 
-from rarebit.interactions.block import affine, as_autocast, filled_up, require_sizes, sets_axis
+from rarebit.interactions.basic import affine, as_autocast, filled_up, require_sizes, sets_axis
 
 __all__ = ["CrossNetwork", "VectorCrossNetwork"]
 

@@ -19,7 +19,7 @@ numbers per row.
 import torch
 from torch import Tensor, nn
 
-from rarebit.interactions.block import require_sizes, sets_axis
+from rarebit.interactions.basic import require_sizes, sets_axis
 
 __all__ = ["FieldAwareMachine", "FieldWeightedMachine", "FieldWeightedPooling"]
 

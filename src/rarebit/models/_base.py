@@ -20,6 +20,7 @@ first hidden layer behind the interaction of each set, before the mean, and leav
 import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from importlib import import_module
 from typing import Any, ClassVar, Self, TypedDict, Unpack
 
 import torch
@@ -29,12 +30,28 @@ from rarebit.data.dataset import Batch
 from rarebit.data.schema import Schema
 from rarebit.errors import SettingsError, UnsupportedTableError
 from rarebit.interactions.block import Block, Linear
+from rarebit.registry import find_class, offered
 from rarebit.sets.sets import SetsMethod
-from rarebit.settings import require
+from rarebit.settings import keyword_arguments, require, suggest
 from rarebit.tables.collection import TableCollection, TableInit
 from rarebit.tables.table import full_table
 
-__all__ = ["MLP", "Backbone", "FirstOrder", "Network", "RankingModel", "TableOptions"]
+__all__ = [
+    "MLP",
+    "Backbone",
+    "FirstOrder",
+    "Network",
+    "RankingModel",
+    "TableOptions",
+    "build_model",
+    "model_class",
+    "model_names",
+    "model_settings",
+    "preset_names",
+]
+
+PACKAGE = "rarebit.models"
+"""Where models are, one per file."""
 
 
 class TableOptions(TypedDict, total=False):
@@ -301,3 +318,50 @@ class Network:
         if self.num_sets is not None:
             width, hidden = hidden[0], tuple(hidden[1:])
         return MLP(width, hidden, dropout=self.dropout, batch_norm=self.batch_norm)
+
+
+def model_names() -> list[str]:
+    """Return the names of all models: the files of this folder.
+
+    >>> model_names()
+    ['autoint', 'dcn', 'dcn_v2', 'deepfm', 'dlrm', 'dnn', 'ffm', 'final_mlp', 'fm', 'fwfm', 'ipnn', 'lr',
+     'nfm', 'nfwfm', 'wide_deep', 'xdeepfm']
+    """
+    return offered(import_module(PACKAGE).__path__)
+
+
+def preset_names() -> list[str]:
+    """Return the names of all models with the settings of a paper.
+
+    >>> "deepfm@pep" in preset_names()
+    True
+    """
+    return [f"{name}@{preset}" for name in model_names() for preset in model_class(name).presets]
+
+
+def model_class(name: str) -> type[RankingModel]:
+    """Return the class of a model by its name, with or without a preset."""
+    return find_class(PACKAGE, name.partition("@")[0], RankingModel, what="model")
+
+
+def build_model(
+    name: str, schema: Schema, settings: Mapping[str, Any] | None = None
+) -> RankingModel:
+    """Build a model by name for the fields of a data set.
+
+    >>> from rarebit.data.schema import Field
+    >>> schema = Schema((Field(name="user", rows=9), Field(name="item", rows=7)))
+    >>> type(build_model("deepfm", schema, {"dim": 4})).__name__
+    'DeepFM'
+    """
+    return model_class(name)(schema, **model_settings(name, settings or {}))
+
+
+def model_settings(name: str, values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings of a model, checked: names, and types. Those of a preset come first."""
+    _, at, preset = name.partition("@")
+    presets = model_class(name).presets
+    if at and preset not in presets:
+        raise SettingsError(f"unknown preset {name!r}{suggest(preset, presets)}")
+    checked = keyword_arguments(model_class(name).__init__, values, where=f"model {name}")
+    return {**presets.get(preset, {}), **checked}

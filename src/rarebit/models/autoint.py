@@ -23,8 +23,8 @@ from typing import Any, ClassVar, Literal, Unpack
 from torch import Tensor, nn
 
 from rarebit.data.schema import Schema
+from rarebit.interactions.basic import Concatenation, Parallel
 from rarebit.interactions.self_attention import OneResidual, SelfAttention
-from rarebit.interactions.streams import Concatenation, Parallel
 from rarebit.models._base import MLP, Backbone, FirstOrder, Network, RankingModel, TableOptions
 from rarebit.settings import require
 

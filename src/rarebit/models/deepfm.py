@@ -19,8 +19,7 @@ from typing import Any, ClassVar, Unpack
 from torch import Tensor, nn
 
 from rarebit.data.schema import Schema
-from rarebit.interactions.fm import FactorizationMachine
-from rarebit.interactions.streams import Concatenation, Parallel
+from rarebit.interactions.basic import Concatenation, FactorizationMachine, Parallel
 from rarebit.models._base import MLP, Backbone, FirstOrder, Network, RankingModel, TableOptions
 
 __all__ = ["DeepFM"]

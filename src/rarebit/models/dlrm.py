@@ -24,8 +24,7 @@ from torch import Tensor, nn
 
 from rarebit.data.dataset import Batch
 from rarebit.data.schema import Schema
-from rarebit.interactions.block import Blocks
-from rarebit.interactions.fm import InnerProducts
+from rarebit.interactions.basic import Blocks, InnerProducts
 from rarebit.models._base import Backbone, Network, RankingModel, TableOptions
 
 __all__ = ["DLRM"]

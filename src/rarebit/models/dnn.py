@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Unpack
 
 from rarebit.data.schema import Schema
-from rarebit.interactions.streams import Concatenation
+from rarebit.interactions.basic import Concatenation
 from rarebit.models._base import Backbone, Network, RankingModel, TableOptions
 
 __all__ = ["DNN"]

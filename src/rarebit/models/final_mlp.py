@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from rarebit.data.schema import Schema
-from rarebit.interactions.streams import TwoStreams
+from rarebit.interactions.basic import TwoStreams
 from rarebit.models._base import Backbone, RankingModel, TableOptions
 from rarebit.settings import require
 

@@ -14,7 +14,7 @@ from typing import Any, ClassVar, Unpack
 from torch import Tensor, nn
 
 from rarebit.data.schema import Schema
-from rarebit.interactions.fm import FactorizationMachine
+from rarebit.interactions.basic import FactorizationMachine
 from rarebit.models._base import Backbone, FirstOrder, RankingModel, TableOptions
 
 __all__ = ["FM"]

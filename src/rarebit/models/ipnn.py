@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Unpack
 
 from rarebit.data.schema import Schema
-from rarebit.interactions.fm import InnerProducts
+from rarebit.interactions.basic import InnerProducts
 from rarebit.models._base import Backbone, Network, RankingModel, TableOptions
 
 __all__ = ["IPNN"]

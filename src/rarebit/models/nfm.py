@@ -19,8 +19,7 @@ from typing import Any, ClassVar, Unpack
 from torch import Tensor, nn
 
 from rarebit.data.schema import Schema
-from rarebit.interactions.block import SetBatchNorm
-from rarebit.interactions.fm import FactorizationMachine
+from rarebit.interactions.basic import FactorizationMachine, SetBatchNorm
 from rarebit.models._base import Backbone, FirstOrder, Network, RankingModel, TableOptions
 from rarebit.settings import require
 

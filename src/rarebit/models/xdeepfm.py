@@ -22,8 +22,8 @@ from typing import Any, ClassVar, Unpack
 from torch import Tensor, nn
 
 from rarebit.data.schema import Schema
+from rarebit.interactions.basic import Concatenation, Parallel
 from rarebit.interactions.cin import CompressedInteraction
-from rarebit.interactions.streams import Concatenation, Parallel
 from rarebit.models._base import MLP, Backbone, FirstOrder, Network, RankingModel, TableOptions
 
 __all__ = ["XDeepFM"]
