@@ -29,10 +29,9 @@ from torch import Tensor, nn
 from rarebit.data.dataset import Batch
 from rarebit.data.schema import Schema
 from rarebit.errors import SettingsError, UnsupportedTableError
-from rarebit.interactions.block import Block, Linear
-from rarebit.registry import find_class, offered
+from rarebit.interactions.basic import Block, Linear
 from rarebit.sets.sets import SetsMethod
-from rarebit.settings import keyword_arguments, require, suggest
+from rarebit.settings import find_class, keyword_arguments, offered, require, suggest
 from rarebit.tables.collection import TableCollection, TableInit
 from rarebit.tables.table import full_table
 
