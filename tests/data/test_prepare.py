@@ -294,7 +294,7 @@ def test_ctrl_c_leaves_nothing(tmp_path, when):
 
 KILLED = """
 import os, signal, sys
-from rarebit.storage.disk import Disk
+from rarebit.storage.files import Disk
 from rarebit.data.raw import encode
 from rarebit.data.prepare import prepare
 

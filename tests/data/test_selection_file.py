@@ -18,8 +18,7 @@ from rarebit.data.selection import (
     select,
 )
 from rarebit.errors import DataError
-from rarebit.storage.disk import Disk
-from rarebit.storage.files import file_checksum
+from rarebit.storage.files import Disk, file_checksum
 
 
 def some_selection(settings=CoOccurrence(drop=0.5, split=FrequencySplit(top=0.4)), mark="abc"):

@@ -18,12 +18,12 @@ from safetensors.torch import load_file
 
 import rarebit
 from rarebit.errors import CheckpointError
-from rarebit.storage.disk import Disk, explain, file_lock, is_alive, open_file, open_folder
+from rarebit.storage.files import Disk, explain, file_lock, is_alive, open_file, open_folder
 
 HOLD = """
 import sys, time
 from pathlib import Path
-from rarebit.storage.disk import file_lock
+from rarebit.storage.files import file_lock
 with file_lock(Path(sys.argv[1])):
     print("held", flush=True)
     sys.stdin.read()

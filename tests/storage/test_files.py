@@ -9,8 +9,8 @@ import sys
 import pytest
 
 from rarebit.errors import DataError, StudyError
-from rarebit.storage.disk import Disk
 from rarebit.storage.files import (
+    Disk,
     fresh_folder,
     is_own_checksum,
     leftovers,

@@ -50,7 +50,7 @@ def as_format_1(folder):
 
 def killed_at(step):
     """Kill this process before a given change of the disk."""
-    from rarebit.storage.disk import Disk
+    from rarebit.storage.files import Disk
 
     left = [step]
 

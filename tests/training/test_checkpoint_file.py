@@ -26,8 +26,8 @@ from torch import nn
 
 from rarebit import __version__
 from rarebit.errors import CheckpointError
-from rarebit.storage.disk import Disk
-from rarebit.storage.encoding import DTYPES, MAX_DEPTH
+from rarebit.storage.files import Disk
+from rarebit.storage.folder import DTYPES, MAX_DEPTH
 from rarebit.training import checkpoints as checkpoint_file
 from rarebit.training.checkpoints import CheckpointFolder
 

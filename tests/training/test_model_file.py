@@ -39,8 +39,7 @@ from rarebit.models import build_model, model_class, model_names
 from rarebit.models._base import Backbone, RankingModel
 from rarebit.models.deepfm import DeepFM
 from rarebit.models.fm import FM, SumOfFeatures
-from rarebit.storage.disk import Disk
-from rarebit.storage.files import own_checksum
+from rarebit.storage.files import Disk, own_checksum
 
 SCHEMA = Schema(
     (

@@ -22,7 +22,7 @@ from rarebit.errors import (
     TrainingInterrupted,
 )
 from rarebit.models.deepfm import DeepFM
-from rarebit.storage.disk import Disk
+from rarebit.storage.files import Disk
 from rarebit.training.checkpoints import CheckpointFolder, Checkpoints, StopRequests
 from rarebit.training.fit import Silence, TrainingLoop
 from rarebit.training.step import Steps, TrainingStep

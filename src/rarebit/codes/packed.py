@@ -42,8 +42,7 @@ from rarebit.codes.packed_lookup import (
 )
 from rarebit.errors import MissingExtraError, ModelFileError, UnsupportedTableError
 from rarebit.settings import check_types
-from rarebit.storage.disk import DISK
-from rarebit.storage.files import write_file
+from rarebit.storage.files import DISK, write_file
 from rarebit.tables.apply import TableChanges, Where, put_tables, reported
 from rarebit.tables.find import Site, find_sites, refuse_wrapped_model
 from rarebit.tables.table import (

@@ -27,8 +27,9 @@ from numpy.typing import NDArray
 from rarebit.data.schema import Schema
 from rarebit.errors import DataError
 from rarebit.settings import check_types, from_mapping, require
-from rarebit.storage.disk import DISK, explain
 from rarebit.storage.files import (
+    DISK,
+    explain,
     file_checksum,
     fresh_folder,
     is_own_checksum,

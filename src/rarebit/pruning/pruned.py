@@ -62,8 +62,7 @@ from rarebit.pruning.pep import (
     usual_interval,
 )
 from rarebit.settings import check_types, from_mapping, require, to_mapping, updated
-from rarebit.storage.disk import file_lock
-from rarebit.storage.files import write_json
+from rarebit.storage.files import file_lock, write_json
 from rarebit.tables.apply import apply_, end_training_
 from rarebit.tables.collection import Stack
 from rarebit.tables.find import TableInfo, find_sites, find_tables

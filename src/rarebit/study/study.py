@@ -23,8 +23,7 @@ from rarebit.data.synthetic import SyntheticLog
 from rarebit.errors import DataError, SettingsError, StudyError, StudyInterrupted
 from rarebit.machine import machine
 from rarebit.settings import require, to_mapping
-from rarebit.storage.disk import file_lock
-from rarebit.storage.files import write_json
+from rarebit.storage.files import file_lock, write_json
 from rarebit.study.plan import StudyPlan
 from rarebit.study.pool import Pool, StudyLines, StudyProgress
 from rarebit.study.results import (

@@ -49,9 +49,20 @@ from rarebit.data.counter_random import random_bits, stream_key
 from rarebit.data.dataset import Dataset
 from rarebit.errors import CheckpointError, NewerFormatError, RarebitError, TrainingInterrupted
 from rarebit.settings import to_mapping
-from rarebit.storage.disk import DISK, Disk, explain, file_lock, open_file, open_folder
-from rarebit.storage.encoding import Decoder, Encoder
-from rarebit.storage.files import file_checksum, fresh_folder, hidden, leftovers, make_folder
+from rarebit.storage.files import (
+    DISK,
+    Disk,
+    explain,
+    file_checksum,
+    file_lock,
+    fresh_folder,
+    hidden,
+    leftovers,
+    make_folder,
+    open_file,
+    open_folder,
+)
+from rarebit.storage.folder import StateDecoder, StateEncoder
 from rarebit.tables.find import find_sites, find_tables
 from rarebit.tables.table import methods_of
 from rarebit.training.row_kernel import row_kernel
@@ -328,7 +339,7 @@ class CheckpointFolder:
         """Write a state under a free name; an error leaves nothing, or all if the last sync failed."""
         from rarebit import __version__
 
-        target, encoder = self._path(name), Encoder()
+        target, encoder = self._path(name), StateEncoder()
         description = {"format": FORMAT, "rarebit": __version__}
         structure = encoder.encode(dict(state))
         needed = len(json.dumps(structure)) + sum(t.nbytes for t in encoder.tensors.values())
@@ -352,7 +363,7 @@ class CheckpointFolder:
             with open_folder(path) as descriptor:
                 description = _read_description(descriptor)
                 tensors = _read_tensors(path, descriptor, description["files"][TENSORS])
-            return Decoder(tensors).decode_all(description["state"])
+            return StateDecoder(tensors).decode_all(description["state"])
         except CheckpointError:
             raise
         except NONSENSE as error:

@@ -22,8 +22,7 @@ from rarebit.errors import ModelFileError, SettingsError
 from rarebit.models import build_model, model_names
 from rarebit.models._base import RankingModel
 from rarebit.sets.sets import SetsMethod, sets_of
-from rarebit.storage.encoding import place_of
-from rarebit.storage.folder import TensorFolder
+from rarebit.storage.folder import TensorFolder, place_of
 from rarebit.tables.apply import restore_tables
 from rarebit.tables.find import find_sites, find_tables
 from rarebit.tables.table import Method, methods_of
