@@ -71,7 +71,7 @@ def test_a_second_pruning_has_a_folder_of_its_own_and_none_is_written_over(call)
     assert left("runs/fm-pruned-2/604") == 604
     code, _, err = call(*words, "--out", "runs/fm-pruned-2")
     assert (code, err.count("\n")) == (2, 1)
-    assert "holds a pruning already; go on with it by resume" in err
+    assert "holds a pruning already; resume it" in err
 
 
 @pytest.mark.slow
