@@ -21,10 +21,11 @@ import inspect
 import itertools
 import json
 import re
+import sys
 import tomllib
 import typing
 from abc import ABC
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from functools import cache
@@ -60,6 +61,7 @@ __all__ = [
     "SharedStage",
     "Technique",
     "compositions",
+    "needed_modules",
     "parse_techniques",
     "refusal",
     "technique_class",
@@ -230,10 +232,11 @@ def technique_name(technique: Technique | type[Technique]) -> str:
     package, _, file = cls.__module__.rpartition(".")
     if package in PACKAGES:
         return file.replace("_", "-")
-    offered_by = {f"{module}:{name}": key for key, (module, name) in _foreign().items()}
-    return offered_by.get(
-        f"{cls.__module__}:{cls.__qualname__}", cls.registered_name or cls.__name__
-    )
+    for name, (module, attribute) in _foreign().items():
+        # an entry point may name the package that exports a class, not the file that defines it
+        if getattr(sys.modules.get(module), attribute, None) is cls:
+            return name
+    return cls.registered_name or cls.__name__
 
 
 def technique_names() -> list[str]:
@@ -255,7 +258,10 @@ def technique_class(name: str) -> type[Technique]:
         return find_class(_files()[file], file, Technique, what="method")
     if name in _foreign():
         module, attribute = _foreign()[name]
-        found = getattr(import_module(module), attribute)
+        try:
+            found = getattr(import_module(module), attribute)
+        except (ImportError, AttributeError) as error:
+            raise SettingsError(f"the entry point {name!r} cannot be imported: {error}") from error
         if not (isinstance(found, type) and issubclass(found, Technique)):
             raise SettingsError(f"the entry point {name!r} is {found!r}, not a method of Rarebit")
         return found
@@ -273,6 +279,29 @@ def technique_class(name: str) -> type[Technique]:
             f"{GROUP!r}, or its module must be imported first"
         )
     return imported[0]
+
+
+def needed_modules(techniques: Iterable[Technique]) -> list[str]:
+    """Return the modules that another process must import to find these techniques by name.
+
+    Our techniques and those of entry points need none.
+
+    >>> from rarebit import LowRank
+    >>> needed_modules([LowRank(rank=4)])
+    []
+    """
+    needed = set()
+    for technique in techniques:
+        cls, name = type(technique), technique_name(technique)
+        if name.replace("-", "_") in _files() or name in _foreign():
+            continue
+        require(
+            cls.__module__ != "__main__" and "<locals>" not in cls.__qualname__,
+            f"other processes cannot import {cls.__name__}, which is defined in a script, a notebook or a "
+            "function; define it in a module and import it from there",
+        )
+        needed.add(cls.__module__)
+    return sorted(needed)
 
 
 def technique_from_mapping(values: Mapping[str, Any]) -> Technique:

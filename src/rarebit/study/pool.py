@@ -86,7 +86,8 @@ class Pool:
 
     def __init__(self, workers: int, device: str, threads: int) -> None:
         self.command = [sys.executable, "-m", "rarebit.study.worker", device, str(threads)]
-        paths = filter(None, [str(PACKAGE), os.environ.get("PYTHONPATH")])
+        # workers find the modules that this process finds
+        paths = filter(None, dict.fromkeys([str(PACKAGE), *sys.path]))
         variables = {"PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": str(threads)}
         self.environment = os.environ | variables
         self.workers = [_Worker(self) for _ in range(workers)]

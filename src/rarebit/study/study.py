@@ -38,7 +38,7 @@ from rarebit.study.results import (
 from rarebit.study.runs import RunFolder, RunRecord, ensemble_record, identify, run_key, stage_key
 from rarebit.study.statistics import PairedAUC, delong, scipy_special
 from rarebit.study.variants import MeasuredRates, Variant, variants_of
-from rarebit.technique import technique_text
+from rarebit.technique import needed_modules, technique_text
 from rarebit.training.metrics import evaluate_scores
 from rarebit.training.run import STAGE
 from rarebit.training.settings import PreparedLog, RunSettings, load_splits
@@ -163,6 +163,8 @@ class Cell:
         self.test, self.counts = splits.test, splits.train.counts()
         rates = MeasuredRates(folder / "rates.json", splits.train)
         self.variants = variants_of(plan, self.base, splits.train.schema, rates)
+        for variant in self.variants:
+            needed_modules(variant.trials[0].methods)  # reports what workers cannot import
         first = self.settings.first_seed
         self.seeds = range(first, first + self.settings.seeds)
         self.tuning_seeds = self.seeds[: self.settings.tuning_seeds]
@@ -370,6 +372,7 @@ class _Runner:
         return {
             "folder": str(folder),
             "settings": run.settings.to_mapping(),
+            "modules": needed_modules(run.settings.methods),
             "keep_model": self.keep_models,
             "pruning": str(folder / STAGE / stage) if stage and stages[stage] > 1 else None,
         }

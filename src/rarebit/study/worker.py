@@ -2,7 +2,7 @@
 
     python -m rarebit.study.worker DEVICE THREADS
 
-    in     {"folder": STUDY, "settings": {...}, "keep_model": false, "pruning": null}
+    in     {"folder": STUDY, "settings": {...}, "modules": [], "keep_model": false, "pruning": null}
     out    {"epoch": 1, "epochs": 10, "valid_auc": 0.8}      after each epoch
            {"done": true} | {"failed": "why"} | {"stopped": true}
 
@@ -21,6 +21,7 @@ import threading
 import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
+from importlib import import_module
 from pathlib import Path
 from typing import Any, NamedTuple, TextIO, TypeAlias
 
@@ -192,8 +193,10 @@ class Worker:
 
     def work(self, task: Mapping[str, Any]) -> None:
         """Make a run and tell how it ended; a run that fails does not stop the next one."""
-        settings = RunSettings.from_mapping(task["settings"])
         try:
+            for module in task.get("modules", ()):  # methods without an entry point
+                import_module(module)
+            settings = RunSettings.from_mapping(task["settings"])
             if self.log is None or self.log_settings != settings.data:
                 self.log = None  # frees its memory first
                 self.log, self.log_settings = open_log(settings, self.device), settings.data
