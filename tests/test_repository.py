@@ -16,6 +16,7 @@ import pytest
 from packaging.requirements import Requirement
 
 import rarebit
+from rarebit.technique import technique_class, technique_names
 
 ROOT = Path(__file__).resolve().parent.parent
 SRC = ROOT / "src" / "rarebit"
@@ -58,6 +59,11 @@ DATA_ORDER = [
 ]
 # (file, module): what a public method imports where it is called, because it needs Polars.
 DATA_EXCEPTIONS = {("data/dataset.py", "raw.encode")}
+
+METHOD_PACKAGES = {"methods", "pruning", "research"}
+KNOW_METHODS = {*METHOD_PACKAGES, "transfer", "__init__.py", "testing.py", "bench"}
+"""Files and folders that may know a method by its class; `bench` measures them by name."""
+METHOD_CLASSES = {technique_class(name).__name__ for name in technique_names()}
 
 CORE_PACKAGES = {"numpy", "safetensors", "torch"}
 EXTRA_PACKAGES = {
@@ -195,6 +201,21 @@ def data_violations(path: str, source: str) -> list[str]:
     return found
 
 
+def method_violations(path: str, source: str) -> list[str]:
+    """Return imports of a method by its module or its class, where methods are known by name only."""
+    if Path(path).parts[0] in KNOW_METHODS:
+        return []
+    found = []
+    for name, _ in imports(source):
+        package, _, rest = name.removeprefix("rarebit.").partition(".")
+        inside = name.startswith("rarebit.") and package in METHOD_PACKAGES
+        # a public name of the package, such as rarebit.pruning.prune, is no file
+        of_a_file = inside and (SRC / package / f"{rest.partition('.')[0]}.py").is_file()
+        if of_a_file or (name.startswith("rarebit") and name.rpartition(".")[2] in METHOD_CLASSES):
+            found.append(f"{path}: imports {name}; find methods by name")
+    return found
+
+
 def package_violations(path: str, source: str) -> list[str]:
     folders = [Path(path).parts[0].removesuffix(".py"), Path(path).parent.as_posix()]
     extra = {package for folder in folders for package in EXTRA_PACKAGES.get(folder, ())}
@@ -302,6 +323,10 @@ def test_data_is_imported_without_polars_and_pyarrow():
     )
 
 
+def test_only_methods_know_methods():
+    assert all_violations(method_violations) == ""
+
+
 def test_only_the_packages_of_the_core_are_imported():
     assert all_violations(package_violations) == ""
 
@@ -334,6 +359,13 @@ def test_no_large_files_data_or_machine_paths():
         (data_violations, "data/raw/rows.py", "from rarebit.data.raw.rows import Place"),
         (data_violations, "data/order.py", "from rarebit.data import Batch"),
         (data_violations, "data/nowhere.py", ""),
+        (method_violations, "training/x.py", "from rarebit.methods.mlet import MLET"),
+        (method_violations, "training/x.py", "from rarebit.methods._counts import set_counts_"),
+        (method_violations, "training/x.py", "def f():\n    import rarebit.research.row_rate"),
+        (method_violations, "diagnosis/x.py", "from rarebit.methods import mlet"),
+        (method_violations, "study/x.py", "from rarebit.pruning import Pruned"),
+        (method_violations, "cli/x.py", "from rarebit.pruning.pruned import prune_run"),
+        (method_violations, "cli/x.py", "from rarebit import Hashing"),
         (package_violations, "data/x.py", "import pandas as pd"),
         (package_violations, "data/x.py", "def f():\n    from scipy.stats import norm"),
         (package_violations, "bench/x.py", "import rich"),
@@ -363,12 +395,20 @@ def test_a_violation_is_found(rule, path, source):
         ("data/dataset.py", "def f():\n    from rarebit.data.raw.encode import encode_frame"),
         ("cli/x.py", "import typer\nimport rarebit as rb\nfrom rarebit import apply_"),
         ("training/x.py", "def save():\n    from rarebit import __version__"),
+        ("cli/x.py", "from rarebit.pruning import prune_run\nimport rarebit.methods"),
+        ("bench/x.py", "from rarebit.methods.mlet import MLET"),
         ("__main__.py", "from rarebit.cli.app import app"),
         ("models/x.py", "import torch\nmodel.eval()\ntry:\n    f()\nexcept OSError:\n    pass"),
     ],
 )
 def test_what_is_allowed_is_not_found(path, source):
-    rules = (layer_violations, data_violations, package_violations, code_violations)
+    rules = (
+        layer_violations,
+        data_violations,
+        method_violations,
+        package_violations,
+        code_violations,
+    )
     assert [violation for rule in rules for violation in rule(path, source)] == []
 
 

@@ -508,7 +508,7 @@ def check_trains(method: TrainingMethod) -> None:
     kinds = [type(module) for module in model.modules()]
     assert kinds == [type(module) for module in plain.modules()], "it leaves modules behind"
     assert list(model.state_dict()) == list(plain.state_dict()), "it leaves weights behind"
-    hooked = [m for m in model.modules() if m._forward_hooks or m._forward_pre_hooks]  # noqa: SLF001
+    hooked = [m for m in model.modules() if m._forward_hooks or m._forward_pre_hooks]  # noqa: SLF001  # torch has no public list
     assert not hooked, "it leaves hooks behind: remove them in close()"
     assert history.best_epoch is not None
     kept = history.epochs[history.best_epoch - 1].valid

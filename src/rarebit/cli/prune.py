@@ -10,7 +10,7 @@ from typer import Option
 from rarebit.cli import options as opt
 from rarebit.cli import screen
 from rarebit.errors import MissingExtraError, SettingsError
-from rarebit.pruning.pruned import (
+from rarebit.pruning import (
     PruneResult,
     PruneSettings,
     explain_pruning,

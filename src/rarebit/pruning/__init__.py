@@ -16,6 +16,7 @@ from rarebit.pruning.pruned import (
     explain_pruning,
     prune,
     prune_run,
+    read_prune,
     retrain,
 )
 
@@ -35,6 +36,7 @@ __all__ = [
     "prune",
     "prune_run",
     "pruning_insight",
+    "read_prune",
     "retrain",
     "save_ticket",
     "set_threshold_",
