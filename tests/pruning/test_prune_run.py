@@ -126,7 +126,7 @@ def test_what_came_out_is_written_down_and_asked_again(two):
 def test_a_used_folder_is_refused_and_left_alone(two):
     result, _ = two
     before = (result.folder / "prune.json").read_bytes()
-    with pytest.raises(ModelFileError, match="holds a pruning already; go on with it by resume"):
+    with pytest.raises(ModelFileError, match="holds a pruning already; resume it"):
         pruned(result.folder, PruneSettings(budgets=(77,)))
     assert (result.folder / "prune.json").read_bytes() == before
     assert not (result.folder / "77").exists()

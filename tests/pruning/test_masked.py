@@ -272,7 +272,7 @@ def test_a_second_ticket_takes_the_place_of_the_first(tmp_path):
 def test_a_ticket_that_cannot_be_written_leaves_the_first_in_place(tmp_path):
     saved(tmp_path)
     ticket = Ticket({"a": torch.zeros(4, 4).bool()}, facts={"step": {1, 2}})
-    with pytest.raises(ModelFileError, match=r"cannot write.*facts must be what JSON can hold"):
+    with pytest.raises(ModelFileError, match=r"cannot write.*is not JSON serializable"):
         save_ticket(ticket, tmp_path)
     assert load_ticket(tmp_path).num_kept == 4
     assert len(list(tmp_path.iterdir())) == 2, "something half-written is left"
@@ -321,8 +321,8 @@ def test_a_description_cannot_name_a_file_elsewhere(tmp_path):
 def test_a_later_format_and_a_missing_file_are_told(tmp_path):
     path = saved(tmp_path) / "ticket.json"
     good = path.read_text()
-    path.write_text(re.sub('"format": 1', '"format": 9', good))
-    with pytest.raises(ModelFileError, match="is in format 9, this version reads format 1"):
+    path.write_text(re.sub(r'"format": \d', '"format": 9', good))
+    with pytest.raises(ModelFileError, match="was written in format 9 by .*; this version reads up to format 2"):
         load_ticket(tmp_path)
     path.write_text(good)
     next(p for p in tmp_path.iterdir() if p.name.startswith("tensors")).unlink()
