@@ -10,7 +10,7 @@ from torch import nn
 from rarebit.bench import _frame, tables
 from rarebit.codes.packed import Pack, save_packed
 from rarebit.codes.packed_lookup import packed_kernel
-from rarebit.training.row_kernel import row_kernel
+from rarebit.training.optimizers import row_kernel
 
 
 def quietly(bench, **options):

@@ -15,7 +15,7 @@ from rarebit.codes.packed import Pack, PackedTable
 from rarebit.codes.packed_lookup import load_packed_kernel, packed_kernel
 from rarebit.tables import compiler as compiled
 from rarebit.tables.compiler import COMPILERS
-from rarebit.training.row_kernel import load_row_kernel
+from rarebit.training.optimizers import load_row_kernel
 
 WANTED = [*shlex.split(os.environ.get("CXX", ""))[:1], *COMPILERS]
 needs_compiler = needs("C++ compiler", any(map(shutil.which, WANTED)), "none is on the path")

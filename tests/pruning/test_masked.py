@@ -322,7 +322,9 @@ def test_a_later_format_and_a_missing_file_are_told(tmp_path):
     path = saved(tmp_path) / "ticket.json"
     good = path.read_text()
     path.write_text(re.sub(r'"format": \d', '"format": 9', good))
-    with pytest.raises(ModelFileError, match="was written in format 9 by .*; this version reads up to format 2"):
+    with pytest.raises(
+        ModelFileError, match=r"was written in format 9 by .*; this version reads up to format 2"
+    ):
         load_ticket(tmp_path)
     path.write_text(good)
     next(p for p in tmp_path.iterdir() if p.name.startswith("tensors")).unlink()

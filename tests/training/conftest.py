@@ -2,7 +2,7 @@
 
 import pytest
 
-from rarebit.training.row_kernel import row_kernel
+from rarebit.training.optimizers import row_kernel
 
 
 @pytest.fixture(params=["plain torch", "compiled"])

@@ -266,12 +266,12 @@ def test_a_last_axis_of_one_is_taken_off():
 
 def test_anything_but_one_score_a_row_is_refused():
     data = some_data(6)
-    message = r"one score a row, \(6,\), got \(6, 3\); pass forward=lambda model, batch"
+    message = r"one score per row, \(6,\), got \(6, 3\); pass forward=lambda model, batch"
     with pytest.raises(TrainingError, match=message):
         predict(Column("tags"), data)
-    with pytest.raises(TrainingError, match=r"one score a row, \(6,\), got \(\)"):
+    with pytest.raises(TrainingError, match=r"one score per row, \(6,\), got \(\)"):
         predict(nn.Identity(), data, forward=lambda _, batch: batch["score"].sum())
-    with pytest.raises(TrainingError, match="one score a row, got a tuple; pass forward="):
+    with pytest.raises(TrainingError, match="one score per row, got a tuple; pass forward="):
         predict(nn.Identity(), data, forward=lambda _, batch: (batch["score"],))
 
 

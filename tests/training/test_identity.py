@@ -25,7 +25,7 @@ from rarebit.training.checkpoints import (
     differences,
     environment_warnings,
 )
-from rarebit.training.row_kernel import row_kernel
+from rarebit.training.optimizers import row_kernel
 
 SCHEMA = Schema(
     (

@@ -258,7 +258,7 @@ HELP = {
     "tables": "a smaller dim, Hashing or LowRank make the tables smaller",
     "network": "a smaller network helps",
     "gradients": 'gradients, 2.0 GB: tables="rowwise" keeps the gradients of a batch only',
-    "optimizer_state": 'tables="rowwise" with optimizer="adagrad" keeps 4 bytes a row',
+    "optimizer_state": 'tables="rowwise" with optimizer="adagrad" keeps 4 bytes per row',
     "train_data": "training data, 2.0 GB: keep the data elsewhere",
     "valid_data": "validate on fewer rows, or keep the data elsewhere",
     "best_weights": "copy of the best weights, 2.0 GB: valid=None keeps no copy",

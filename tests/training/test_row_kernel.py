@@ -19,8 +19,8 @@ from torch import nn
 from rarebit.errors import DataError
 from rarebit.tables import compiler as compiled
 from rarebit.tables.compiler import COMPILERS
-from rarebit.training import row_kernel as module
-from rarebit.training.row_kernel import load_row_kernel, suits
+from rarebit.training import optimizers as module
+from rarebit.training.optimizers import load_row_kernel, suits
 
 SOURCES = Path(module.__file__).parents[2]
 WANTED = [*shlex.split(os.environ.get("CXX", ""))[:1], *COMPILERS]
@@ -341,7 +341,7 @@ def test_lookups_of_another_form_are_refused(kernel, ids, values, match):
         ("adam", "exp_avg", torch.zeros(3, 3), "states of its shape"),
         ("adam", "exp_avg_sq", torch.zeros(4, 3).double(), "float32"),
         ("momentum", "buffer", torch.zeros(4), "states of its shape"),
-        ("adagrad", "sums", torch.zeros(4, 3), "one number a row, 4 contiguous float32"),
+        ("adagrad", "sums", torch.zeros(4, 3), "one number per row, 4 contiguous float32"),
         ("adagrad", "sums", torch.zeros(4).double(), "torch.float64"),
     ],
 )
@@ -442,7 +442,7 @@ def test_two_processes_may_compile_at_once(tmp_path):
     code = (
         "import torch\n"
         "from rarebit.tables import compiler\n"
-        "from rarebit.training.row_kernel import row_kernel\n"
+        "from rarebit.training.optimizers import row_kernel\n"
         f"compiler.FLAGS, compiler.CHOICES = {QUICK_FLAGS}, ((),)\n"
         "print(row_kernel().merge(torch.tensor([4, 2, 4]), torch.ones(3, 1)))"
     )

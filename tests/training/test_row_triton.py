@@ -6,7 +6,8 @@ from capabilities import needs_cuda
 from torch import nn
 
 from rarebit import optimizer
-from rarebit.training import row_triton, row_updates
+from rarebit.training import row_triton
+from rarebit.training.optimizers import PlainRows
 
 pytestmark = needs_cuda
 
@@ -33,7 +34,7 @@ def both(name, width, states, steps=3, **options):
     for step in range(1, steps + 1):
         ids, values = lookups(width)
         count = {"step": step} if name == "adam" else {}
-        getattr(row_updates, name)(ids, values, *plain, **options, **count)
+        getattr(PlainRows, name)(ids, values, *plain, **options, **count)
         on_device = {"step": torch.tensor(float(step), device="cuda")} if count else {}
         assert row_triton.suits(values.cuda(), *fast)
         getattr(row_triton, name)(ids.cuda(), values.cuda(), *fast, **options, **on_device)
@@ -65,7 +66,7 @@ def test_sgd_without_momentum():
     ids, values = lookups(4)
     plain, fast = torch.ones(50, 4), torch.ones(50, 4).cuda()
     options = {"lr": 0.01, "momentum": 0.0, "weight_decay": 0.0, "decoupled": False}
-    row_updates.sgd(ids, values, plain, None, **options)
+    PlainRows.sgd(ids, values, plain, None, **options)
     row_triton.sgd(ids.cuda(), values.cuda(), fast, None, **options)
     torch.testing.assert_close(fast.cpu(), plain, rtol=1e-4, atol=1e-5)
 

@@ -22,8 +22,7 @@ from rarebit import (
 )
 from rarebit.errors import OptimizerError, SettingsError
 from rarebit.models.deepfm import DeepFM
-from rarebit.training.optimizers import RowwiseAdagrad, RowwiseAdam, RowwiseSGD
-from rarebit.training.row_kernel import row_kernel
+from rarebit.training.optimizers import RowwiseAdagrad, RowwiseAdam, RowwiseSGD, row_kernel
 
 KINDS = ["adam", "adagrad", "sgd"]
 ROWWISE = {"adam": RowwiseAdam, "adagrad": RowwiseAdagrad, "sgd": RowwiseSGD}

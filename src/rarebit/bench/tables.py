@@ -21,8 +21,7 @@ from rarebit.methods.quantize import Quantize
 from rarebit.tables.find import table_bytes
 from rarebit.tables.rows import lookups_of
 from rarebit.tables.spectrum import singular_values
-from rarebit.training import row_updates
-from rarebit.training.row_kernel import row_kernel
+from rarebit.training.optimizers import PlainRows, row_kernel
 
 __all__ = ["bound", "draw_lookups", "packed", "quantize", "resident_bytes", "rows", "spectrum"]
 
@@ -192,7 +191,7 @@ def rows(
     that of the compiled kernel, if there is one.
     """
     kernel = row_kernel()
-    paths: dict[str, Callable[..., None]] = {"plain": row_updates.adam}
+    paths: dict[str, Callable[..., None]] = {"plain": PlainRows.adam}
     if kernel is not None:
         paths["compiled"] = kernel.adam
     result: BenchResult = {

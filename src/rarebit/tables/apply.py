@@ -297,8 +297,7 @@ def merge_(
 ) -> TableChanges:
     """Turn the tables made by methods back into plain torch tables with the same rows, in place.
 
-    The report is false when there was nothing left to merge. A table that wraps another is folded
-    with all it wraps.
+    The report is false when there was nothing left to merge. A table that wraps another is folded with all it wraps.
 
     >>> from rarebit import LowRank
     >>> model = nn.Sequential(nn.Embedding(1000, 8))

@@ -1,9 +1,8 @@
 """Small C++ sources behind C functions, compiled on first use and loaded without torch's headers.
 
-A library lies in the user's cache folder under a name that changes with source, compiler and processor.
-It is tried out before it gets that name. Where there is no compiler, or anything else goes wrong, there
-is no library, and plain torch has to do the same. `RAREBIT_COMPILE=0` in the environment switches all
-of it off.
+A library lies in the user's cache folder under a name that changes with source, compiler and processor. It is tried
+out before it gets that name. Where there is no compiler, or anything else goes wrong, there is no library, and plain
+torch has to do the same. `RAREBIT_COMPILE=0` in the environment switches all of it off.
 """
 
 import ctypes

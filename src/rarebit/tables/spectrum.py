@@ -10,10 +10,9 @@ neither by these formulas; it holds nothing, so both are 0 here.
 
     E = [E_1; E_2; ...]      R_1 = qr(E_1)      R_2 = qr([R_1; E_2])      ...
 
-The last R has the singular values of E and is K x K. Each step is a QR in float64 of a few rows, so no
-float64 copy of the table is made, and small values are right to the last digits. The K x K matrix
-E^T E would be cheaper and has their squares, so that half of the digits are lost: good enough to watch
-training by, and no more.
+The last R has the singular values of E and is K x K. Each step is a QR in float64 of a few rows, so no float64 copy
+of the table is made, and small values are right to the last digits. The K x K matrix E^T E would be cheaper and has
+their squares, so that half of the digits are lost: good enough to watch training by, and no more.
 """
 
 from collections.abc import Iterable
@@ -66,8 +65,7 @@ def singular_values(weight: Tensor, *, chunk_rows: int | None = None) -> Tensor:
 def triangle_of(chunks: Iterable[Tensor], width: int) -> Tensor:
     """Return the R of the QR of rows that come in chunks: at most `(K, K)`, float64.
 
-    Whatever a matrix does to the columns of the table, it can do to R: the singular values of
-    E A are those of R A.
+    Whatever a matrix does to the columns of the table, it can do to R: the singular values of E A are those of R A.
 
     >>> triangle_of([torch.tensor([[3.0]]), torch.tensor([[4.0]])], width=1).abs()
     tensor([[5.]], dtype=torch.float64)
@@ -146,9 +144,8 @@ def random_abundance(rows: int, width: int, seed: int = 0) -> float:
 def random_singular_values(rows: int, width: int, seed: int = 0) -> Tensor:
     """Return the singular values of a table of random numbers, N(0, 1), without drawing the table.
 
-    Its R is drawn (Bartlett, 1933): entries above the diagonal are N(0, 1), the i-th on it is the length
-    of a random vector of rows - i + 1 numbers, and all are independent. A wide table is a tall one
-    on its side.
+    Its R is drawn (Bartlett, 1933): entries above the diagonal are N(0, 1), the i-th on it is the length of a random
+    vector of rows - i + 1 numbers, and all are independent. A wide table is a tall one on its side.
     """
     require(rows >= 1, f"rows must be at least 1, got rows={rows}")
     require(width >= 1, f"width must be at least 1, got width={width}")

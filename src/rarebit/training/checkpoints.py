@@ -65,7 +65,7 @@ from rarebit.storage.files import (
 from rarebit.storage.folder import StateDecoder, StateEncoder
 from rarebit.tables.find import find_sites, find_tables
 from rarebit.tables.table import methods_of
-from rarebit.training.row_kernel import row_kernel
+from rarebit.training.optimizers import row_kernel
 from rarebit.training.settings import Training
 from rarebit.training.step import first_line, raise_if_weights_are_not_finite
 

@@ -2,7 +2,7 @@
 
     average_t = d · average_{t-1} + (1 - d) · w_t        average_0 = w_0
 
-A row that did not move for k steps needs none of them one by one:
+A row that did not move for k steps needs one formula:
 
     average_{t+k} = d^k · average_t + (1 - d^k) · w
 
@@ -33,10 +33,9 @@ CHUNK = 1 << 18
 class EMA:
     """The exponential moving average of every trained parameter, for evaluating and saving.
 
-    It follows the optimizer by hooks, so the loop stays as it is. Tables with sparse gradients cost
-    what their batch costs. Weights are expected to change in the optimizer's steps only. Buffers, such
-    as the statistics of batch normalisation, are not averaged: they stay as training left them. The
-    memory is one copy of the weights, and 4 bytes a row of each table with sparse gradients.
+    It follows the optimizer by hooks, so the loop stays as it is. Tables with sparse gradients cost what their batch
+    costs. Only the optimizer's steps may change weights. Buffers, such as the statistics of batch normalisation, are not
+    averaged. The memory is one copy of the weights, and 4 bytes per row of each table with sparse gradients.
 
     >>> model = nn.Linear(1, 1, bias=False)
     >>> optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
@@ -85,28 +84,30 @@ class EMA:
         """Overwrite the weights of a model, this one or one like it, by the averages."""
         self._bring_up_to_date()
         targets = dict(model.named_parameters())
-        _check_same({name: average.value for name, average in self._averages.items()}, targets)
+        self._check_same(targets)
         for name, average in self._averages.items():
             targets[name].copy_(average.value)
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Return the averages by name, up to date. As torch's own, they go on with the training."""
+        """Return the averages by name, up to date. As in torch, training keeps changing them."""
         self._bring_up_to_date()
         return {name: average.value for name, average in self._averages.items()}
 
     @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Go on from averages that `state_dict` returned."""
+        """Continue from averages that `state_dict` returned."""
         self._refuse_when_applied()
-        _check_same({name: average.value for name, average in self._averages.items()}, state)
+        self._check_same(state)
         for name, average in self._averages.items():
-            average.start_from(state[name])
+            average.value.copy_(state[name])
+            if average.behind is not None:
+                average.behind.copy_(average.count)
 
     def training_state(self) -> dict[str, Any]:
-        """Return all that the coming steps depend on, as it lies: nothing is brought up to date.
+        """Return all that the coming steps depend on, without bringing anything up to date.
 
-        Bringing rows up to date would round them once more than a run without it does, so this is
-        what a checkpoint holds. The tensors are the living ones; `behind` lacks what follows every step.
+        Bringing rows up to date would round them once more than a run without a checkpoint does. The tensors are not
+        copies; `behind` lacks averages that follow every step.
         """
         self._refuse_when_applied()
         self._refuse_exchanged()
@@ -119,10 +120,10 @@ class EMA:
 
     @torch.no_grad()
     def load_training_state(self, state: Mapping[str, Any]) -> None:
-        """Go on to the last bit from what `training_state` returned for a model like this one."""
+        """Continue to the last bit from what `training_state` returned for a model like this one."""
         self._refuse_when_applied()
         values, behind = state["values"], state.get("behind", {})
-        _check_same({name: average.value for name, average in self._averages.items()}, values)
+        self._check_same(values)
         for name in (*values, *behind):
             if name not in self._averages:
                 raise TrainingError(
@@ -134,7 +135,9 @@ class EMA:
         for count in self._counts.values():
             count.copy_(state["count"])
         for name, average in self._averages.items():
-            average.load_raw(values[name], behind.get(name))
+            average.value.copy_(values[name])
+            step = behind.get(name)
+            average.behind = None if step is None else step.to(average.count, copy=True)
 
     def close(self) -> None:
         """Stop following the optimizer. The averages stay as they are now and can still be used."""
@@ -165,7 +168,9 @@ class EMA:
 
     @torch.no_grad()
     def _before_move(self, optimizer: Optimizer) -> None:
-        can_be_lazy = not _moves_rows_of_earlier_steps(optimizer)
+        # torch's SGD with momentum keeps moving rows of earlier sparse gradients
+        momentum = any(group.get("momentum") for group in optimizer.param_groups)
+        can_be_lazy = not (isinstance(optimizer, SGD) and momentum)
         for average in self._averages.values():
             gradient = average.weight.grad
             if gradient is None:
@@ -191,6 +196,15 @@ class EMA:
         self._refuse_exchanged()
         for average in self._averages.values():
             average.bring_up_to_date()
+
+    def _check_same(self, given: Mapping[str, Tensor]) -> None:
+        for name, average in self._averages.items():
+            if name not in given or given[name].shape != average.value.shape:
+                came = f"of the shape {tuple(given[name].shape)}" if name in given else "missing"
+                raise TrainingError(
+                    f"the average of {name!r} has the shape {tuple(average.value.shape)}, the one given is "
+                    f"{came}; use the same model on both sides"
+                )
 
     def _refuse_exchanged(self) -> None:
         current = dict(self.model.named_parameters())
@@ -224,11 +238,6 @@ class _Average:
         self.behind: Tensor | None = torch.full_like(count, NEVER)
         """The step it was brought up to, one for all or one a row; None: it follows every step."""
 
-    def start_from(self, value: Tensor) -> None:
-        self.value.copy_(value)
-        if self.behind is not None:
-            self.behind.copy_(self.count)
-
     def check_raw(self, name: str, value: Tensor, behind: Tensor | None) -> None:
         """Raise where these cannot be the average of this parameter and how far it is behind."""
         fits = behind is None or behind.shape in (torch.Size(()), torch.Size((len(self),)))
@@ -238,10 +247,6 @@ class _Average:
                 f"the average of {name!r} is of {self.value.dtype} with {len(self)} rows, the one "
                 f"given of {value.dtype} with the steps {rows}; use the same model on both sides"
             )
-
-    def load_raw(self, value: Tensor, behind: Tensor | None) -> None:
-        self.value.copy_(value)
-        self.behind = None if behind is None else behind.to(self.count, copy=True)
 
     def pause(self) -> None:
         """Wait from here on: the parameter does not move in the coming step."""
@@ -326,18 +331,3 @@ def _trained_parameters(model: nn.Module, optimizer: Optimizer) -> dict[str, nn.
                 "average; keep weights in float32 and use autocast for speed"
             )
     return found
-
-
-def _moves_rows_of_earlier_steps(optimizer: Optimizer) -> bool:
-    """torch's SGD with momentum goes on moving rows of earlier sparse gradients."""
-    return isinstance(optimizer, SGD) and any(group["momentum"] for group in optimizer.param_groups)
-
-
-def _check_same(wanted: Mapping[str, Tensor], given: Mapping[str, Tensor]) -> None:
-    for name, value in wanted.items():
-        if name not in given or given[name].shape != value.shape:
-            came = f"of the shape {tuple(given[name].shape)}" if name in given else "missing"
-            raise TrainingError(
-                f"the average of {name!r} has the shape {tuple(value.shape)}, the one given is "
-                f"{came}; use the same model on both sides"
-            )

@@ -1,18 +1,16 @@
-"""What training will take in memory, told before it starts, and what there is.
+"""Memory that training will take, estimated before it starts, and a limit for models built from files.
 
     tables, network          the weights
     gradients                as large as the weights; by rows: the lookups of one batch, T x D
-    optimizer state          Adam twice the weights; by rows Adagrad keeps one number a row
+    optimizer state          Adam: twice the weights; Adagrad by rows: one number per row
     data                     training and validation data on the device of the model
     best and average         a copy of the weights each
     checkpoint               weights and state once more, while they are written
 
 Activations are left out: they depend on what the model does between its layers.
 
-Memory that is refused before it is asked for: what a file describes may be absurd.
-
-A model is built inside `AllocationLimit`. Every tensor it makes is sized first, without memory, and
-refused where all of them together are more than the limit, or than what there is.
+What a file describes may be absurd, so a model from a file is built inside `AllocationLimit`. It sizes every tensor before
+allocating it, and refuses it where all tensors together exceed the limit or the free memory.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -44,30 +42,30 @@ __all__ = [
 
 KINDS: dict[str, type[Optimizer]] = {"adam": Adam, "sgd": SGD, "adagrad": Adagrad}
 
-LABELS = {
-    "tables": "tables",
-    "network": "network",
-    "gradients": "gradients",
-    "optimizer_state": "optimizer state",
-    "train_data": "training data",
-    "valid_data": "validation data",
-    "best_weights": "copy of the best weights",
-    "average_weights": "averaged weights",
-    "checkpoint": "copy for a checkpoint",
+PARTS = {
+    "tables": ("tables", "a smaller dim, Hashing or LowRank make the tables smaller"),
+    "network": ("network", "a smaller network helps"),
+    "gradients": (
+        "gradients",
+        'tables="rowwise" keeps the gradients of a batch only, fewer at a smaller batch_size',
+    ),
+    "optimizer_state": (
+        "optimizer state",
+        'tables="rowwise" with optimizer="adagrad" keeps 4 bytes per row',
+    ),
+    "train_data": ("training data", "keep the data elsewhere and train on a part of it at a time"),
+    "valid_data": ("validation data", "validate on fewer rows, or keep the data elsewhere"),
+    "best_weights": (
+        "copy of the best weights",
+        "valid=None keeps no copy of the best weights",
+    ),
+    "average_weights": ("averaged weights", "ema_decay=None keeps no averages"),
+    "checkpoint": (
+        "copy for a checkpoint",
+        "without a folder nothing is copied for checkpoints",
+    ),
 }
-
-ADVICE = {
-    "tables": "a smaller dim, Hashing or LowRank make the tables smaller",
-    "network": "a smaller network helps",
-    "gradients": 'tables="rowwise" keeps the gradients of a batch only, fewer at a smaller batch_size',
-    "optimizer_state": 'tables="rowwise" with optimizer="adagrad" keeps 4 bytes a row',
-    "train_data": "keep the data elsewhere and train on a part of it at a time",
-    "valid_data": "validate on fewer rows, or keep the data elsewhere",
-    "best_weights": "valid=None keeps no copy of the best weights",
-    "average_weights": "ema_decay=None keeps no averages",
-    "checkpoint": "without a folder nothing is copied for checkpoints",
-}
-"""What helps against each part."""
+"""What each part of an estimate is called, and what helps where it is too large."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,7 +81,7 @@ class MemoryEstimate:
     gradients: int = 0
     """Gradients of one step."""
     optimizer_state: int = 0
-    """What the optimizer remembers."""
+    """State of the optimizer."""
     train_data: int = 0
     """The training data, on the device."""
     valid_data: int = 0
@@ -93,18 +91,18 @@ class MemoryEstimate:
     average_weights: int = 0
     """Averaged weights, where they are asked for."""
     checkpoint: int = 0
-    """What is copied to be written while training goes on, where training is on the CPU itself."""
+    """The copy that a thread writes while training continues, where training is on the CPU itself."""
     there: frozenset[str] = frozenset()
     """The parts that are allocated already."""
     available: int | None = None
-    """Bytes that were free when the estimate was made; None where the system does not say."""
+    """Bytes that were free when the estimate was made; None where the system does not report it."""
     unknown_optimizer: str | None = None
     """The optimizer's class, where its state cannot be guessed and is left out."""
 
     @property
     def parts(self) -> dict[str, int]:
         """The parts by name, largest first, without those of 0 bytes."""
-        parts = {name: int(getattr(self, name)) for name in LABELS}
+        parts = {name: int(getattr(self, name)) for name in PARTS}
         return dict(sorted(((k, v) for k, v in parts.items() if v), key=lambda part: -part[1]))
 
     @property
@@ -124,34 +122,31 @@ class MemoryEstimate:
 
     @property
     def fits(self) -> bool:
-        """Whether what is to be allocated is free, as far as the system says."""
+        """Whether what is to be allocated is free, as far as the system reports it."""
         return self.available is None or self.to_allocate <= self.available
 
     def with_training_data_elsewhere(self) -> "MemoryEstimate":
-        """Return the estimate for training data that stays where it is, and comes batch by batch."""
+        """Return the estimate for training data that is copied batch by batch."""
         return replace(self, train_data=0)
 
     def check(self) -> None:
         """Raise when what is to be allocated is more than what is free."""
         if self.available is None or self.fits:
             return
-        missing = [name for name in self.parts if name not in self.there]
+        part = next(name for name in self.parts if name not in self.there)
+        label, advice = PARTS[part]
+        if part not in ("tables", "network", "train_data", "valid_data"):
+            advice += f"; {PARTS['tables'][1]} and all that goes with them"
         raise NotEnoughMemoryError(
             f"training would allocate {size(self.to_allocate)} on {self.device}, where "
-            f"{size(self.available)} are free; the largest part is the {LABELS[missing[0]]}, "
-            f"{size(self.parts[missing[0]])}: {self._advice(missing[0])}"
+            f"{size(self.available)} are free; the largest part is the {label}, "
+            f"{size(self.parts[part])}: {advice}"
         )
 
-    def _advice(self, part: str) -> str:
-        advice = [ADVICE[part]]
-        if part not in ("tables", "network", "train_data", "valid_data"):
-            advice.append(f"{ADVICE['tables']} and all that goes with them")
-        return "; ".join(advice)
-
     def line(self) -> str:
-        """Return it all in one line."""
+        """Return the estimate on one line."""
         head, *_ = str(self).split("\n", 1)
-        parts = [f"{LABELS[name]} {size(part)}" for name, part in self.parts.items()]
+        parts = [f"{PARTS[name][0]} {size(part)}" for name, part in self.parts.items()]
         if self.unknown_optimizer is not None:
             parts.append(f"optimizer state of {self.unknown_optimizer} unknown")
         return f"{head} ({', '.join(parts)})"
@@ -163,7 +158,7 @@ class MemoryEstimate:
             f"{size(self.to_allocate)} of it to allocate, {free}"
         )
         rows = [
-            (LABELS[name], size(part), "  there already" if name in self.there else "")
+            (PARTS[name][0], size(part), "  there already" if name in self.there else "")
             for name, part in self.parts.items()
         ]
         if self.unknown_optimizer is not None:
@@ -202,6 +197,11 @@ def estimate_memory(
     parameters = sum(parameter.nbytes for parameter in model.parameters())
     buffers = sum(buffer.nbytes for buffer in model.buffers())
     averages = _bytes(trained) + 4 * sum(len(p) for p in trained if id(p) in rows)
+    # each slot of a batch is taken to be looked up once among the tables of each width
+    lookups = min(settings.batch_size, len(train)) * train.schema.num_slots  # T
+    row_bytes = sum(
+        w * size for w, size in {(p.shape[1], p.itemsize) for p in trained if id(p) in rows}
+    )
     state = _optimizer_state(trained, rows, settings, optimizer)
     kept = _bytes(model.state_dict().values())
     averaged = 0 if settings.ema_decay is None else averages
@@ -217,7 +217,7 @@ def estimate_memory(
         device=device,
         tables=tables,
         network=parameters - tables + buffers,
-        gradients=_gradients(trained, rows, train, settings.batch_size),
+        gradients=_bytes(p for p in trained if id(p) not in rows) + lookups * row_bytes,
         optimizer_state=state.num_bytes,
         train_data=train.num_bytes,
         valid_data=0 if valid is None else valid.num_bytes,
@@ -248,19 +248,6 @@ def _trained_by_rows(
         )
 
 
-def _gradients(
-    trained: Iterable[nn.Parameter], rows: frozenset[int], train: Dataset, batch_size: int
-) -> int:
-    """Return the bytes of a step's gradients: dense ones, and T x D by rows.
-
-    Each slot of a batch is taken to be looked up once among the tables of each width.
-    """
-    lookups = min(batch_size, len(train)) * train.schema.num_slots  # T
-    row_bytes = {(p.shape[1], p.itemsize) for p in trained if id(p) in rows}
-    dense = _bytes(p for p in trained if id(p) not in rows)
-    return dense + lookups * sum(width * itemsize for width, itemsize in row_bytes)
-
-
 class _State(NamedTuple):
     num_bytes: int
     exists: bool = False
@@ -278,7 +265,10 @@ def _optimizer_state(
         groups = [{"params": trained, "momentum": settings.momentum}]
         return _State(_guessed_state(KINDS[settings.optimizer], groups, rows) or 0)
     if any(optimizer.state.values()):
-        return _State(_bytes(_tensors(optimizer)), exists=True)
+        held = [value for state in optimizer.state.values() for value in state.values()]
+        tensors = [value for value in held if isinstance(value, Tensor)]
+        size = sum((t._values() if t.is_sparse else t).nbytes for t in tensors)  # noqa: SLF001  # not coalesced
+        return _State(size, exists=True)
     kind, own_rows = type(optimizer), frozenset[int]()
     if isinstance(optimizer, RowwiseOptimizer):
         kind, own_rows = optimizer.dense_kind, rows
@@ -292,8 +282,14 @@ def _guessed_state(
     """Return the bytes of an optimizer's state after its first step; None for an unknown class."""
     total = 0
     for group in groups:
-        copies = _copies(kind, group)
-        if copies is None:
+        # numbers for each weight, the count of steps left out
+        if issubclass(kind, Adam | AdamW | SparseAdam):
+            copies = 3 if group.get("amsgrad") else 2
+        elif issubclass(kind, SGD):
+            copies = 1 if group.get("momentum") else 0
+        elif issubclass(kind, Adagrad):
+            copies = 1
+        else:
             return None
         for parameter in group["params"]:
             if kind is Adagrad and id(parameter) in rows:
@@ -303,29 +299,13 @@ def _guessed_state(
     return total
 
 
-def _copies(kind: type[Optimizer], group: dict[str, Any]) -> int | None:
-    """Return how many numbers an optimizer keeps for each weight, its count of steps left out."""
-    if issubclass(kind, Adam | AdamW | SparseAdam):
-        return 3 if group.get("amsgrad") else 2
-    if issubclass(kind, SGD):
-        return 1 if group.get("momentum") else 0
-    return 1 if issubclass(kind, Adagrad) else None
-
-
-def _tensors(optimizer: Optimizer) -> Iterator[Tensor]:
-    for state in optimizer.state.values():
-        for value in state.values():
-            if isinstance(value, Tensor):
-                yield value._values() if value.is_sparse else value  # noqa: SLF001  # not coalesced
-
-
 def available_memory(
     device: torch.device,
     *,
     proc: Path = Path("/proc"),
     control_groups: Path = Path("/sys/fs/cgroup"),
 ) -> int | None:
-    """Return the bytes that can be allocated on a device now; None where the system does not say."""
+    """Return the bytes that can be allocated on a device now; None where the system does not report it."""
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
         unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
@@ -339,54 +319,44 @@ def available_memory(
     return max(min([system * 1024, *limits]), 0)
 
 
-class _Files(NamedTuple):
-    """What the two versions of control groups call the same things."""
-
-    limit: str
-    used: str
-    cache: str
-
-
-V1 = _Files("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
-V2 = _Files("memory.max", "memory.current", "inactive_file")
+V1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+V2 = ("memory.max", "memory.current", "inactive_file")
+"""Names of the limit, the usage and the cache in the two versions of control groups."""
 
 
 def _free_in_control_groups(own: Path, root: Path) -> Iterator[int]:
     """Yield what each control group that this process is in leaves it, from its own to the root."""
-    for line in (_read(own) or "").splitlines():
+    for line in _read(own).splitlines():
         _, controllers, path = line.split(":", 2)
         if controllers and "memory" not in controllers.split(","):
             continue
-        files, folder = (V1, root / "memory") if controllers else (V2, root)
+        (limit_file, used_file, cache), folder = (
+            (V1, root / "memory") if controllers else (V2, root)
+        )
         parts = [part for part in path.split("/") if part not in ("", "..")]
         for length in range(len(parts), -1, -1):
-            free = _free_in(folder.joinpath(*parts[:length]), files)
-            if free is not None:
-                yield free
-
-
-def _free_in(folder: Path, files: _Files) -> int | None:
-    limit, used = _read(folder / files.limit), _read(folder / files.used)
-    if limit is None or used is None or not limit.strip().isdigit():  # "max": no limit
-        return None
-    # files that were read are counted as used, but give way to whoever needs the memory
-    cache = _number_after(files.cache, folder / "memory.stat") or 0
-    return int(limit) - int(used) + cache
+            place = folder.joinpath(*parts[:length])
+            limit, used = _read(place / limit_file), _read(place / used_file)
+            if limit and used and limit.strip().isdigit():  # "max": no limit
+                # files that were read count as used, but give way to whoever needs the memory
+                cached = _number_after(cache, place / "memory.stat") or 0
+                yield int(limit) - int(used) + cached
 
 
 def _number_after(key: str, path: Path) -> int | None:
-    for line in (_read(path) or "").splitlines():
+    for line in _read(path).splitlines():
         words = line.split()
         if len(words) > 1 and words[0] == key:
             return int(words[1])
     return None
 
 
-def _read(path: Path) -> str | None:
+def _read(path: Path) -> str:
+    """Return the text of a file; none of one that is not there."""
     try:
         return path.read_text("utf-8")
     except OSError:
-        return None
+        return ""
 
 
 OBJECT_BYTES = 4096
@@ -396,15 +366,10 @@ COPIES = 2
 UNKNOWN = 1 << 40
 """Bytes where the system does not say: enough for all that is real, and no sum of sizes overflows."""
 FACTORIES = (
-    torch.arange,
-    torch.empty,
-    torch.full,
-    torch.ones,
-    torch.rand,
-    torch.randn,
-    torch.zeros,
+    *(torch.arange, torch.empty, torch.full),
+    *(torch.ones, torch.rand, torch.randn, torch.zeros),
 )
-"""What models make their weights by."""
+"""Functions that models make their weights by."""
 
 
 class AllocationLimit(TorchFunctionMode):
@@ -431,7 +396,7 @@ class AllocationLimit(TorchFunctionMode):
         return func(*args, **given)
 
     def ask(self, num_bytes: int) -> None:
-        """Raise where so many bytes more are more than the limit, or than there are."""
+        """Raise where so many more bytes exceed the limit or the free memory."""
         self.asked += num_bytes
         if self.limit is not None and self.asked > self.limit:
             raise ModelFileError(
@@ -440,7 +405,7 @@ class AllocationLimit(TorchFunctionMode):
         self.require(self.asked)
 
     def require(self, num_bytes: int) -> None:
-        """Raise where there are not so many bytes."""
+        """Raise where the free memory is less than this."""
         if COPIES * num_bytes > self.available:
             raise ModelFileError(
                 "it asks for more memory than there is; load it on a larger machine, or take an "

@@ -1,23 +1,19 @@
-"""Exact ranking metrics over all rows at once, on whatever device the scores are on.
+"""Score a data set with a model and measure the scores, on rare rows too; check that data fits a model and a loss.
 
-No sampling, no mean of batch values: one sort. Tied scores count half in AUC and fall together in
-PR-AUC, so neither depends on the order of the rows.
-
-Score a data set with a model and measure the scores, on rare rows too.
-
-Does the data fit the model and the loss? Asked once, before any training.
+Metrics are exact, over all rows at once, on the device of the scores: no sampling, no mean of batch values, one sort. Tied
+scores count half in AUC and fall together in PR-AUC, so neither depends on the order of the rows.
 """
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import NamedTuple, TypeAlias
+from typing import TypeAlias
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from rarebit.data.dataset import Batch, Dataset
-from rarebit.data.schema import PADDING, Field
+from rarebit.data.schema import PADDING
 from rarebit.errors import DataError, TrainingError
 from rarebit.models._base import RankingModel
 
@@ -57,10 +53,11 @@ class Metrics:
     """Average precision; None when no row was clicked."""
 
     def __str__(self) -> str:
-        return (
-            f"AUC {_show(self.auc)}, logloss {self.logloss:.5f}, PR-AUC {_show(self.pr_auc)}, "
-            f"{self.rows:,} rows"
+        auc, pr_auc = (
+            "undefined (one class)" if value is None else f"{value:.5f}"
+            for value in (self.auc, self.pr_auc)
         )
+        return f"AUC {auc}, logloss {self.logloss:.5f}, PR-AUC {pr_auc}, {self.rows:,} rows"
 
 
 def measure(logits: Tensor, labels: Tensor) -> Metrics:
@@ -76,23 +73,22 @@ def measure(logits: Tensor, labels: Tensor) -> Metrics:
 
 def auc(scores: Tensor, labels: Tensor) -> float | None:
     """Return the area under the ROC curve; None when only one class is there."""
-    ties = _tied_groups(scores, labels)
-    positives, negatives = int(ties.positives.sum()), int(ties.negatives.sum())
-    if positives == 0 or negatives == 0:
+    positives, negatives = _tied_groups(scores, labels)
+    pairs = int(positives.sum()) * int(negatives.sum())
+    if pairs == 0:
         return None
-    below = ties.negatives.cumsum(0) - ties.negatives
+    below = negatives.cumsum(0) - negatives
     # Twice the number of pairs in the right order, in whole numbers: exact to the last pair.
-    doubled = int((ties.positives * (2 * below + ties.negatives)).sum())
-    return doubled / (2 * positives * negatives)
+    doubled = int((positives * (2 * below + negatives)).sum())
+    return doubled / (2 * pairs)
 
 
 def average_precision(scores: Tensor, labels: Tensor) -> float | None:
     """Return the area under the precision-recall curve as a step function; None without a click."""
-    ties = _tied_groups(scores, labels)
-    positives = ties.positives.flip(0).double()  # best scores first
-    if int(positives.sum()) == 0:
+    positives, negatives = (group.flip(0).double() for group in _tied_groups(scores, labels))
+    if int(positives.sum()) == 0:  # best scores first
         return None
-    selected = (ties.positives + ties.negatives).flip(0).double().cumsum(0)
+    selected = (positives + negatives).cumsum(0)
     precision = positives.cumsum(0) / selected
     return float((precision * positives).sum() / positives.sum())
 
@@ -102,14 +98,8 @@ def logloss(logits: Tensor, labels: Tensor) -> float:
     return float(F.binary_cross_entropy_with_logits(logits.double(), labels.double()))
 
 
-class _Ties(NamedTuple):
-    """For each distinct score, lowest first: how many rows of either class have it."""
-
-    positives: Tensor
-    negatives: Tensor
-
-
-def _tied_groups(scores: Tensor, labels: Tensor) -> _Ties:
+def _tied_groups(scores: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+    """Return how many positive and how many negative rows have each distinct score, lowest first."""
     ordered, order = scores.sort()
     clicked = (labels > 0.5)[order].long()
     is_last = torch.ones_like(ordered, dtype=torch.bool)
@@ -118,15 +108,11 @@ def _tied_groups(scores: Tensor, labels: Tensor) -> _Ties:
     start = last.new_zeros(1)
     positives = clicked.cumsum(0)[last].diff(prepend=start)
     sizes = (last + 1).diff(prepend=start)
-    return _Ties(positives, sizes - positives)
-
-
-def _show(value: float | None) -> str:
-    return "undefined (one class)" if value is None else f"{value:.5f}"
+    return positives, sizes - positives
 
 
 Forward: TypeAlias = Callable[[nn.Module, Batch], Tensor]
-"""How to get one score a row out of a model: `forward(model, batch)`."""
+"""How to get one score per row out of a model: `forward(model, batch)`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -256,8 +242,7 @@ def evaluate_scores(
 def rarity(data: Dataset, counts: Mapping[str, Tensor]) -> Tensor:
     """Return how much was seen of each row's values in training: lowest is rarest, `(n,)`.
 
-    The sum over fields of log(1 + training count); a multi-valued field counts once, by the mean
-    over its values.
+    The sum over fields of log(1 + training count); a multi-valued field counts once, by the mean over its values.
     """
     check_counts(data, counts)
     evidence = torch.zeros(len(data), dtype=torch.float64, device=data.device)
@@ -274,18 +259,18 @@ def rarity(data: Dataset, counts: Mapping[str, Tensor]) -> Tensor:
 
 
 def score(model: nn.Module, batch: Batch, forward: Forward | None) -> Tensor:
-    """Return one score a row, `(B,)`, or say what the model returned instead."""
+    """Return one score per row, `(B,)`; raise for a model that returns something else."""
     output = model(batch) if forward is None else forward(model, batch)
     if not isinstance(output, Tensor):
         raise TrainingError(
-            f"a model returns one score a row, got a {type(output).__name__}; "
+            f"a model returns one score per row, got a {type(output).__name__}; "
             "pass forward=lambda model, batch: ... to pick it"
         )
     if output.dim() == 2 and output.shape[1] == 1:
         output = output[:, 0]
     if output.shape != batch.label.shape:
         raise TrainingError(
-            f"a model returns one score a row, {tuple(batch.label.shape)}, "
+            f"a model returns one score per row, {tuple(batch.label.shape)}, "
             f"got {tuple(output.shape)}; pass forward=lambda model, batch: ... to reduce it"
         )
     return output
@@ -304,7 +289,13 @@ def check_schema(model: nn.Module, data: Dataset) -> None:
     built_for = {field.name: field for field in model.schema.fields}
     for field in data.schema.fields:
         known = built_for.get(field.name)
-        if known is not None and _has_other_values(known, field):
+        # ids of other raw values, whatever else is the same
+        only_marks = known is not None and replace(known, vocabulary=field.vocabulary) == field
+        if (
+            known is not None
+            and known.vocabulary != field.vocabulary
+            and ((known.vocabulary and field.vocabulary) or only_marks)
+        ):
             raise DataError(
                 f"the model was trained with another vocabulary of {field.name!r} than the data has: "
                 "the same id means another value. Encode the rows with the model's own vocabulary: "
@@ -320,13 +311,6 @@ def check_schema(model: nn.Module, data: Dataset) -> None:
         f"the model was built for other data: it has the fields {list(built_for)}, "
         f"the data has {[field.name for field in data.schema.fields]}"
     )
-
-
-def _has_other_values(known: Field, field: Field) -> bool:
-    """Return whether the ids of a field stand for other raw values, whatever else is the same."""
-    both_marked = bool(known.vocabulary and field.vocabulary)
-    only_marks_differ = replace(known, vocabulary=field.vocabulary) == field
-    return known.vocabulary != field.vocabulary and (both_marked or only_marks_differ)
 
 
 def check_counts(data: Dataset, counts: Mapping[str, Tensor]) -> None:

@@ -1,42 +1,189 @@
-"""Optimizers that touch only what a step looked up: tables by rows, the rest by torch's own.
+"""Optimizers with a group for the tables, dense or by rows.
 
-    parameter's gradient    what happens
-    sparse, from lookups    the rows in it are updated, by the compiled kernel where there is one
-    dense                   torch's fused optimizer, as ever
+    gradient of a parameter    what `RowwiseOptimizer` does
+    sparse, from lookups       update the rows in it, in one pass
+    dense                      call torch's fused optimizer
 
-One `torch.optim.Optimizer` does both, with its groups, schedulers and `state_dict`. A row's state waits
-while the row is not looked up: Adam is then "lazy". Where every row is looked up in every step, lazy
-Adam is Adam.
+One `torch.optim.Optimizer` does both, with its groups, schedulers and `state_dict`. A row's state waits while the row is not
+looked up: Adam is then "lazy". If every step looks up every row, lazy Adam is Adam.
 
-Optimizers with a group of their own for the tables.
+A step gives a table T lookups: ids `(T,)` with duplicates, and values `(T, D)`, the gradient of each. For each distinct row,
+w its weight and g the sum of its values in the order of the lookups:
+
+    decoupled   w *= 1 - lr * weight_decay, before all else
+    coupled     g += weight_decay * w
+    adam        m = b1 * m + (1 - b1) * g
+                v = b2 * v + (1 - b2) * g * g
+                w -= lr / (1 - b1^step) * m / (sqrt(v) / sqrt(1 - b2^step) + eps)
+    adagrad     s += mean(g * g)                       one number per row
+                w -= lr * g / (sqrt(s) + eps)
+    sgd         b = momentum * b + g
+                w -= lr * b                            without momentum: w -= lr * g
+
+Three implementations with the same methods: `RowKernel` (`row_kernel.cpp`, compiled on first use, see `tables/compiler.py`),
+`row_triton` on a GPU, and `PlainRows` in torch, their reference, used where the others are not available. Other rows are not
+touched, and on the CPU the bits do not depend on the number of threads.
 """
 
+import ctypes
+import functools
+import math
+import os
 from abc import abstractmethod
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
+from ctypes import c_float, c_int, c_int64, c_void_p
+from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import increment_version
 from torch.optim import Optimizer
 
-from rarebit.errors import OptimizerError, SettingsError
+from rarebit.errors import DataError, OptimizerError, SettingsError
 from rarebit.settings import require, suggest
+from rarebit.tables.collection import take_rows
+from rarebit.tables.compiler import is_plain, load_compiled
 from rarebit.tables.find import table_parameters
-from rarebit.tables.rows import lookups_of, set_row_gradients
-from rarebit.training import row_updates
-from rarebit.training.row_kernel import row_kernel, suits
+from rarebit.tables.rows import find_distinct, lookups_of, set_row_gradients
 
 __all__ = [
     "Kind",
+    "PlainRows",
+    "RowKernel",
     "RowwiseAdagrad",
     "RowwiseAdam",
     "RowwiseOptimizer",
     "RowwiseSGD",
     "TableMode",
+    "load_row_kernel",
     "optimizer",
+    "row_kernel",
+    "suits",
 ]
 
+Kind = Literal["adam", "sgd", "adagrad"]
+TableMode = Literal["dense", "rowwise"]
+
 OWN_OPTIONS = ("lr", "betas", "eps", "momentum", "weight_decay", "decoupled")
+THRESHOLDS = "thresholds"
+"""The group of the parts of tables that `optimizer_groups` of their class assigns to it."""
+
+SOURCE = Path(__file__).with_name("row_kernel.cpp")
+OUT_OF_MEMORY = -2
+LOOKUPS = (c_void_p, c_int64, c_void_p, c_int64, c_int)
+"""ids, their number, values, width, threads"""
+TABLE = (c_int64, c_void_p, c_float, c_float)
+"""rows, weight, decoupled decay, coupled decay"""
+FUNCTIONS: dict[str, tuple[Any, ...]] = {
+    "rarebit_merge": (*LOOKUPS, c_void_p, c_void_p),
+    "rarebit_adam": (*LOOKUPS, *TABLE, c_void_p, c_void_p, *[c_float] * 7),
+    "rarebit_adagrad": (*LOOKUPS, *TABLE, c_void_p, c_float, c_float),
+    "rarebit_sgd": (*LOOKUPS, *TABLE, c_void_p, c_float, c_float),
+}
+
+
+def optimizer(
+    model: nn.Module,
+    *,
+    lr: float = 1e-3,
+    tables: TableMode = "dense",
+    kind: Kind = "adam",
+    table_lr: float | None = None,
+    weight_decay: float = 0.0,
+    table_weight_decay: float | None = None,
+    threshold_weight_decay: float = 1e-5,
+    decoupled: bool = False,
+    momentum: float = 0.0,
+    change_groups: Callable[[list[dict[str, Any]]], list[dict[str, Any]]] | None = None,
+) -> Optimizer:
+    """Return an optimizer over the groups "network" and "tables". Build it after `apply_`.
+
+    tables     "dense": torch's own, every row in every step. "rowwise": only the rows a step looked up, so that a
+               step costs what its batch costs; Adam is then lazy, Adagrad keeps one number per row, and the
+               model's plain tables are switched to `sparse=True`
+    table_*    values for the tables; the same as the network's if not given
+    threshold_weight_decay
+               of the third group, "thresholds", of a model with `PEP`; it drives them up, towards zero from
+               below, and with decoupled=True hardly at all
+    decoupled  weight decay shrinks weights directly, as AdamW does, in place of adding to gradients; with
+               tables="rowwise" it reaches the rows of the step only
+
+    >>> model = nn.Sequential(nn.Embedding(9, 4), nn.Linear(4, 1))
+    >>> [group["name"] for group in optimizer(model, lr=1e-3, table_lr=1e-2).param_groups]
+    ['network', 'tables']
+    >>> type(optimizer(model, lr=1e-3, tables="rowwise")).__name__
+    'RowwiseAdam'
+    """
+    if kind not in DENSE:
+        raise SettingsError(f"unknown optimizer {kind!r}{suggest(kind, list(DENSE))}")
+    require(
+        tables in ("dense", "rowwise"),
+        f"tables must be 'dense' or 'rowwise', got tables={tables!r}",
+    )
+    require(
+        not decoupled or kind == "adam" or tables == "rowwise",
+        f"torch has no {kind} with decoupled weight decay for dense tables; "
+        "use kind='adam' or tables='rowwise'",
+    )
+    numbers = {
+        "lr": lr,
+        "table_lr": table_lr,
+        "weight_decay": weight_decay,
+        "threshold_weight_decay": threshold_weight_decay,
+    }
+    for name, value in numbers.items():
+        require(value is None or value >= 0, f"{name} must be 0 or more, got {name}={value}")
+    groups = _groups(model, lr, lr if table_lr is None else table_lr)
+    groups[0]["weight_decay"] = weight_decay
+    groups[1]["weight_decay"] = weight_decay if table_weight_decay is None else table_weight_decay
+    groups[2]["weight_decay"] = threshold_weight_decay
+    groups = [group for group in groups if group["params"]]
+    if change_groups is not None:
+        groups = change_groups(groups)
+    if not groups:
+        raise OptimizerError("the model has no trainable parameter, so there is nothing to train")
+    set_row_gradients(model, by_rows=tables == "rowwise")
+    options = _options(kind, [p for group in groups for p in group["params"]])
+    if kind == "sgd":
+        options["momentum"] = momentum
+    if tables == "rowwise":
+        return ROWWISE[kind](groups, decoupled=decoupled, **options)
+    return torch.optim.AdamW(groups, **options) if decoupled else DENSE[kind](groups, **options)
+
+
+def _groups(model: nn.Module, lr: float, table_lr: float) -> list[dict[str, Any]]:
+    """Return the groups of the network, the tables and the thresholds; each may be empty."""
+    tables = {id(parameter) for parameter in table_parameters(model).values()}
+    levels = {
+        id(parameter)
+        for module in model.modules()
+        for part, group in getattr(module, "optimizer_groups", {}).items()
+        if group == THRESHOLDS
+        for parameter in getattr(module, part).parameters()
+    }
+    trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    network = [p for p in trainable if id(p) not in tables]
+    held = [p for p in trainable if id(p) in tables - levels]
+    thresholds = [p for p in trainable if id(p) in levels]
+    return [
+        {"name": "network", "params": network, "lr": lr},
+        {"name": "tables", "params": held, "lr": table_lr},
+        {"name": THRESHOLDS, "params": thresholds, "lr": table_lr},
+    ]
+
+
+def _options(kind: str, parameters: list[nn.Parameter]) -> dict[str, Any]:
+    """Return torch's options: one pass over weights and state where it can, less than half the time on CPUs."""
+    devices = {parameter.device.type for parameter in parameters}
+    # torch has no fused Adagrad on CUDA in all the versions we support
+    can_fuse = devices <= {"cpu"} or (kind != "adagrad" and devices <= {"cpu", "cuda"})
+    options: dict[str, Any] = {"fused": can_fuse and all(p.is_floating_point() for p in parameters)}
+    if kind == "adam" and devices == {"cuda"}:
+        options["capturable"] = (
+            True  # the count of steps stays on the GPU, as a CUDA graph needs it
+        )
+    return options
 
 
 class Touched(NamedTuple):
@@ -53,16 +200,16 @@ class Touched(NamedTuple):
         return {name: self.group[name] for name in names}
 
     def fastest(self, *states: Tensor) -> Any:
-        """Return the fastest form of the updates for these tensors: a kernel's, or plain torch."""
+        """Return the fastest implementation for these tensors."""
         tensors = (self.values, self.weight, *states)
         if isinstance(self.group["lr"], Tensor):  # which only torch can use without looking at it
-            return row_updates
+            return PlainRows
         if self.weight.is_cuda:
             from rarebit.training import row_triton  # not before: Triton takes a while to import
 
-            return row_triton if row_triton.suits(*tensors) else row_updates
+            return row_triton if row_triton.suits(*tensors) else PlainRows
         kernel = row_kernel() if suits(*tensors) else None
-        return row_updates if kernel is None else kernel
+        return PlainRows if kernel is None else kernel
 
 
 class RowwiseOptimizer(Optimizer):
@@ -73,17 +220,21 @@ class RowwiseOptimizer(Optimizer):
     ) -> None:
         unknown = set(defaults) - {"fused", "capturable", *OWN_OPTIONS}
         require(not unknown, f"{type(self).__name__} has no option {', '.join(sorted(unknown))}")
-        _check_range(defaults)
+        for name in ("lr", "eps", "momentum", "weight_decay"):
+            value = defaults.get(name, 0.0)
+            require(bool(value >= 0), f"{name} must be 0 or more, got {name}={value}")
+        for beta in defaults.get("betas", ()):
+            require(bool(0.0 <= beta < 1.0), f"betas must lie in [0, 1), got {defaults['betas']}")
         # torch's options are in the groups, too, so that its own optimizer can load our state
         torchs = self.dense_kind([torch.zeros(1)]).defaults  # type: ignore[call-arg]  # a concrete one
         super().__init__(params, {**torchs, "fused": None, "capturable": False, **defaults})
 
     dense_kind: type[Optimizer]
-    """Torch's own optimizer for what is no table."""
+    """Torch's optimizer for dense gradients."""
 
     @abstractmethod
     def state_keys(self, group: dict[str, Any]) -> tuple[str, ...]:
-        """Return what is kept of a table beside its count of steps."""
+        """Return the names of a table's state besides its count of steps."""
 
     def first_state(self, weight: Tensor, key: str) -> Tensor:
         """Return a part of a table's state before its first step."""
@@ -95,7 +246,7 @@ class RowwiseOptimizer(Optimizer):
         """Update the rows that were looked up, and their state."""
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Take a state; options that torch's own optimizer does not have start at their defaults."""
+        """Load a state; options that torch's own optimizer does not have start at their defaults."""
         super().__setstate__(state)
         for group in self.param_groups:
             for key, value in self.defaults.items():
@@ -121,11 +272,17 @@ class RowwiseOptimizer(Optimizer):
         state = self.state[parameter]
         # torch's own may have begun it, on a gradient for all rows, or without momentum
         if state.get("step") is None:
-            state["step"] = self._zero_steps(parameter, group)
+            device = parameter.device if group["capturable"] else torch.device("cpu")
+            state["step"] = torch.zeros((), dtype=torch.float32, device=device)
         for key in self.state_keys(group):
             if state.get(key) is None:
                 state[key] = self.first_state(parameter, key)
-        self._refuse_dense_state(parameter)
+        total = state.get("sum")
+        if total is not None and total.dim() != 1:
+            raise OptimizerError(
+                f"the state of a table of {len(parameter):,} rows is that of dense Adagrad, which keeps "
+                "a number for every weight; continue with tables='dense', or start anew"
+            )
         state["step"] += 1
         self.update_rows(Touched(parameter, *lookups_of(gradient), state, group))
 
@@ -138,43 +295,26 @@ class RowwiseOptimizer(Optimizer):
         if group["decoupled"] and group["weight_decay"]:
             torch._foreach_mul_([*parameters], 1.0 - group["lr"] * group["weight_decay"])
             options["weight_decay"] = 0.0
-        dense = self._torch_optimizer(parameters)
+        # made on first use: a copy of this optimizer has to make its own
+        dense: Optimizer | None = self.__dict__.get("_dense")
+        if dense is None:
+            dense = self._dense = self.dense_kind(parameters)  # type: ignore[call-arg]  # a concrete one
         for parameter in parameters:
-            self._refuse_row_state(parameter)
-            if parameter not in self.state:
-                self.state[parameter] = _first_dense_state(self.dense_kind, parameter, options)
+            total = self.state.get(parameter, {}).get("sum")
+            if total is not None and total.shape != parameter.shape:
+                raise OptimizerError(
+                    f"a table of {len(parameter):,} rows was trained by rows and now got a gradient for all "
+                    "of them, as from a penalty on its whole weight; use tables='dense' for that"
+                )
+            if parameter not in self.state and self.dense_kind is torch.optim.Adagrad:
+                # torch makes this state with its optimizer, not in the first step
+                made = torch.optim.Adagrad([parameter], fused=options["fused"])
+                self.state[parameter] = dict(made.state[parameter])
         # Our groups and our state are lent for the step, so whatever a scheduler, a checkpoint or an
         # exchange of parameters did to them holds.
         dense.param_groups = [{**dense.defaults, **options, "params": parameters}]
         dense.state = self.state
         dense.step()
-
-    def _torch_optimizer(self, parameters: list[nn.Parameter]) -> Optimizer:
-        """Return torch's optimizer, made on first use: a copy of this one has to make its own."""
-        made: Optimizer | None = self.__dict__.get("_made")
-        if made is None:
-            made = self._made = self.dense_kind(parameters)  # type: ignore[call-arg]  # a concrete one
-        return made
-
-    def _refuse_row_state(self, parameter: nn.Parameter) -> None:
-        total = self.state.get(parameter, {}).get("sum")
-        if total is not None and total.shape != parameter.shape:
-            raise OptimizerError(
-                f"a table of {len(parameter):,} rows was trained by rows and now got a gradient for all "
-                "of them, as from a penalty on its whole weight; use tables='dense' for that"
-            )
-
-    def _refuse_dense_state(self, parameter: nn.Parameter) -> None:
-        total = self.state[parameter].get("sum")
-        if total is not None and total.dim() != 1:
-            raise OptimizerError(
-                f"the state of a table of {len(parameter):,} rows is that of dense Adagrad, which keeps "
-                "a number for every weight; go on with tables='dense', or start anew"
-            )
-
-    def _zero_steps(self, parameter: nn.Parameter, group: dict[str, Any]) -> Tensor:
-        device = parameter.device if group["capturable"] else torch.device("cpu")
-        return torch.zeros((), dtype=torch.float32, device=device)
 
 
 class RowwiseAdam(RowwiseOptimizer):
@@ -215,7 +355,7 @@ class RowwiseAdam(RowwiseOptimizer):
 
 
 class RowwiseAdagrad(RowwiseOptimizer):
-    """Adagrad for dense parameters, row-wise Adagrad for tables: one number of state a row."""
+    """Adagrad for dense parameters, row-wise Adagrad for tables: one number of state per row."""
 
     dense_kind = torch.optim.Adagrad
 
@@ -238,7 +378,7 @@ class RowwiseAdagrad(RowwiseOptimizer):
         return ("sum",)
 
     def first_state(self, weight: Tensor, key: str) -> Tensor:
-        """Return one number a row."""
+        """Return one number per row."""
         del key
         return weight.new_zeros(len(weight))
 
@@ -282,26 +422,6 @@ class RowwiseSGD(RowwiseOptimizer):
         )
 
 
-def _check_range(options: dict[str, Any]) -> None:
-    for name in ("lr", "eps", "momentum", "weight_decay"):
-        value = options.get(name, 0.0)
-        require(bool(value >= 0), f"{name} must be 0 or more, got {name}={value}")
-    for beta in options.get("betas", ()):
-        require(bool(0.0 <= beta < 1.0), f"betas must lie in [0, 1), got {options['betas']}")
-
-
-def _first_dense_state(
-    kind: type[Optimizer], parameter: nn.Parameter, options: dict[str, Any]
-) -> dict[str, Any]:
-    """Return the state torch makes with its optimizer and not in the first step, as Adagrad's."""
-    if kind is not torch.optim.Adagrad:
-        return {}
-    return dict(torch.optim.Adagrad([parameter], fused=options["fused"]).state[parameter])
-
-
-Kind = Literal["adam", "sgd", "adagrad"]
-TableMode = Literal["dense", "rowwise"]
-
 DENSE: dict[str, Callable[..., Optimizer]] = {
     "adam": torch.optim.Adam,
     "sgd": torch.optim.SGD,
@@ -314,117 +434,313 @@ ROWWISE: dict[str, Callable[..., Optimizer]] = {
 }
 
 
-THRESHOLDS = "thresholds"
-"""The group of the parts of tables that `optimizer_groups` of their class assigns to it."""
+class PlainRows:
+    """Row updates in plain torch: learning rate and count of steps may be tensors on the GPU."""
+
+    @staticmethod
+    def adam(
+        ids: Tensor,
+        values: Tensor,
+        weight: Tensor,
+        exp_avg: Tensor,
+        exp_avg_sq: Tensor,
+        *,
+        lr: float | Tensor,
+        betas: tuple[float, float],
+        eps: float,
+        weight_decay: float,
+        decoupled: bool,
+        step: float | Tensor,
+    ) -> None:
+        """Lazy Adam: Adam's step on the rows that were looked up; `step` counts the optimizer's steps."""
+        beta1, beta2 = betas
+
+        def update(
+            row: Tensor, gradient: Tensor, mean: Tensor, square: Tensor
+        ) -> tuple[Tensor, ...]:
+            mean = beta1 * mean + (1.0 - beta1) * gradient
+            square = beta2 * square + (1.0 - beta2) * gradient.square()
+            scale = square.sqrt() / (1.0 - beta2**step) ** 0.5 + eps
+            return row - lr / (1.0 - beta1**step) * (mean / scale), mean, square
+
+        decay = _plain_decay(lr, weight_decay, decoupled=decoupled)
+        _update_plain(ids, values, [weight, exp_avg, exp_avg_sq], decay, update)
+
+    @staticmethod
+    def adagrad(
+        ids: Tensor,
+        values: Tensor,
+        weight: Tensor,
+        sums: Tensor,
+        *,
+        lr: float | Tensor,
+        eps: float,
+        weight_decay: float,
+        decoupled: bool,
+    ) -> None:
+        """Row-wise Adagrad: one sum of mean squares per row, `sums` `(N,)`, in place of one per number."""
+
+        def update(row: Tensor, gradient: Tensor, total: Tensor) -> tuple[Tensor, ...]:
+            total = total + gradient.square().mean(dim=1)
+            return row - lr * gradient / (total.sqrt() + eps).unsqueeze(1), total
+
+        decay = _plain_decay(lr, weight_decay, decoupled=decoupled)
+        _update_plain(ids, values, [weight, sums], decay, update)
+
+    @staticmethod
+    def sgd(
+        ids: Tensor,
+        values: Tensor,
+        weight: Tensor,
+        momentum_buffer: Tensor | None,
+        *,
+        lr: float | Tensor,
+        momentum: float,
+        weight_decay: float,
+        decoupled: bool,
+    ) -> None:
+        """SGD on the rows that were looked up; a row's momentum waits until the row comes again."""
+
+        def update(row: Tensor, gradient: Tensor, *buffer: Tensor) -> tuple[Tensor, ...]:
+            moving = [momentum * speed + gradient for speed in buffer]
+            return (row - lr * (moving[0] if moving else gradient), *moving)
+
+        decay = _plain_decay(lr, weight_decay, decoupled=decoupled)
+        state = [] if momentum_buffer is None else [momentum_buffer]
+        _update_plain(ids, values, [weight, *state], decay, update)
 
 
-def optimizer(
-    model: nn.Module,
-    *,
-    lr: float = 1e-3,
-    tables: TableMode = "dense",
-    kind: Kind = "adam",
-    table_lr: float | None = None,
-    weight_decay: float = 0.0,
-    table_weight_decay: float | None = None,
-    threshold_weight_decay: float = 1e-5,
-    decoupled: bool = False,
-    momentum: float = 0.0,
-    change_groups: Callable[[list[dict[str, Any]]], list[dict[str, Any]]] | None = None,
-) -> Optimizer:
-    """Return an optimizer over the groups "network" and "tables". Build it after `apply_`.
+def _merged(ids: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+    """Return each looked-up row once with the sum of its values.
 
-    tables     "dense": torch's own, every row in every step. "rowwise": only the rows a step looked up,
-               so that a step costs what its batch costs; Adam is then lazy, Adagrad keeps one number
-               a row, and the model's plain tables are switched to `sparse=True`
-    table_*    the tables' own values; the network's where not given
-    threshold_weight_decay
-               of the group "thresholds", which a model with `PEP` has besides; it drives them up,
-               towards zero from below, and with decoupled=True hardly at all
-    decoupled  weight decay shrinks weights directly, as AdamW does, in place of adding to gradients;
-               by rows it reaches the rows of the step only
-
-    >>> model = nn.Sequential(nn.Embedding(9, 4), nn.Linear(4, 1))
-    >>> [group["name"] for group in optimizer(model, lr=1e-3, table_lr=1e-2).param_groups]
-    ['network', 'tables']
-    >>> type(optimizer(model, lr=1e-3, tables="rowwise")).__name__
-    'RowwiseAdam'
+    On a GPU a row may still come several times, each time with its whole sum: that leaves every size known in advance, and
+    writing the same result several times does no harm.
     """
-    _check(kind, tables, decoupled=decoupled)
-    numbers = {
-        "lr": lr,
-        "table_lr": table_lr,
-        "weight_decay": weight_decay,
-        "threshold_weight_decay": threshold_weight_decay,
-    }
-    for name, value in numbers.items():
-        require(value is None or value >= 0, f"{name} must be 0 or more, got {name}={value}")
-    groups = _groups(model, lr, lr if table_lr is None else table_lr)
-    groups[0]["weight_decay"] = weight_decay
-    groups[1]["weight_decay"] = weight_decay if table_weight_decay is None else table_weight_decay
-    groups[2]["weight_decay"] = threshold_weight_decay
-    groups = [group for group in groups if group["params"]]
-    if change_groups is not None:
-        groups = change_groups(groups)
-    if not groups:
-        raise OptimizerError("the model has no trainable parameter, so there is nothing to train")
-    set_row_gradients(model, by_rows=tables == "rowwise")
-    options = _options(kind, [p for group in groups for p in group["params"]])
-    if kind == "sgd":
-        options["momentum"] = momentum
-    if tables == "rowwise":
-        return ROWWISE[kind](groups, decoupled=decoupled, **options)
-    return torch.optim.AdamW(groups, **options) if decoupled else DENSE[kind](groups, **options)
+    found = find_distinct(ids)
+    sums = found.sum(values)
+    if ids.is_cuda:
+        return ids, take_rows(sums, found.slot_of)
+    return found.ids, sums
 
 
-def _check(kind: str, tables: str, *, decoupled: bool) -> None:
-    if kind not in DENSE:
-        raise SettingsError(f"unknown optimizer {kind!r}{suggest(kind, list(DENSE))}")
-    require(
-        tables in ("dense", "rowwise"),
-        f"tables must be 'dense' or 'rowwise', got tables={tables!r}",
+Decay = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
+"""Rows and their gradients before and after weight decay."""
+
+
+def _plain_decay(lr: float | Tensor, weight_decay: float, *, decoupled: bool) -> Decay:
+    """Return what weight decay does: shrink the row, or add to its gradient."""
+    if not weight_decay:
+        return lambda row, gradient: (row, gradient)
+    if decoupled:
+        return lambda row, gradient: (row * (1.0 - lr * weight_decay), gradient)
+    return lambda row, gradient: (row, gradient + weight_decay * row)
+
+
+def _update_plain(
+    ids: Tensor,
+    values: Tensor,
+    stored: list[Tensor],
+    decay: Decay,
+    update: Callable[..., tuple[Tensor, ...]],
+) -> None:
+    """Read the touched rows of weight and state, change them and write them back."""
+    ids, gradient = _merged(ids, values)
+    # a table in half precision is changed in single precision and rounded once, at the end
+    exact = torch.promote_types(stored[0].dtype, torch.float32)
+    rows = [take_rows(tensor, ids).to(exact) for tensor in stored]
+    row, gradient = decay(rows[0], gradient.to(exact))
+    for tensor, new in zip(stored, update(row, gradient, *rows[1:]), strict=True):
+        tensor.index_copy_(0, ids, new.to(tensor.dtype))
+
+
+@functools.cache
+def row_kernel() -> "RowKernel | None":
+    """Return the kernel, compiled and loaded at the first call; None where that is not possible."""
+    return load_row_kernel(os.environ)
+
+
+def load_row_kernel(environment: Mapping[str, str]) -> "RowKernel | None":
+    """Return a kernel from the cache or the compiler that an environment names; None without one."""
+
+    def tried(library: ctypes.CDLL) -> RowKernel | None:
+        kernel = RowKernel(library)
+        return kernel if _is_right(kernel) else None
+
+    return load_compiled(SOURCE, tried, environment)
+
+
+def _is_right(kernel: "RowKernel") -> bool:
+    """Return whether a step on three rows gives what it gives by hand: -1 where a row was seen."""
+    cpu: dict[str, Any] = {"device": "cpu", "dtype": torch.float32}  # whatever the defaults are
+    ids, values = torch.tensor([2, 0, 2], device="cpu"), torch.tensor([[1.0], [2.0], [3.0]], **cpu)
+    rows, sums = kernel.merge(ids, values)
+    by_adam, by_adagrad, by_sgd, first, second = (torch.zeros(3, 1, **cpu) for _ in range(5))
+    plain: dict[str, Any] = {"lr": 1.0, "weight_decay": 0.0, "decoupled": False}
+    kernel.adam(ids, values, by_adam, first, second, betas=(0.9, 0.999), eps=0.0, step=1, **plain)
+    kernel.adagrad(ids, values, by_adagrad, torch.zeros(3, **cpu), eps=0.0, **plain)
+    kernel.sgd(ids, values, by_sgd, None, momentum=0.0, **plain)
+    expected = torch.tensor([[-1.0], [0.0], [-1.0]], **cpu)
+    return (
+        rows.tolist() == [0, 2]
+        and sums.tolist() == [[2.0], [4.0]]
+        and torch.allclose(by_adam, expected)
+        and torch.allclose(by_adagrad, expected)
+        and by_sgd.tolist() == [[-2.0], [0.0], [-4.0]]
     )
-    require(
-        not decoupled or kind == "adam" or tables == "rowwise",
-        f"torch has no {kind} with decoupled weight decay for dense tables; "
-        "use kind='adam' or tables='rowwise'",
-    )
 
 
-def _groups(model: nn.Module, lr: float, table_lr: float) -> list[dict[str, Any]]:
-    tables = {id(parameter) for parameter in table_parameters(model).values()}
-    levels = {
-        id(parameter)
-        for module in model.modules()
-        for part, group in getattr(module, "optimizer_groups", {}).items()
-        if group == THRESHOLDS
-        for parameter in getattr(module, part).parameters()
-    }
-    trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    network = [p for p in trainable if id(p) not in tables]
-    held = [p for p in trainable if id(p) in tables - levels]
-    thresholds = [p for p in trainable if id(p) in levels]
-    return [
-        {"name": "network", "params": network, "lr": lr},
-        {"name": "tables", "params": held, "lr": table_lr},
-        {"name": THRESHOLDS, "params": thresholds, "lr": table_lr},
-    ]
+def suits(*tensors: Tensor) -> bool:
+    """Return whether the kernel can take these: plain float32 tensors on the CPU, contiguous."""
+    return all(is_plain(tensor, torch.float32) for tensor in tensors)
 
 
-def _options(kind: str, parameters: list[nn.Parameter]) -> dict[str, Any]:
-    devices = {parameter.device.type for parameter in parameters}
-    options: dict[str, Any] = {"fused": _can_fuse(kind, parameters)}
-    if kind == "adam" and devices == {"cuda"}:
-        options["capturable"] = (
-            True  # its count of steps stays on the GPU, as a CUDA graph needs it
+class RowKernel:
+    """The compiled functions. Ids are int64; all other tensors must be such as `suits` accepts."""
+
+    def __init__(self, library: ctypes.CDLL) -> None:
+        self._functions = {name: getattr(library, name) for name in FUNCTIONS}
+        for name, function in self._functions.items():
+            function.argtypes = FUNCTIONS[name]
+            function.restype = c_int64
+
+    def merge(self, ids: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the distinct ids `(U,)`, ascending, and the sum of each one's values `(U, D)`."""
+        _check_lookups(ids, values)
+        rows, sums = torch.empty_like(ids), torch.empty_like(values, requires_grad=False)
+        found = self._call("rarebit_merge", ids, values, rows.data_ptr(), sums.data_ptr())
+        return rows[:found], sums[:found]
+
+    def adam(
+        self,
+        ids: Tensor,
+        values: Tensor,
+        weight: Tensor,
+        exp_avg: Tensor,
+        exp_avg_sq: Tensor,
+        *,
+        lr: float,
+        betas: tuple[float, float],
+        eps: float,
+        weight_decay: float,
+        decoupled: bool,
+        step: int,
+    ) -> None:
+        """Take one step of lazy Adam on the looked-up rows; `step` counts from 1."""
+        _check_table(values, weight, exp_avg, exp_avg_sq)
+        beta1, beta2 = betas
+        self._update(
+            "rarebit_adam",
+            (ids, values),
+            weight,
+            _decay(lr, weight_decay, decoupled=decoupled),
+            (exp_avg, exp_avg_sq),
+            lr / (1.0 - beta1**step),
+            beta1,
+            1.0 - beta1,
+            beta2,
+            1.0 - beta2,
+            math.sqrt(1.0 - beta2**step),
+            eps,
         )
-    return options
+
+    def adagrad(
+        self,
+        ids: Tensor,
+        values: Tensor,
+        weight: Tensor,
+        sums: Tensor,
+        *,
+        lr: float,
+        eps: float,
+        weight_decay: float,
+        decoupled: bool,
+    ) -> None:
+        """Take one step of row-wise Adagrad on the looked-up rows; sums `(N,)`."""
+        _check_table(values, weight)
+        if not suits(sums) or sums.shape != weight.shape[:1]:
+            raise DataError(
+                f"row-wise Adagrad keeps one number per row, {weight.shape[0]} contiguous float32 in "
+                f"all; got a tensor of shape {tuple(sums.shape)} and {sums.dtype}"
+            )
+        decay = _decay(lr, weight_decay, decoupled=decoupled)
+        self._update("rarebit_adagrad", (ids, values), weight, decay, (sums,), lr, eps)
+
+    def sgd(
+        self,
+        ids: Tensor,
+        values: Tensor,
+        weight: Tensor,
+        momentum_buffer: Tensor | None,
+        *,
+        lr: float,
+        momentum: float,
+        weight_decay: float,
+        decoupled: bool,
+    ) -> None:
+        """Take one step of SGD on the looked-up rows; without a buffer there is no momentum."""
+        _check_table(values, weight, weight if momentum_buffer is None else momentum_buffer)
+        decay = _decay(lr, weight_decay, decoupled=decoupled)
+        states = (momentum_buffer,)
+        self._update("rarebit_sgd", (ids, values), weight, decay, states, lr, momentum)
+
+    def _update(
+        self,
+        name: str,
+        lookups: tuple[Tensor, Tensor],
+        weight: Tensor,
+        decay: tuple[float, float],
+        states: tuple[Tensor | None, ...],
+        *numbers: float,
+    ) -> None:
+        _check_lookups(*lookups)
+        pointers = [None if state is None else state.data_ptr() for state in states]
+        table = (weight.shape[0], weight.data_ptr(), *decay)
+        self._call(name, *lookups, *table, *pointers, *numbers)
+        # torch cannot see what was written: without this, a backward through rows from before the
+        # step would be wrong silently.
+        for written in (weight, *states):
+            if written is not None:
+                increment_version(written)
+
+    def _call(self, name: str, ids: Tensor, values: Tensor, *arguments: float | None) -> int:
+        lookups = (ids.data_ptr(), ids.shape[0], values.data_ptr(), values.shape[1])
+        found = int(self._functions[name](*lookups, torch.get_num_threads(), *arguments))
+        if found == OUT_OF_MEMORY:
+            raise MemoryError(f"no memory to sort {ids.shape[0]} lookups; take smaller batches")
+        if found < 0:
+            limit = (
+                "" if name == "rarebit_merge" else f" and below {arguments[0]}, the table's rows"
+            )
+            raise DataError(
+                f"ids must be 0 or more{limit}; got ids from {int(ids.min())} to {int(ids.max())}"
+            )
+        return found
 
 
-def _can_fuse(kind: str, parameters: list[nn.Parameter]) -> bool:
-    """One pass over weights and state instead of several: on CPUs less than half the time."""
-    devices = {parameter.device.type for parameter in parameters}
-    if not all(parameter.is_floating_point() for parameter in parameters):
-        return False
-    # torch has no fused Adagrad on CUDA in all the versions we support
-    return devices <= {"cpu"} or (kind != "adagrad" and devices <= {"cpu", "cuda"})
+def _decay(lr: float, weight_decay: float, *, decoupled: bool) -> tuple[float, float]:
+    """Return the weight's factor, and its share in the gradient."""
+    return (1.0 - lr * weight_decay, 0.0) if decoupled else (1.0, weight_decay)
+
+
+def _check_lookups(ids: Tensor, values: Tensor) -> None:
+    fits = ids.dtype == torch.int64 and ids.device.type == "cpu" and ids.is_contiguous()
+    if not (fits and ids.dim() == 1 and suits(values) and values.dim() == 2):
+        raise DataError(
+            "the row kernel takes ids (T,) in int64 and values (T, D) in float32, contiguous and on "
+            f"the CPU; got {tuple(ids.shape)} in {ids.dtype} and {tuple(values.shape)} in "
+            f"{values.dtype}"
+        )
+    if ids.shape[0] != values.shape[0] or values.shape[1] == 0:
+        raise DataError(
+            f"each of the {ids.shape[0]} ids needs a row of values, at least one number wide; "
+            f"got values of shape {tuple(values.shape)}"
+        )
+
+
+def _check_table(values: Tensor, weight: Tensor, *states: Tensor) -> None:
+    shapes = {tuple(tensor.shape) for tensor in (weight, *states)}
+    if not suits(weight, *states) or len(shapes) > 1 or weight.shape[1:] != values.shape[1:]:
+        raise DataError(
+            "the row kernel takes a weight (N, D) and states of its shape, contiguous float32 on the "
+            f"CPU, as wide as the values; got {sorted(shapes)} and values {tuple(values.shape)}"
+        )

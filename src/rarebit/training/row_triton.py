@@ -1,6 +1,6 @@
 """Row-wise optimizers on a GPU: one kernel reads, changes and writes the rows of a step.
 
-The same equations as `row_updates`, which takes a dozen kernels and their memory traffic for them.
+The same equations as `PlainRows`, which takes a dozen kernels and their memory traffic for them.
 Slots without a row, which keep all sizes known in advance, are skipped. Triton comes with torch's CUDA
 builds; without it, `suits` says no and plain torch does the work.
 """

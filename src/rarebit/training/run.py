@@ -12,7 +12,8 @@ checkpoints.
 import json
 import os
 import platform
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -148,31 +149,13 @@ def train_model(
     settings: RunSettings,
     train: Dataset,
     valid: Dataset | None,
-    *,
-    folder: Path | None = None,
-    resume: bool = False,
-    device: torch.device | str = "cpu",
-    progress: Progress | bool = True,
-    say: Say = print,
-    shared: SharedStage | None = None,
+    **options: Any,
 ) -> Trained:
-    """Build and train the model of a run; the folder is that of its checkpoints."""
-    job = TrainingJob(
-        settings=settings,
-        train=train,
-        valid=valid,
-        folder=folder,
-        resume=resume,
-        device=device,
-        progress=progress,
-        say=say,
-        shared=shared,
-    )
+    """Build and train the model of a run; `options` are those of `TrainingJob`, such as the folder of checkpoints."""
+    job = TrainingJob(settings=settings, train=train, valid=valid, **options)
     methods = settings.methods
-    for method in methods:
-        hint = method.hint(methods)
-        if hint:
-            job.say(hint)
+    for hint in filter(None, (method.hint(methods) for method in methods)):
+        job.say(hint)
     for method in methods:
         trained = method.drive(job)
         if trained is not None:
@@ -238,12 +221,18 @@ def run(
     >>> run(small, progress=False, say=lambda line: None).test.overall.rows
     200
     """
-    # report a prepared log that cannot be used before writing anything
+    from rarebit import __version__
+
+    # before anything is written: a prepared log may not be usable
     settings = with_checksum(settings)
     prepared = load_splits(settings.data) if isinstance(settings.data, PreparedLog) else None
     out = None if folder is None else make_folder(Path(folder))
     if out is not None and not resume:
-        _refuse_used(out)
+        if (out / CHECKPOINTS).exists() or (out / STAGE).exists():
+            raise ModelFileError(
+                f"{str(out)!r} holds a run already; resume it "
+                f"(rarebit train --resume {out}), or choose another folder"
+            )
         values = {"settings": stored_settings(settings)}
         write_json(out / RUN_FILE, values, error=ModelFileError)
     splits = prepared or load_splits(settings.data, progress=data_progress)
@@ -269,44 +258,52 @@ def run(
     )
     if out is not None:
         save_model(model, out)
-        write_json(out / RUN_FILE, _describe(settings, result), error=ModelFileError)
+        history_values = asdict(history)
+        described = {
+            "settings": stored_settings(settings),
+            "test": asdict(result.test),
+            "reports": history_values.pop("reports"),
+            "history": history_values,
+            "num_parameters": result.num_parameters,
+            "table_bytes": result.table_bytes,
+            "versions": {
+                "rarebit": __version__,
+                "torch": torch.__version__,
+                "python": platform.python_version(),
+            },
+        }
+        write_json(out / RUN_FILE, described, error=ModelFileError)
     return result
 
 
 def read_run(folder: str | os.PathLike[str]) -> RunSettings:
     """Return the settings of the run that wrote a folder."""
-    try:
-        return RunSettings.from_mapping(_read_values(folder)["settings"])
-    except (ValueError, KeyError, TypeError) as error:
-        raise _damaged(folder, error) from None
+    with _reading(folder) as values:
+        return RunSettings.from_mapping(values["settings"])
 
 
 def read_reports(folder: str | os.PathLike[str]) -> dict[str, Any]:
     """Return the reports of the callbacks of a run, by name; none from an older run."""
-    try:
-        return dict(_read_values(folder).get("reports", {}))
-    except (ValueError, TypeError) as error:
-        raise _damaged(folder, error) from None
+    with _reading(folder) as values:
+        return dict(values.get("reports", {}))
 
 
-def _read_values(folder: str | os.PathLike[str]) -> dict[str, Any]:
+@contextmanager
+def _reading(folder: str | os.PathLike[str]) -> Iterator[dict[str, Any]]:
+    """Yield the content of the run's file; what is wrong with it becomes a `ModelFileError`."""
     path = Path(folder) / RUN_FILE
     try:
-        return dict(json.loads(path.read_text(encoding="utf-8")))
+        yield dict(json.loads(path.read_text(encoding="utf-8")))
     except FileNotFoundError:
         raise ModelFileError(
             f"{str(folder)!r} holds no run: {RUN_FILE} is missing; train one with rarebit train"
         ) from None
     except OSError as error:
         raise ModelFileError(f"cannot read {str(path)!r}: {error.strerror}") from None
-    except (ValueError, TypeError) as error:
-        raise _damaged(folder, error) from None
-
-
-def _damaged(folder: str | os.PathLike[str], error: Exception) -> ModelFileError:
-    if isinstance(error, ModelFileError):
-        return error
-    return ModelFileError(f"{str(Path(folder) / RUN_FILE)!r} is damaged: {error}")
+    except ModelFileError:
+        raise
+    except (ValueError, KeyError, TypeError) as error:
+        raise ModelFileError(f"{str(path)!r} is damaged: {error}") from None
 
 
 def with_checksum(settings: RunSettings) -> RunSettings:
@@ -324,35 +321,6 @@ def stored_settings(settings: RunSettings) -> dict[str, Any]:
     if isinstance(settings.data, PreparedLog):
         values["data"]["folder"] = str(Path(settings.data.folder).absolute())
     return values
-
-
-def _describe(settings: RunSettings, result: RunResult) -> dict[str, Any]:
-    from rarebit import __version__
-
-    history = asdict(result.history)
-    reports = history.pop("reports")
-    return {
-        "settings": stored_settings(settings),
-        "test": asdict(result.test),
-        "history": history,
-        "reports": reports,
-        "num_parameters": result.num_parameters,
-        "table_bytes": result.table_bytes,
-        "versions": {
-            "rarebit": __version__,
-            "torch": torch.__version__,
-            "python": platform.python_version(),
-        },
-    }
-
-
-def _refuse_used(folder: Path) -> None:
-    """Raise when a folder holds the checkpoints of another run."""
-    if (folder / CHECKPOINTS).exists() or (folder / STAGE).exists():
-        raise ModelFileError(
-            f"{str(folder)!r} holds a run already; resume it "
-            f"(rarebit train --resume {folder}), or choose another folder"
-        )
 
 
 def make_folder(folder: Path) -> Path:
