@@ -221,7 +221,7 @@ def test_saving_twice_keeps_the_second(tmp_path):
 def test_a_model_of_ones_own_needs_into(tmp_path):
     save_model(TwoTower(), tmp_path)
     message = (
-        r"holds a TwoTower, a class of your own: load it with load_model\(folder, into=TwoTower"
+        r"holds a TwoTower, your own class: load it with load_model\(folder, into=TwoTower"
     )
     with pytest.raises(ModelFileError, match=message):
         load_model(tmp_path)
@@ -245,7 +245,7 @@ def test_a_class_built_on_ours_needs_into_too(build, tmp_path):
     model, fresh = build(), build()
     save_model(model, tmp_path)
     with pytest.raises(
-        ModelFileError, match=f"holds a {type(model).__name__}, a class of your own"
+        ModelFileError, match=f"holds a {type(model).__name__}, your own class"
     ):
         load_model(tmp_path)
     assert_same(load_model(tmp_path, into=fresh), model)

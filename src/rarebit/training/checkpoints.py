@@ -31,7 +31,7 @@ import signal
 import struct
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -83,6 +83,7 @@ __all__ = [
     "describe_run",
     "differences",
     "environment_warnings",
+    "map_tensors",
     "stop_requests",
 ]
 
@@ -177,10 +178,8 @@ class Checkpoints:
         best = None
         if loop.best.epoch not in (None, self.best_epoch):
             best, self.best_epoch = _copied(loop.best.weights), loop.best.epoch
-        state = _copied(loop.state()) | {
-            "run": dict(self.run),
-            "environment": describe_environment(),
-        }
+        described = {"run": dict(self.run), "environment": describe_environment()}
+        state = _copied(loop.state()) | described
         self._written = self._writer.submit(self._write, name, state, best)
         self.written_at = time.monotonic()
         self.due = self.written_at + self.seconds
@@ -254,16 +253,20 @@ class Checkpoints:
         self.folder.prune([name for kind in kinds for name in kind[-KEEP:]])
 
 
-def _copied(tree: Any) -> Any:
-    """Return a copy of nested values with its tensors on the CPU."""
+def map_tensors(tree: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    """Return nested values with every tensor changed."""
     if isinstance(tree, Tensor):
-        return tree.detach().to("cpu", copy=True)
+        return change(tree)
     if isinstance(tree, Mapping):
-        return {key: _copied(value) for key, value in tree.items()}
+        return {key: map_tensors(value, change) for key, value in tree.items()}
     if isinstance(tree, list | tuple):
-        copies = [_copied(value) for value in tree]
-        return copies if isinstance(tree, list) else tuple(copies)
+        changed = [map_tensors(value, change) for value in tree]
+        return changed if isinstance(tree, list) else tuple(changed)
     return tree
+
+
+def _copied(tree: Any) -> Any:
+    return map_tensors(tree, lambda tensor: tensor.detach().to("cpu", copy=True))
 
 
 class StopRequests:
@@ -280,8 +283,8 @@ class StopRequests:
         """Whether to stop after this step."""
         return self.signal is not None
 
-    def _note(self, number: int, frame: FrameType | None) -> None:
-        del frame
+    def note(self, number: int, _: FrameType | None) -> None:
+        """Record a signal, or stop at once if there was one."""
         if self.signal is None:
             self.signal = int(number)
         elif number == signal.SIGINT:
@@ -306,7 +309,7 @@ def stop_requests() -> Iterator[StopRequests]:
     taken = [number for number in SIGNALS if old[number] not in (signal.SIG_IGN, None)]
     try:
         for number in taken:
-            signal.signal(number, stop._note)  # noqa: SLF001  # of this module
+            signal.signal(number, stop.note)
         yield stop
     finally:
         for number in taken:
@@ -521,10 +524,10 @@ def _describe_model(model: nn.Module) -> dict[str, Any]:
 
 def _describe_method(method: Any) -> dict[str, Any]:
     """Return a method without its defaults: a new setting with a default does not change the run."""
-    fields = dataclasses.fields(method) if dataclasses.is_dataclass(method) else ()
-    usual = {field.name: field.default for field in fields}
-    values = to_mapping(method) if fields else {}
-    given = {name: value for name, value in values.items() if value != usual[name]}
+    given = {}
+    if dataclasses.is_dataclass(method):
+        usual = {field.name: field.default for field in dataclasses.fields(method)}
+        given = {name: v for name, v in to_mapping(method).items() if v != usual[name]}
     return {"method": type(method).__qualname__, **given}
 
 
@@ -559,7 +562,7 @@ def _checksum(arrays: Mapping[str, Tensor]) -> str:
 
 
 def _keys(name: str, n: int) -> Tensor:
-    """Return random odd numbers of 64 bits, the same on every machine."""
+    """Return random odd 64-bit numbers, the same on every machine."""
     bits = random_bits(stream_key(0, "checksum", name), np.arange(n, dtype=np.uint64))
     return torch.from_numpy((bits | np.uint64(1)).view(np.int64))
 
@@ -574,17 +577,15 @@ def differences(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     usual = {key: value for key, value in to_mapping(Training()).items() if key in settings}
     pair = (usual | dict(_part(saved, "settings")), settings)
     kept = [{k: v for k, v in one.items() if k not in MAY_CHANGE} for one in pair]
-    return lines + list(_changed_items("settings", *kept))
+    return lines + list(_changed("settings", *kept))
 
 
 def _model_differences(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    lines = [
-        line for key in ("class", "frozen") for line in _changed(f"model.{key}", saved, now, key)
-    ]
+    lines = list(_changed("model", saved, now, ("class", "frozen")))
     tensors = [
         line
         for kind in ("methods", "parameters", "buffers")
-        for line in _changed_items(f"model.{kind}", _part(saved, kind), _part(now, kind))
+        for line in _changed(f"model.{kind}", _part(saved, kind), _part(now, kind))
     ]
     more = len(tensors) - MOST_LINES
     return lines + tensors[:MOST_LINES] + ([f"and {more} more of the model"] if more > 0 else [])
@@ -608,16 +609,14 @@ def _data_differences(name: str, saved: Any, now: Any) -> list[str]:
     return []
 
 
-def _changed_items(place: str, saved: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[str]:
-    for key in dict.fromkeys((*saved, *now)):
-        yield from _changed(f"{place}.{key}", saved, now, key)
-
-
-def _changed(place: str, saved: Mapping[str, Any], now: Mapping[str, Any], key: str) -> list[str]:
-    if saved.get(key) == now.get(key) and (key in saved) == (key in now):
-        return []
-    was, comes = (_spell(side[key]) if key in side else "not there" for side in (saved, now))
-    return [f"{place} was {was}, now {comes}"]
+def _changed(
+    place: str, saved: Mapping[str, Any], now: Mapping[str, Any], keys: Iterable[str] | None = None
+) -> Iterator[str]:
+    """Yield a line per key whose value differs, or that only one of the two has."""
+    for key in keys or dict.fromkeys((*saved, *now)):
+        if saved.get(key) != now.get(key) or (key in saved) != (key in now):
+            was, comes = (_spell(one[key]) if key in one else "not there" for one in (saved, now))
+            yield f"{place}.{key} was {was}, now {comes}"
 
 
 def _part(run: Mapping[str, Any], name: str) -> Mapping[str, Any]:

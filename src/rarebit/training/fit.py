@@ -40,6 +40,7 @@ from rarebit.training.checkpoints import (
     CheckpointFolder,
     Checkpoints,
     describe_run,
+    map_tensors,
     stop_requests,
 )
 from rarebit.training.ema import EMA
@@ -193,7 +194,7 @@ def fit(
     progress: Progress | bool = True,
     **overrides: Any,
 ) -> History:
-    """Train a model in place, on the device it is on, and return its history.
+    """Train a model in place, on its device, and return its history.
 
     Any setting of `Training` can be given by name. With validation data the weights of the best epoch are kept.
     `forward=lambda model, batch: ...` calls a model that does not take a batch; `backward=rows.backward` trains with
@@ -597,7 +598,8 @@ class TrainingLoop:
         self.best.load(state["best"], best_weights)
         if "callbacks" not in state:
             state = {**state, "callbacks": _older_states(state.get("others", []), self.callbacks)}
-        self.callbacks.load_state_dict(_on(self.steps.device, state["callbacks"]))
+        device = self.steps.device
+        self.callbacks.load_state_dict(map_tensors(state["callbacks"], lambda t: t.to(device)))
         records = [
             EpochRecord(**{**record, "valid": record["valid"] and Metrics(**record["valid"])})
             for record in state["history"]["epochs"]
@@ -680,18 +682,6 @@ def _older_states(states: Sequence[Mapping[str, Any]], callbacks: Callbacks) -> 
         return found | dict(state)
     [*names] = [name for name in now if name not in found] or ["a callback"]
     return found | {names[0]: {"settings": callbacks.settings.get(names[0], ""), "state": state}}
-
-
-def _on(device: torch.device, tree: Any) -> Any:
-    """Return nested values with their tensors moved to a device."""
-    if isinstance(tree, Tensor):
-        return tree.to(device)
-    if isinstance(tree, Mapping):
-        return {key: _on(device, value) for key, value in tree.items()}
-    if isinstance(tree, list | tuple):
-        moved = [_on(device, value) for value in tree]
-        return moved if isinstance(tree, list) else tuple(moved)
-    return tree
 
 
 def random_state() -> dict[str, Any]:

@@ -170,7 +170,7 @@ def _build(
 ) -> nn.Module:
     if not description.get("model"):
         raise ModelFileError(
-            f"{str(folder)!r} holds a {description.get('class')}, a class of your own: "
+            f"{str(folder)!r} holds a {description.get('class')}, your own class: "
             f"load it with load_model(folder, into={description.get('class')}(...))"
         )
     try:
@@ -203,7 +203,7 @@ def _bytes_worth(
 
 
 def _check_fields(folder: Path, into: RankingModel, description: Mapping[str, Any]) -> None:
-    """Weights of other fields may have the same shape, so they are told apart by name and rows."""
+    """Raise for a model of other fields: weights of the same shape do not show that."""
     try:
         saved = Schema.from_mapping(description["schema"])
     except NONSENSE as error:
@@ -215,14 +215,13 @@ def _check_fields(folder: Path, into: RankingModel, description: Mapping[str, An
                 "means another value"
             )
     if saved != into.schema:
+        lists = [
+            ", ".join(f"{field.name} ({field.rows} rows)" for field in schema.fields)
+            for schema in (saved, into.schema)
+        ]
         raise ModelFileError(
-            f"{str(folder)!r} is a model of other fields: {_list_fields(saved)} in the file, "
-            f"{_list_fields(into.schema)} here"
+            f"{str(folder)!r} is a model of other fields: {lists[0]} in the file, {lists[1]} here"
         )
-
-
-def _list_fields(schema: Schema) -> str:
-    return ", ".join(f"{field.name} ({field.rows} rows)" for field in schema.fields)
 
 
 def _describe_sets(model: nn.Module) -> dict[str, Any] | None:
@@ -258,18 +257,18 @@ def _restore_sets_(model: nn.Module, described: Mapping[str, Any] | None) -> Non
 def _only_sets_in(methods: Any) -> bool:
     """Return whether saved tables have their sets and no other method that may have made them smaller.
 
-    What came from a file may be anything; nonsense is told where the methods are read.
+    Values from a file may be anything: what is malformed is refused where the methods are read.
     """
     if not isinstance(methods, Mapping):
         return False
     steps = [step for steps in methods.values() for step in (steps or [None])]
-    return all(isinstance(step, Mapping) and _gives_sets(step.get("method")) for step in steps)
-
-
-def _gives_sets(name: object) -> bool:
     try:
-        return issubclass(technique_class(str(name)), SetsMethod)
-    except SettingsError:
+        return all(
+            isinstance(step, Mapping)
+            and issubclass(technique_class(str(step.get("method"))), SetsMethod)
+            for step in steps
+        )
+    except SettingsError:  # an unknown method
         return False
 
 
@@ -277,15 +276,17 @@ def _load_weights(folder: Path, model: nn.Module, tensors: Mapping[str, Tensor])
     wanted = model.state_dict()
     problems = [f"{name} is not in the file" for name in wanted if name not in tensors]
     problems += [f"the model has no {name}" for name in tensors if name not in wanted]
+    both = [(name, tensors[name], here) for name, here in wanted.items() if name in tensors]
     problems += [
-        f"{name} is {tuple(tensors[name].shape)} in the file and {tuple(wanted[name].shape)} here"
-        for name in wanted
-        if name in tensors and tensors[name].shape != wanted[name].shape
+        f"{name} is {tuple(stored.shape)} in the file and {tuple(here.shape)} here"
+        for name, stored, here in both
+        if stored.shape != here.shape
     ]
     problems += [
-        f"{name} holds {tensors[name].dtype} in the file and {wanted[name].dtype} here"
-        for name in wanted
-        if name in tensors and _kind(tensors[name]) != _kind(wanted[name])
+        f"{name} holds {stored.dtype} in the file and {here.dtype} here"
+        for name, stored, here in both
+        if stored.dtype != here.dtype
+        and not (stored.is_floating_point() and here.is_floating_point())
     ]
     if problems:
         more = f" (and {len(problems) - 3} more)" if len(problems) > 3 else ""
@@ -300,8 +301,3 @@ def _load_weights(folder: Path, model: nn.Module, tensors: Mapping[str, Tensor])
         model.load_state_dict(dict(tensors))
     except NONSENSE as error:  # a type that torch can hold and not compute with
         raise ModelFileError(f"the weights in {str(folder)!r} cannot be used: {error}") from None
-
-
-def _kind(tensor: Tensor) -> torch.dtype | str:
-    """Return what must be the same in a file: floats may be of any precision."""
-    return "float" if tensor.is_floating_point() else tensor.dtype

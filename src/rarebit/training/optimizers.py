@@ -29,11 +29,10 @@ import ctypes
 import functools
 import math
 import os
-from abc import abstractmethod
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from ctypes import c_float, c_int, c_int64, c_void_p
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
@@ -186,40 +185,24 @@ def _options(kind: str, parameters: list[nn.Parameter]) -> dict[str, Any]:
     return options
 
 
-class Touched(NamedTuple):
-    """A table with the lookups of a step, ids `(T,)` and the gradient of each, values `(T, D)`."""
-
-    weight: nn.Parameter
-    ids: Tensor
-    values: Tensor
-    state: dict[str, Tensor]
-    group: dict[str, Any]
-
-    def options(self, *names: str) -> dict[str, Any]:
-        """Return some options of the table's group."""
-        return {name: self.group[name] for name in names}
-
-    def fastest(self, *states: Tensor) -> Any:
-        """Return the fastest implementation for these tensors."""
-        tensors = (self.values, self.weight, *states)
-        if isinstance(self.group["lr"], Tensor):  # which only torch can use without looking at it
-            return PlainRows
-        if self.weight.is_cuda:
-            from rarebit.training import row_triton  # not before: Triton takes a while to import
-
-            return row_triton if row_triton.suits(*tensors) else PlainRows
-        kernel = row_kernel() if suits(*tensors) else None
-        return PlainRows if kernel is None else kernel
-
-
 class RowwiseOptimizer(Optimizer):
     """Tables by rows, the rest by torch's fused optimizer of the same kind."""
 
+    dense_kind: type[Optimizer]
+    """Torch's optimizer for dense gradients."""
+    update: ClassVar[str]
+    """The method of `PlainRows` and the kernels that updates rows."""
+    own: ClassVar[dict[str, Any]]
+    """The options of its kind, with their defaults."""
+    state_names: ClassVar[tuple[str, ...]]
+    """The state of a table besides its count of steps."""
+
     def __init__(
-        self, params: Iterable[nn.Parameter] | Iterable[dict[str, Any]], defaults: dict[str, Any]
+        self, params: Iterable[nn.Parameter] | Iterable[dict[str, Any]], **options: Any
     ) -> None:
-        unknown = set(defaults) - {"fused", "capturable", *OWN_OPTIONS}
+        unknown = set(options) - {"fused", "capturable", *OWN_OPTIONS}
         require(not unknown, f"{type(self).__name__} has no option {', '.join(sorted(unknown))}")
+        defaults = {**self.own, "weight_decay": 0.0, "decoupled": False, **options}
         for name in ("lr", "eps", "momentum", "weight_decay"):
             value = defaults.get(name, 0.0)
             require(bool(value >= 0), f"{name} must be 0 or more, got {name}={value}")
@@ -228,22 +211,6 @@ class RowwiseOptimizer(Optimizer):
         # torch's options are in the groups, too, so that its own optimizer can load our state
         torchs = self.dense_kind([torch.zeros(1)]).defaults  # type: ignore[call-arg]  # a concrete one
         super().__init__(params, {**torchs, "fused": None, "capturable": False, **defaults})
-
-    dense_kind: type[Optimizer]
-    """Torch's optimizer for dense gradients."""
-
-    @abstractmethod
-    def state_keys(self, group: dict[str, Any]) -> tuple[str, ...]:
-        """Return the names of a table's state besides its count of steps."""
-
-    def first_state(self, weight: Tensor, key: str) -> Tensor:
-        """Return a part of a table's state before its first step."""
-        del key
-        return torch.zeros_like(weight)
-
-    @abstractmethod
-    def update_rows(self, table: Touched) -> None:
-        """Update the rows that were looked up, and their state."""
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Load a state; options that torch's own optimizer does not have start at their defaults."""
@@ -267,16 +234,17 @@ class RowwiseOptimizer(Optimizer):
         return loss
 
     def _step_rows(self, parameter: nn.Parameter, group: dict[str, Any]) -> None:
-        gradient = parameter.grad
-        assert gradient is not None
+        assert parameter.grad is not None
+        ids, values = lookups_of(parameter.grad)
         state = self.state[parameter]
         # torch's own may have begun it, on a gradient for all rows, or without momentum
         if state.get("step") is None:
             device = parameter.device if group["capturable"] else torch.device("cpu")
             state["step"] = torch.zeros((), dtype=torch.float32, device=device)
-        for key in self.state_keys(group):
-            if state.get(key) is None:
-                state[key] = self.first_state(parameter, key)
+        for name in self.state_names:
+            if state.get(name) is None and (name != "momentum_buffer" or group["momentum"]):
+                shape = parameter.shape[:1] if name == "sum" else parameter.shape
+                state[name] = parameter.new_zeros(shape)
         total = state.get("sum")
         if total is not None and total.dim() != 1:
             raise OptimizerError(
@@ -284,7 +252,13 @@ class RowwiseOptimizer(Optimizer):
                 "a number for every weight; continue with tables='dense', or start anew"
             )
         state["step"] += 1
-        self.update_rows(Touched(parameter, *lookups_of(gradient), state, group))
+        options = {name: group[name] for name in (*self.own, "weight_decay", "decoupled")}
+        if self.update == "adam":
+            options["step"] = state["step"] if state["step"].is_cuda else int(state["step"])
+        states = [state.get(name) for name in self.state_names]
+        tensors = [t for t in (values, parameter, *states) if t is not None]
+        update = getattr(_fastest_rows(group["lr"], tensors), self.update)
+        update(ids, values, parameter, *states, **options)
 
     def _step_dense(self, parameters: list[nn.Parameter], group: dict[str, Any]) -> None:
         if not parameters:
@@ -320,106 +294,37 @@ class RowwiseOptimizer(Optimizer):
 class RowwiseAdam(RowwiseOptimizer):
     """Adam for dense parameters, lazy Adam for the rows of tables."""
 
-    dense_kind = torch.optim.Adam
-
-    def __init__(
-        self,
-        params: Iterable[nn.Parameter] | Iterable[dict[str, Any]],
-        *,
-        lr: float = 1e-3,
-        betas: tuple[float, float] = (0.9, 0.999),
-        eps: float = 1e-8,
-        weight_decay: float = 0.0,
-        decoupled: bool = False,
-        **options: Any,
-    ) -> None:
-        own = {"lr": lr, "betas": betas, "eps": eps}
-        super().__init__(
-            params, {**own, "weight_decay": weight_decay, "decoupled": decoupled, **options}
-        )
-
-    def state_keys(self, group: dict[str, Any]) -> tuple[str, ...]:
-        """Return both moments, for every number of the table."""
-        del group
-        return "exp_avg", "exp_avg_sq"
-
-    def update_rows(self, table: Touched) -> None:
-        """Take Adam's step on the rows that were looked up."""
-        moments = table.state["exp_avg"], table.state["exp_avg_sq"]
-        steps = table.state["step"]
-        table.fastest(*moments).adam(
-            *(table.ids, table.values, table.weight, *moments),
-            **table.options("lr", "betas", "eps", "weight_decay", "decoupled"),
-            step=steps if steps.is_cuda else int(steps),
-        )
+    dense_kind, update = torch.optim.Adam, "adam"
+    own: ClassVar = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8}
+    state_names = ("exp_avg", "exp_avg_sq")
 
 
 class RowwiseAdagrad(RowwiseOptimizer):
     """Adagrad for dense parameters, row-wise Adagrad for tables: one number of state per row."""
 
-    dense_kind = torch.optim.Adagrad
-
-    def __init__(
-        self,
-        params: Iterable[nn.Parameter] | Iterable[dict[str, Any]],
-        *,
-        lr: float = 1e-2,
-        eps: float = 1e-10,
-        weight_decay: float = 0.0,
-        decoupled: bool = False,
-        **options: Any,
-    ) -> None:
-        own = {"lr": lr, "eps": eps, "weight_decay": weight_decay, "decoupled": decoupled}
-        super().__init__(params, {**own, **options})
-
-    def state_keys(self, group: dict[str, Any]) -> tuple[str, ...]:
-        """Return the sum of squares."""
-        del group
-        return ("sum",)
-
-    def first_state(self, weight: Tensor, key: str) -> Tensor:
-        """Return one number per row."""
-        del key
-        return weight.new_zeros(len(weight))
-
-    def update_rows(self, table: Touched) -> None:
-        """Take Adagrad's step on the rows that were looked up."""
-        total = table.state["sum"]
-        table.fastest(total).adagrad(
-            *(table.ids, table.values, table.weight, total),
-            **table.options("lr", "eps", "weight_decay", "decoupled"),
-        )
+    dense_kind, update = torch.optim.Adagrad, "adagrad"
+    own: ClassVar = {"lr": 1e-2, "eps": 1e-10}
+    state_names = ("sum",)
 
 
 class RowwiseSGD(RowwiseOptimizer):
     """SGD with momentum, for tables on the rows that were looked up."""
 
-    dense_kind = torch.optim.SGD
+    dense_kind, update = torch.optim.SGD, "sgd"
+    own: ClassVar = {"lr": 1e-3, "momentum": 0.0}
+    state_names = ("momentum_buffer",)
 
-    def __init__(
-        self,
-        params: Iterable[nn.Parameter] | Iterable[dict[str, Any]],
-        *,
-        lr: float = 1e-3,
-        momentum: float = 0.0,
-        weight_decay: float = 0.0,
-        decoupled: bool = False,
-        **options: Any,
-    ) -> None:
-        own = {"lr": lr, "momentum": momentum, "weight_decay": weight_decay}
-        super().__init__(params, {**own, "decoupled": decoupled, **options})
 
-    def state_keys(self, group: dict[str, Any]) -> tuple[str, ...]:
-        """Return the momentum, where there is one."""
-        return ("momentum_buffer",) if group["momentum"] else ()
+def _fastest_rows(lr: float | Tensor, tensors: Sequence[Tensor]) -> Any:
+    """Return the fastest implementation of row updates for these tensors."""
+    if isinstance(lr, Tensor):  # which only torch can use without looking at it
+        return PlainRows
+    if tensors[0].is_cuda:
+        from rarebit.training import row_triton  # not before: Triton takes a while to import
 
-    def update_rows(self, table: Touched) -> None:
-        """Take SGD's step on the rows that were looked up."""
-        buffer = table.state.get("momentum_buffer")
-        table.fastest(*() if buffer is None else (buffer,)).sgd(
-            *(table.ids, table.values, table.weight, buffer),
-            **table.options("lr", "momentum", "weight_decay", "decoupled"),
-        )
+        return row_triton if row_triton.suits(*tensors) else PlainRows
+    kernel = row_kernel() if suits(*tensors) else None
+    return PlainRows if kernel is None else kernel
 
 
 DENSE: dict[str, Callable[..., Optimizer]] = {

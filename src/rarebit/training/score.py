@@ -1,4 +1,4 @@
-"""Raw rows to scores: what a trained model says of a log that it has never seen."""
+"""Score a raw log that a trained model has never seen."""
 
 import os
 from collections.abc import Callable, Iterator
@@ -24,7 +24,7 @@ __all__ = ["Scored", "bad_rows_file", "score_log"]
 
 @dataclass(frozen=True, kw_only=True)
 class Scored:
-    """What scoring a log gave."""
+    """The result of scoring a log."""
 
     rows: int
     """Rows that have a score."""
@@ -46,8 +46,8 @@ def score_log(
 ) -> Scored:
     r"""Score the raw rows of a CSV, TSV or Parquet log with a model trained on a prepared one.
 
-    The scores go to a CSV file, with the line or row of each, chunk by chunk: the log may be of any
-    size. With `bad_rows="aside"` rows that cannot be read have no score and are kept in a file beside.
+    The scores go to a CSV file, each with its line or row number, chunk by chunk: the log may be of any size. With
+    `bad_rows="aside"` malformed rows are skipped and written to a file next to the scores.
 
     >>> import tempfile
     >>> from rarebit import Dataset
@@ -103,11 +103,7 @@ def score_log(
 
 
 def bad_rows_file(out: Path) -> Path:
-    """Return the file beside the scores for rows that could not be read.
-
-    >>> bad_rows_file(Path("scores.csv")).name
-    'scores.csv.bad_rows.jsonl'
-    """
+    """Return the file next to the scores for malformed rows, such as `scores.csv.bad_rows.jsonl`."""
     return out.with_name(f"{out.name}.bad_rows.jsonl")
 
 

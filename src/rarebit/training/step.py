@@ -42,10 +42,9 @@ __all__ = [
 
 @torch.no_grad()
 def clip_grad_norm_(model: nn.Module, max_norm: float) -> Tensor:
-    """Scale all gradients of a model so that their norm is at most `max_norm`; return what it was.
+    """Scale all gradients of a model so that their norm is at most `max_norm`; return the norm before.
 
-    As `torch.nn.utils.clip_grad_norm_`, and right for tables whose gradient comes by rows: lookups
-    of one row are summed first, as their norm is not the sum of their norms.
+    As `torch.nn.utils.clip_grad_norm_`, and right for tables with sparse gradients: lookups of one row are summed first.
 
     >>> model = nn.Embedding(9, 2, sparse=True)
     >>> model(torch.tensor([4, 4])).sum().backward()
@@ -60,40 +59,33 @@ def clip_grad_norm_(model: nn.Module, max_norm: float) -> Tensor:
         return torch.zeros(())
     norms = [_norm(parameter) for parameter in parameters]
     exact = functools.reduce(torch.promote_types, [norm.dtype for norm in norms], torch.float32)
-    total = _length(torch.stack([norm.to(norms[0].device, exact) for norm in norms]))
+    total: Tensor = torch.linalg.vector_norm(
+        torch.stack([norm.to(norms[0].device, exact) for norm in norms])
+    )
     factor = (max_norm / (total + 1e-6)).clamp(max=1.0)  # no look at the norm: it may be on a GPU
     for parameter in parameters:
-        _scale(parameter, factor.to(parameter.device))
+        gradient, scale = parameter.grad, factor.to(parameter.device)
+        assert gradient is not None
+        if gradient.is_sparse:
+            # not in place: what autograd handed over may be one number seen as many
+            ids, values = lookups_of(gradient)
+            parameter.grad = row_gradient(gradient.shape, ids, values * scale)
+        else:
+            gradient.mul_(scale)
     return total
 
 
-def _norm(parameter: nn.Parameter) -> Tensor:
+def _norm(parameter: nn.Parameter) -> Any:
     gradient = parameter.grad
     assert gradient is not None
     if not gradient.is_sparse:
-        return _length(gradient)
+        return torch.linalg.vector_norm(gradient)
     ids, values = lookups_of(gradient)
     found = find_distinct(ids)
     sums = found.sum(values)
     if len(sums) < len(ids):  # the optimizer then has nothing left to sum
         parameter.grad = row_gradient(gradient.shape, found.ids, sums)
-    return _length(sums)
-
-
-def _scale(parameter: nn.Parameter, factor: Tensor) -> None:
-    gradient = parameter.grad
-    assert gradient is not None
-    if gradient.is_sparse:
-        # not in place: what autograd handed over may be one number seen as many
-        ids, values = lookups_of(gradient)
-        parameter.grad = row_gradient(gradient.shape, ids, values * factor)
-    else:
-        gradient.mul_(factor)
-
-
-def _length(values: Tensor) -> Tensor:
-    length: Tensor = torch.linalg.vector_norm(values)
-    return length
+    return torch.linalg.vector_norm(sums)
 
 
 Loss: TypeAlias = Callable[[Tensor, Tensor], Tensor]
