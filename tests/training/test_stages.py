@@ -302,4 +302,4 @@ def test_a_prior_that_pruning_may_keep_is_told(prior):
 def test_a_run_says_what_its_second_stage_trains():
     said: list[str] = []
     run(settings_of(rb.Pruned(keep=KEEP)), say=said.append)
-    assert "training the 3,000 entries that are left again" in said
+    assert "retraining the 3,000 entries that are left" in said
