@@ -220,9 +220,7 @@ def test_saving_twice_keeps_the_second(tmp_path):
 
 def test_a_model_of_ones_own_needs_into(tmp_path):
     save_model(TwoTower(), tmp_path)
-    message = (
-        r"holds a TwoTower, your own class: load it with load_model\(folder, into=TwoTower"
-    )
+    message = r"holds a TwoTower, your own class: load it with load_model\(folder, into=TwoTower"
     with pytest.raises(ModelFileError, match=message):
         load_model(tmp_path)
 
@@ -244,9 +242,7 @@ def bare_model():
 def test_a_class_built_on_ours_needs_into_too(build, tmp_path):
     model, fresh = build(), build()
     save_model(model, tmp_path)
-    with pytest.raises(
-        ModelFileError, match=f"holds a {type(model).__name__}, your own class"
-    ):
+    with pytest.raises(ModelFileError, match=f"holds a {type(model).__name__}, your own class"):
         load_model(tmp_path)
     assert_same(load_model(tmp_path, into=fresh), model)
 
