@@ -15,7 +15,7 @@ from torch import Tensor
 
 from rarebit.data.order import batch_bounds, chunk_plan, chunk_shuffled_order, shuffled_order
 from rarebit.data.prepared import PreparedFolder
-from rarebit.data.schema import PADDING, Field, Schema, SomeEncoder
+from rarebit.data.schema import PADDING, Field, Schema
 from rarebit.errors import DataError
 from rarebit.settings import suggest
 
@@ -430,7 +430,7 @@ class Dataset:
                 counts[field.name][PADDING] = 0
         return counts
 
-    def in_memory(self, encoder: SomeEncoder | None = None) -> "Dataset":
+    def in_memory(self, encoder: Any = None) -> "Dataset":
         """Return the same data copied into memory, so that it outlives its folder."""
         schema = self.schema.with_encoder(encoder)
         data = _trusted(schema, self.ids.clone(), self.numeric.clone(), self.label.clone())

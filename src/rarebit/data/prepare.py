@@ -53,12 +53,19 @@ def prepare(
     from rarebit.data.raw.readers import find_format
     from rarebit.data.raw.rows import BadRows
 
-    files = _files(log)
-    if "" not in files:
+    if isinstance(log, Mapping):
+        for part in log:
+            if part not in SPLIT_NAMES:
+                raise SettingsError(f"unknown part {part!r}{suggest(part, SPLIT_NAMES)}")
+        if "train" not in log:
+            raise SettingsError("a log in several files needs one for train")
+        files = {part: Path(log[part]) for part in SPLIT_NAMES if part in log}
         if split is not None and split.kind != "given":
             raise SettingsError(f"the files are split already: leave out the split by {split.kind}")
         drawn_by = split or (schema.split if schema is not None else Split())
         split = Split(kind="given", seed=drawn_by.seed)
+    else:
+        files = {"": Path(log)}
     first = next(iter(files.values()))
     if schema is None:
         schema = infer_log(first, label, split=split, format=format).schema
@@ -138,18 +145,6 @@ def infer_log(
         ) from None
     found = infer_schema(sample, label, split=split)
     return replace(found, schema=replace(found.schema, text=written))
-
-
-def _files(log: PathLike | Mapping[str, PathLike]) -> dict[str, Path]:
-    """Return the files by the part they are for; one file for all parts has the part ""."""
-    if not isinstance(log, Mapping):
-        return {"": Path(log)}
-    for part in log:
-        if part not in SPLIT_NAMES:
-            raise SettingsError(f"unknown part {part!r}{suggest(part, SPLIT_NAMES)}")
-    if "train" not in log:
-        raise SettingsError("a log in several files needs one for train")
-    return {part: Path(log[part]) for part in SPLIT_NAMES if part in log}
 
 
 def _read(

@@ -13,13 +13,12 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 from rarebit.errors import DataError
 from rarebit.settings import check_types, from_mapping, require, suggest, to_mapping
 
-__all__ = ["FIRST_VALUE", "MISSING", "PADDING", "UNKNOWN", "Field", "Schema", "SomeEncoder"]
+__all__ = ["FIRST_VALUE", "MISSING", "PADDING", "UNKNOWN", "Field", "Schema"]
 
 PADDING, UNKNOWN, MISSING, FIRST_VALUE = range(4)
 
@@ -64,13 +63,6 @@ class Field:
         )
 
 
-class SomeEncoder(Protocol):
-    """An encoder that can be saved with a model."""
-
-    def save(self, folder: Path) -> None:
-        """Write it to a new folder."""
-
-
 @dataclass(frozen=True)
 class Schema:
     """The fields of a data set, in order. A batch of ids has one column per slot.
@@ -84,7 +76,7 @@ class Schema:
 
     fields: tuple[Field, ...]
     encoder: Any = dataclasses.field(default=None, compare=False, repr=False)
-    """What turned raw rows into these ids, a `SomeEncoder`; None if unknown."""
+    """What turned raw rows into these ids, saved with a model by `save(folder)`; None if unknown."""
 
     def __post_init__(self) -> None:
         check_types(self)
@@ -129,7 +121,7 @@ class Schema:
                 return field
         raise DataError(f"no field {name!r}{suggest(name, [field.name for field in self.fields])}")
 
-    def with_encoder(self, encoder: SomeEncoder | None) -> "Schema":
+    def with_encoder(self, encoder: Any) -> "Schema":
         """Return the same schema with another encoder."""
         return replace(self, encoder=encoder)
 

@@ -197,17 +197,12 @@ class Selection:
         often = "once" if count == 1 else f"{count:,} times"
         pairs = zip(found.relatives[item].tolist(), found.weights[item].tolist(), strict=True)
         near = ", ".join(f"{name(row)} ({weight:.2f})" for row, weight in pairs if weight > 0)
-        return f"{field} {name(item)} was seen {often}: {_fate(found, item, near)}"
-
-
-def _fate(found: FieldSelection, item: int, near: str) -> str:
-    if found.source[item]:
-        return "frequent, others may learn from it"
-    if found.target[item]:
-        if near:
-            return f"rare, it may learn from {near}"
-        return "rare, it may learn from frequent items"
-    return f"rare, left out, as it is least like any frequent item{near and ': '}{near}"
+        fate = f"rare, left out, as it is least like any frequent item{near and ': '}{near}"
+        if found.source[item]:
+            fate = "frequent, others may learn from it"
+        elif found.target[item]:
+            fate = f"rare, it may learn from {near or 'frequent items'}"
+        return f"{field} {name(item)} was seen {often}: {fate}"
 
 
 def select(
@@ -231,6 +226,7 @@ def select(
     """
     counts = {"items": counts} if isinstance(counts, Tensor) else counts
     seen = _seen(data, counts, fields, padding)
+    names = list(seen)
     split = settings if isinstance(settings, FrequencySplit) else settings.split
     if split.ids is not None and len(seen) != 1:
         raise DataError(
@@ -240,15 +236,18 @@ def select(
     if isinstance(settings, FrequencySplit):
         chosen = {name: _all_rare(seen[name], source) for name, source in sources.items()}
         return Selection(chosen, settings, data_checksum)
-    met = _met(data, counts, settings, list(seen), padding)
-    return Selection(
-        {
-            name: _selected(seen[name], source, met[name], settings)
-            for name, source in sources.items()
-        },
-        settings,
-        data_checksum,
-    )
+    top = settings.top_items
+    if isinstance(data, Dataset):
+        met = count_in_records(data, counts, top_items=top, fields=names).fields
+    elif isinstance(data, Tensor):
+        met = count_in_text(data, counts, top_items=top, padding=padding).fields
+    else:
+        raise DataError(
+            "co-occurrence is counted in a Dataset or in a tensor of tokens, got none; give one, or "
+            "select by FrequencySplit alone"
+        )
+    chosen = {name: _selected(seen[name], sources[name], met[name], settings) for name in names}
+    return Selection(chosen, settings, data_checksum)
 
 
 def split_by_frequency(counts: Tensor, split: FrequencySplit) -> Tensor:
@@ -283,12 +282,9 @@ def find_relatives(
             rows = slice(start, start + RARE)
             near = F.normalize(met.dense(rare[rows]), dim=1) @ theirs.T  # (RARE, FREQUENT)
             values, places = near.topk(min(number, len(some)), dim=1)
-            values, places = (
-                torch.cat([cosines[rows], values], dim=1),
-                torch.cat([ids[rows], some[places]], dim=1),
-            )
-            cosines[rows], best = values.topk(number, dim=1)
-            ids[rows] = places.gather(1, best)
+            found = torch.cat([ids[rows], some[places]], dim=1)
+            cosines[rows], best = torch.cat([cosines[rows], values], dim=1).topk(number, dim=1)
+            ids[rows] = found.gather(1, best)
     ids[cosines <= 0] = -1
     for start in range(0, len(rare), CHECKED):
         rows = slice(start, start + CHECKED)
@@ -364,24 +360,6 @@ def _seen(
         if place is not None and place < len(found[name]):
             found[name][place] = 0
     return found
-
-
-def _met(
-    data: Dataset | Tensor | None,
-    counts: Mapping[str, Tensor],
-    settings: CoOccurrence,
-    names: Sequence[str],
-    padding: int | None,
-) -> Mapping[str, SparseCounts]:
-    """Return the co-occurrence of the items of the chosen fields."""
-    if isinstance(data, Dataset):
-        return count_in_records(data, counts, top_items=settings.top_items, fields=names).fields
-    if isinstance(data, Tensor):
-        return count_in_text(data, counts, top_items=settings.top_items, padding=padding).fields
-    raise DataError(
-        "co-occurrence is counted in a Dataset or in a tensor of tokens, got none; give one, or select "
-        "by FrequencySplit alone"
-    )
 
 
 DESCRIPTION = "selection.json"
@@ -468,11 +446,16 @@ def stored_selection(
     to is no error, and neither is a stored selection that cannot be read.
     """
     counts = {name: count.cpu() for name, count in train.counts().items()}
-    place = None if folder is None else Path(folder) / SELECTIONS / _digest(settings, fields)
+    values = [type(settings).__name__, to_mapping(settings), list(fields)]
+    digest = hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:DIGITS]
+    place = None if folder is None else Path(folder) / SELECTIONS / digest
     if place is not None:
         with suppress(DataError):
             found = load_selection(place, data_checksum=data_checksum)
-            if _is_of(found, settings, {name: counts[name] for name in fields}):
+            if found.settings == settings and all(
+                name in found.fields and torch.equal(found.fields[name].counts, counts[name])
+                for name in fields
+            ):
                 return found
     selection = select(
         train.to("cpu"), counts, settings, fields=fields, data_checksum=data_checksum
@@ -481,21 +464,6 @@ def stored_selection(
         with suppress(DataError):  # the folder may be read-only
             save_selection(selection, place)
     return selection
-
-
-def _digest(settings: CoOccurrence | FrequencySplit, fields: Sequence[str]) -> str:
-    values = [type(settings).__name__, to_mapping(settings), list(fields)]
-    return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:DIGITS]
-
-
-def _is_of(
-    found: Selection, settings: CoOccurrence | FrequencySplit, counts: Mapping[str, Tensor]
-) -> bool:
-    """Return whether a selection is of these settings and rows."""
-    return found.settings == settings and all(
-        name in found.fields and torch.equal(found.fields[name].counts, count)
-        for name, count in counts.items()
-    )
 
 
 def _field(index: int, tensors: Mapping[str, Tensor]) -> FieldSelection:

@@ -124,6 +124,12 @@ def test_integers_are_parsed_where_a_whole_block_is(tmp_path):
     ]
 
 
+def test_hexadecimal_numbers_are_no_integers(tmp_path):
+    path = write(tmp_path / "log.tsv", "a\tb\n1\tx\n0x1F\ty\n0X2\tz\n")
+    rows = rows_of(chunks_of(path, integers=["a"]))
+    assert rows == [("1", "x"), ("0x1F", "y"), ("0X2", "z")]
+
+
 def test_columns_come_in_the_order_asked_for(numbers):
     [chunk] = chunks_of(numbers, ["text", "n"])
     assert chunk.frame.columns == ["text", "n"]

@@ -12,7 +12,7 @@ Rows encoded later are looked up as they are spelled, then in the other ways.
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import polars as pl
@@ -115,8 +115,7 @@ class CodedRows:
         return int(self.codes.shape[1] if self.codes.size else self.numbers.shape[1])
 
 
-@dataclass(frozen=True)
-class _Check:
+class _Check(NamedTuple):
     """A reason to refuse a row: the column, the reason, and the rows it holds for."""
 
     column: str
@@ -124,8 +123,7 @@ class _Check:
     is_bad: pl.Expr
 
 
-@dataclass(frozen=True)
-class _Plan:
+class _Plan(NamedTuple):
     """What to compute from frames of these types, checks first. Most chunks of a log share them."""
 
     types: pl.Schema
@@ -192,7 +190,9 @@ class RowCoder:
             is_there = pl.col(name).is_not_null()
             if types[name] == pl.String:
                 is_there &= pl.col(name).str.strip_chars() != ""
-            is_bad = (number.is_null() & is_there) | _is_too_large(number)
+            # infinite, NaN, or too large for 32 bits: its square would overflow
+            too_large = ~number.cast(pl.Float32, strict=False).is_finite()
+            is_bad = (number.is_null() & is_there) | too_large
             yield _Check(name, f"{name} is not a number", is_bad.fill_null(value=False))
         if self.with_key and schema.split.kind in ("time", "given"):
             name = schema.split.column
@@ -209,7 +209,12 @@ class RowCoder:
                 yield f"number:{number}", value.fill_null(np.nan)
             elif column.kind == "categorical":
                 text = text_of(pl.col(column.name), types[column.name])
-                yield f"code:{number}", self._codes_or_numbers(column, text)
+                dtype = None if column.buckets else self.dtypes[column.vocabulary_name]
+                if dtype is None or isinstance(dtype, pl.Enum):
+                    yield f"code:{number}", self._codes(column, text)
+                else:  # `_as_codes` turns the numbers of a growing dictionary into codes
+                    numbers = text.cast(dtype, strict=False).to_physical()
+                    yield f"code:{number}", numbers.fill_null(NO_NUMBER)
             elif column.kind == "multi":
                 for name, place in self._places(column, types[column.name]):
                     yield f"{name}:{number}", place
@@ -230,13 +235,6 @@ class RowCoder:
         numbers = [spelling.cast(dtype, strict=False).to_physical() for spelling in spellings]
         code = (pl.coalesce(numbers).cast(pl.Int32) + FIRST_VALUE).fill_null(UNKNOWN)
         return pl.when(text.is_null()).then(MISSING).otherwise(code).cast(pl.Int32)
-
-    def _codes_or_numbers(self, column: Column, text: pl.Expr) -> pl.Expr:
-        """Return codes; or numbers of a growing dictionary, which `_as_codes` turns into codes."""
-        dtype = None if column.buckets is not None else self.dtypes[column.vocabulary_name]
-        if dtype is None or isinstance(dtype, pl.Enum):
-            return self._codes(column, text)
-        return text.cast(dtype, strict=False).to_physical().fill_null(NO_NUMBER)
 
     def _places(self, column: Column, dtype: pl.DataType) -> Iterator[tuple[str, pl.Expr]]:
         """Yield the codes of each slot of a multi-valued column: values first, then padding."""
@@ -326,11 +324,6 @@ def _as_float(text: str) -> float | None:
         return float(text)
     except ValueError:
         return None
-
-
-def _is_too_large(number: pl.Expr) -> pl.Expr:
-    """Return where a number is infinite, NaN, or too large for 32 bits: its square would overflow."""
-    return ~number.cast(pl.Float32, strict=False).is_finite()
 
 
 def _seconds(name: str, dtype: pl.DataType) -> pl.Expr:
