@@ -15,7 +15,7 @@ import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -83,18 +83,6 @@ class _Chunk(NamedTuple):
     """The columns of the top items at the other positions, `(R, S)`; T where there is none."""
 
 
-class _Log(Protocol):
-    """A log that can be read in chunks, several times."""
-
-    rows: dict[str, int]
-    padding: dict[str, int]
-    most: int
-    """No two items can co-occur more often."""
-
-    def chunks(self, columns: Mapping[str, Tensor], none: int) -> Iterator[_Chunk]:
-        """Yield chunks; `columns` has the column of each id as a top item, `(N,)` per field."""
-
-
 class _Records:
     """A click log: all values of a record co-occur."""
 
@@ -104,8 +92,10 @@ class _Records:
         self.rows = {field.name: field.rows for field in fields}
         self.padding = {field.name: PADDING for field in fields if field.kind == "multi"}
         self.most = len(data) * max((field.max_length for field in fields), default=1) ** 2
+        """No two items can co-occur more often."""
 
     def chunks(self, columns: Mapping[str, Tensor], none: int) -> Iterator[_Chunk]:  # noqa: ARG002  # all values of a record are there
+        """Yield chunks; `columns` has the column of each id as a top item, `(N,)` per field."""
         for start in range(0, len(self.data), CHUNK):
             ids = self.data.ids[start : start + CHUNK].cpu()  # (R, S)
             by_field = {name: ids[:, slots] for name, slots in self.data.schema.slots.items()}
@@ -125,6 +115,7 @@ class _Text:
         self.most = tokens.numel() * len(DISTANCES)
 
     def chunks(self, columns: Mapping[str, Tensor], none: int) -> Iterator[_Chunk]:
+        """Yield chunks as a click log does; `none` marks positions outside of the text."""
         flat, length = self.tokens.reshape(-1), self.tokens.shape[1]
         for start in range(0, len(flat), CHUNK):
             ids = flat[start : start + CHUNK].cpu()
@@ -199,7 +190,11 @@ def find_top_items(counts: Mapping[str, Tensor], number: int) -> list[tuple[str,
 
 
 def _count(
-    log: _Log, counts: Mapping[str, Tensor], top_items: int, names: Sequence[str], memory: int
+    log: _Records | _Text,
+    counts: Mapping[str, Tensor],
+    top_items: int,
+    names: Sequence[str],
+    memory: int,
 ) -> CoOccurrences:
     if not 1 <= top_items <= MOST_TOP_ITEMS:
         raise DataError(f"top_items must be from 1 to {MOST_TOP_ITEMS}, got {top_items}")
@@ -335,7 +330,7 @@ def _looked_up(columns: Tensor, ids: Tensor) -> Tensor:
     return columns.index_select(0, ids.reshape(-1)).reshape(ids.shape)
 
 
-def _item_counts(log: _Log, counts: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def _item_counts(log: _Records | _Text, counts: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return the counts of all fields, checked, with zero for padding."""
     found = {}
     if not log.rows:

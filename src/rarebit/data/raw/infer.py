@@ -53,10 +53,9 @@ AMOUNT_NAMES = (
 )
 
 SAMPLE_ROWS = 20_000
-"""First rows of a log that are looked at."""
-
+"""The first rows of a log, which the guess is from."""
 ENOUGH_ROWS = 1000
-"""With fewer rows, that every value is seen once does not mean much."""
+"""With fewer rows, distinct values mean little."""
 FEW = 20
 SMALL_PART = 0.25
 """Counts crowd near zero: half of their distinct values lie in this part of the range. Ids do not."""
@@ -107,12 +106,12 @@ class SeenColumn:
 
     @property
     def distinct_text(self) -> str:
-        """The same, for people."""
+        """The number of distinct values, for people."""
         return f"{self.distinct:,} distinct in {self.rows:,} rows"
 
     @property
     def first_rows(self) -> str:
-        """The rows that were looked at, for people: the log may have more."""
+        """The rows of the sample, for people: the log may have more."""
         return f"the first {self.rows:,} rows" if self.rows > 1 else "the first row"
 
     @cached_property
