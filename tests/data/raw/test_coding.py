@@ -128,6 +128,13 @@ def test_the_first_bad_row_is_named_with_its_line_and_value():
     )
 
 
+def test_a_number_of_spaces_is_missing():
+    bad = BadRows("aside")
+    found = code(["1", " ", None, "x"], Column(name="a", kind="numeric"), bad=bad)
+    assert np.isnan(found.numbers).tolist() == [[False, True, True]]
+    assert bad.reasons == {"a is not a number": 1}
+
+
 def test_a_missing_label_was_nothing():
     bad = BadRows()
     code(["x"], label=pl.Series([None], dtype=pl.Int64), bad=bad)
