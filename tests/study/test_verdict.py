@@ -309,12 +309,14 @@ def test_a_comparison_cannot_be_changed():
         found.verdict = "helps"
 
 
-def test_without_scipy_the_extra_is_named(monkeypatch):
+def test_without_scipy_the_extra_is_named(monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, "scipy.special", None)
     scipy_special.cache_clear()
     with pytest.raises(
         MissingExtraError, match=r"verdict of a study needs .*'scipy'.*rarebit\[study\]"
     ):
         judge({"a": [0.1, 0.2]})
-    with pytest.raises(MissingExtraError, match=r"rarebit\[study\]"):  # before any run
-        rb.study("nowhere", methods="baseline")
+    small = {"data": {"rows": 500}, "training": {"epochs": 1}, "seeds": 1, "device": "cpu"}
+    with pytest.raises(MissingExtraError, match=r"rarebit\[study\]"):
+        rb.study(tmp_path / "study", methods="baseline", progress=False, **small)
+    assert not (tmp_path / "study").exists()  # reported before any run
