@@ -94,31 +94,30 @@ def exchange_parameters(
     with state (a stack that was split); every other new parameter starts fresh.
     """
     names = {id(parameter): name for name, parameter in model.named_parameters()}
-    for exchange in exchanges:
-        stay = {id(p) for p in exchange.new}
+    for given in exchanges:
+        stay = {id(p) for p in given.new}
+        # old parameters that other tables of the model still have are no part of the exchange
+        exchange = given._replace(old=[p for p in given.old if id(p) in stay or id(p) not in names])
         gone = [p for p in exchange.old if id(p) not in stay]
-        group = _group_of(optimizer, gone or exchange.old)
+        wanted = {id(p) for p in gone or exchange.old}
+        groups = optimizer.param_groups
+        group = next((g for g in groups if any(id(p) in wanted for p in g["params"])), None)
         if group is None:
             continue
         held = {id(p) for g in optimizer.param_groups for p in g["params"]}
         arrived = [p for p in exchange.new if id(p) not in held]
         for parameter in arrived:
             state = _carried_state(optimizer, parameter, exchange.moves)
-            state = state or _first_state(optimizer, parameter, group)
+            if not state and isinstance(optimizer, torch.optim.Adagrad):
+                # torch makes this state with the optimizer, not later
+                options = {key: group[key] for key in optimizer.defaults}
+                state = dict(torch.optim.Adagrad([parameter], **options).state[parameter])
             if state:
                 optimizer.state[parameter] = state
         for parameter in gone:
             optimizer.state.pop(parameter, None)
         for other in optimizer.param_groups:
             _exchange_in(other, exchange, arrived if other is group else [], names)
-
-
-def _group_of(optimizer: Optimizer, parameters: Sequence[nn.Parameter]) -> dict[str, Any] | None:
-    wanted = {id(p) for p in parameters}
-    for group in optimizer.param_groups:
-        if any(id(p) in wanted for p in group["params"]):
-            return group
-    return None
 
 
 def _exchange_in(
@@ -143,16 +142,6 @@ def _exchange_in(
         known = dict(zip(map(id, old), group["param_names"], strict=True))
         known |= {id(p): names[id(p)] for p in new}
         group["param_names"] = [known[id(p)] for p in group["params"]]
-
-
-def _first_state(
-    optimizer: Optimizer, parameter: nn.Parameter, group: Mapping[str, Any]
-) -> dict[str, Any]:
-    """Return what Adagrad knows of a new parameter: torch makes it with the optimizer, not later."""
-    if not isinstance(optimizer, torch.optim.Adagrad):
-        return {}
-    options = {key: group[key] for key in optimizer.defaults}
-    return dict(torch.optim.Adagrad([parameter], **options).state[parameter])
 
 
 def _carried_state(
@@ -184,7 +173,7 @@ class TableChanges:
     """What a call changed, and what it left alone and why. False when nothing changed."""
 
     title: str
-    """The call, in words."""
+    """The call."""
     before: tuple[TableInfo, ...]
     """The changed tables as they were."""
     after: tuple[TableInfo, ...]
@@ -217,7 +206,7 @@ class TableChanges:
             {info.num_bytes / info.num_parameters for info in tables if info.num_parameters}
             for tables in both
         ]
-        # where a weight has other bits than before, the number of weights does not tell the change
+        # where a weight has other bits than before, the number of weights does not show the change
         unit, name = ("weights", "num_parameters") if bits[0] == bits[1] else ("bytes", "num_bytes")
         before, after = ([getattr(info, name) for info in tables] for tables in both)
         return unit, before, after
@@ -272,9 +261,21 @@ def apply_(
         return reported(whole, verbose)
     sites = find_sites(model)
     least = method.min_width if min_width is None else min_width
-    chosen, skipped = _choose(sites, method, where, least)
+    reasons = [_reason_to_skip(site, method, where, least) for site in sites]
+    chosen = [site for site, reason in zip(sites, reasons, strict=True) if reason is None]
+    skipped = [
+        (site.info.name, reason)
+        for site, reason in zip(sites, reasons, strict=True)
+        if reason is not None
+    ]
+    if not sites:
+        raise NoTableError(
+            f"{method} matched no table: the model has no nn.Embedding and no nn.EmbeddingBag"
+        )
     if not chosen:
-        raise NoTableError(_nothing_matched(method, sites, skipped))
+        names = ", ".join(f"{name} ({reason})" for name, reason in skipped[:MAX_LINES])
+        more = f" and {len(skipped) - MAX_LINES} more" if len(skipped) > MAX_LINES else ""
+        raise NoTableError(f"{method} matched no table; the model has {names}{more}")
     for site in chosen:
         if site.info.refusal:
             raise UnsupportedTableError(
@@ -325,7 +326,7 @@ def merge_(
 
 
 def end_training_(model: nn.Module) -> None:
-    """Fold what only training needs, so that tables are as small as they are served."""
+    """Merge what only training needs, so that tables are as small as at inference."""
     refuse_wrapped_model(model)
     sites = [
         site
@@ -347,7 +348,7 @@ def restore_tables(
 ) -> None:
     """Give each named table the methods it had when it was saved, and freeze what was frozen.
 
-    The weights come after: what the tables are started from does not matter.
+    The weights are loaded later, so it does not matter what the tables start from.
     """
     refuse_wrapped_model(model)
     sites = {site.info.name: site for site in find_sites(model)}
@@ -370,19 +371,6 @@ def restore_tables(
     put_tables(model, changed, tables)
 
 
-def _choose(
-    sites: Iterable[Site], method: Method, where: Where | None, min_width: int
-) -> tuple[list[Site], list[tuple[str, str]]]:
-    chosen, skipped = [], []
-    for site in sites:
-        reason = _reason_to_skip(site, method, where, min_width)
-        if reason is None:
-            chosen.append(site)
-        else:
-            skipped.append((site.info.name, reason))
-    return chosen, skipped
-
-
 def _reason_to_skip(site: Site, method: Method, where: Where | None, min_width: int) -> str | None:
     if site.info.width < min_width:
         return f"narrower than min_width={min_width}"
@@ -401,23 +389,13 @@ def refuse_composition(site: Site, method: Method) -> None:
             )
 
 
-def _nothing_matched(
-    method: Method, sites: Sequence[Site], skipped: Iterable[tuple[str, str]]
-) -> str:
-    if not sites:
-        return f"{method} matched no table: the model has no nn.Embedding and no nn.EmbeddingBag"
-    reasons = [f"{name} ({reason})" for name, reason in skipped]
-    more = f" and {len(reasons) - MAX_LINES} more" if len(reasons) > MAX_LINES else ""
-    return f"{method} matched no table; the model has {', '.join(reasons[:MAX_LINES])}{more}"
-
-
 def put_tables(
     model: nn.Module,
     sites: Sequence[Site],
     tables: Sequence[AnyTable],
     optimizer: Optimizer | None = None,
 ) -> tuple[TableInfo, ...]:
-    """Put the new tables where the old ones were, tell the optimizer, and return what is there."""
+    """Put the new tables where the old ones were, also in the optimizer, and return what is there."""
     if optimizer is not None and not isinstance(optimizer, Optimizer):
         raise OptimizerError(
             f"optimizer= takes a torch optimizer, got a {type(optimizer).__name__}"
@@ -435,8 +413,6 @@ def put_tables(
         moves = collection.replace(changed)
         exchanges.append(Exchange(old, list(collection.parameters()), moves))
     if optimizer is not None:
-        held = {id(parameter) for parameter in model.parameters()}
-        exchanges = [_without_kept(exchange, held) for exchange in exchanges]
         exchange_parameters(optimizer, exchanges, model)
     now = {info.name: info for info in find_tables(model)}
     return tuple(now[site.info.name] for site in sites)
@@ -450,13 +426,6 @@ def _share(model: nn.Module, tables: Iterable[AnyTable]) -> None:
             if isinstance(child, Shared):
                 key = (child.key, child.value.requires_grad)  # what is frozen is apart
                 setattr(part, name, held.setdefault(key, child))
-
-
-def _without_kept(exchange: Exchange, held: Collection[int]) -> Exchange:
-    """Return an exchange less the old parameters that other tables of the model still have."""
-    new = {id(parameter) for parameter in exchange.new}
-    old = [p for p in exchange.old if id(p) in new or id(p) not in held]
-    return exchange._replace(old=old)
 
 
 def _replace_module(site: ModuleSite, table: AnyTable) -> Exchange:

@@ -100,12 +100,7 @@ def gather_eagerly(table: nn.Embedding, ids: Tensor, memory: GradientMemory) -> 
 
 
 def take_rows(weight: Tensor, ids: Tensor) -> Tensor:
-    """Return the rows of these ids `(..., D)`, without a gradient.
-
-    >>> take_rows(torch.tensor([[1.0, 2.0], [3.0, 4.0]]), torch.tensor([1, 1]))
-    tensor([[3., 4.],
-            [3., 4.]])
-    """
+    """Return the rows of these ids `(..., D)`, without a gradient."""
     if not weight.is_cuda or weight.dim() == 1 or not weight.is_contiguous():
         return weight.index_select(0, ids.reshape(-1)).reshape(*ids.shape, *weight.shape[1:])
     # There torch gives every row a block of threads, far too many for a row of 16 numbers: one number
@@ -194,7 +189,7 @@ class PlainStack(Stack):
         return gather(self.embedding, ids + self.offsets, self.gradient_memory)
 
     def split(self) -> list[AnyTable]:
-        """Return one plain table a field; weights are shared with the stack, not copied."""
+        """Return one plain table per field; weights are shared with the stack, not copied."""
         weights = self.embedding.weight.detach().split(self.sizes)
         return [
             plain_like(self.embedding, weight, padding_idx=padding)
@@ -268,10 +263,17 @@ class TableCollection(nn.Module):
         super().__init__()
         self.fields = tuple(fields)
         self.dim = dim
-        own = _check_widths(self.fields, widths or {})
+        own = dict(widths or {})
+        names = [field.name for field in fields]
+        for name, width in own.items():
+            require(name in names, f"widths: no field {name!r} with a table{suggest(name, names)}")
+            require(width >= 1, f"widths: the width of {name!r} must be at least 1, got {width!r}")
         self.projections = nn.ParameterDict(
             {
-                str(index): _new_projection(own[field.name], dim)
+                # keeps the size of a row's numbers, on average
+                str(index): nn.Parameter(
+                    torch.randn(own[field.name], dim).div_(own[field.name] ** 0.5)
+                )
                 for index, field in enumerate(self.fields)
                 if own.get(field.name, dim) != dim
             }
@@ -289,7 +291,7 @@ class TableCollection(nn.Module):
         )
 
     def forward(self, ids: Tensor) -> Tensor:
-        """Return one row a field, `(B, S)` to `(B, F, D)`."""
+        """Return one row per field, `(B, S)` to `(B, F, D)`."""
         return self._pool(self._look_up(ids), ids)
 
     def tables(self) -> list[AnyTable]:
@@ -365,19 +367,12 @@ class TableCollection(nn.Module):
             for members in self.members
         )
         self.stacks.train(self.training)
-        self.slot_order = self._order_slots()
-        self.slot_place = None if self.slot_order is None else torch.argsort(self.slot_order)
-
-    def _order_slots(self) -> Tensor | None:
-        if len(self.members) == 1:
-            return None
-        ends = torch.tensor([field.max_length for field in self.fields]).cumsum(0).tolist()
-        slots = [
-            torch.arange(ends[index] - self.fields[index].max_length, ends[index])
-            for members in self.members
-            for index in members
-        ]
-        return torch.cat(slots).to(home_of(self.stacks))
+        self.slot_order = self.slot_place = None
+        if len(self.members) > 1:
+            lengths = [field.max_length for field in self.fields]
+            slots = torch.arange(sum(lengths), device=home_of(self.stacks)).split(lengths)
+            self.slot_order = torch.cat([slots[i] for members in self.members for i in members])
+            self.slot_place = torch.argsort(self.slot_order)
 
     def _plain_rows(self) -> dict[int, tuple[Tensor, slice]]:
         """For each field that lies in a plain stack: the parameter and its rows there."""
@@ -408,19 +403,6 @@ def _new_table(
         weight[padding] = 0.0
     table: nn.Embedding = nn.Embedding.from_pretrained(weight, freeze=False, padding_idx=padding)
     return table
-
-
-def _new_projection(width: int, dim: int) -> nn.Parameter:
-    """Return a projection that keeps the size of a row's numbers as it is, on average."""
-    return nn.Parameter(torch.randn(width, dim).div_(width**0.5))
-
-
-def _check_widths(fields: Sequence[Field], widths: Mapping[str, int]) -> dict[str, int]:
-    names = [field.name for field in fields]
-    for name, width in widths.items():
-        require(name in names, f"widths: no field {name!r} with a table{suggest(name, names)}")
-        require(width >= 1, f"widths: the width of {name!r} must be at least 1, got {width!r}")
-    return dict(widths)
 
 
 def _pool_slots(rows: Tensor, ids: Tensor, field: Field) -> Tensor:

@@ -42,35 +42,26 @@ Kernel = TypeVar("Kernel")
 def load_compiled(
     source: Path, wrap: Callable[[ctypes.CDLL], Kernel | None], environment: Mapping[str, str]
 ) -> Kernel | None:
-    """Return what `wrap` makes of a source's library, by the cache or compiler that an environment names.
+    """Return what `wrap` makes of the library of a source, from the cache or the compiler of an environment.
 
     `wrap` tries the library out and returns None, or raises, where it is not right. None without one.
-
-    >>> load_compiled(Path("kernel.cpp"), lambda library: library, {"RAREBIT_COMPILE": "0"}) is None
-    True
     """
     if is_switched_off(environment):
         return None
-    compilers = _compilers(environment)
-    found = (_Compiler(source, wrap, command, environment).load() for command in compilers)
-    return next((kernel for kernel in found if kernel is not None), None)
+    for command in _compilers(environment):
+        kernel = _Compiler(source, wrap, command, environment).load()
+        if kernel is not None:
+            return kernel
+    return None
 
 
 def is_switched_off(environment: Mapping[str, str]) -> bool:
-    """Return whether an environment says that nothing is to be compiled.
-
-    >>> is_switched_off({"RAREBIT_COMPILE": "0"}), is_switched_off({})
-    (True, False)
-    """
+    """Return whether an environment switches compiling off."""
     return environment.get("RAREBIT_COMPILE") == "0"
 
 
 def is_plain(tensor: Tensor, dtype: torch.dtype) -> bool:
-    """Return whether C can read a tensor by its address: of this type, contiguous, and on the CPU.
-
-    >>> is_plain(torch.zeros(5, 2), torch.float32), is_plain(torch.zeros(5, 2).T, torch.float32)
-    (True, False)
-    """
+    """Return whether C can read a tensor by its address: of this type, contiguous, and on the CPU."""
     # A subclass may keep its numbers elsewhere, as distributed tensors do.
     return (
         type(tensor) in {Tensor, nn.Parameter}
@@ -133,8 +124,12 @@ class _Compiler(Generic[Kernel]):
             with tempfile.TemporaryDirectory(dir=folder, ignore_cleanup_errors=True) as workplace:
                 for number, choice in enumerate(CHOICES):
                     built = Path(workplace) / f"{number}.so"
-                    kernel = self._compile(built, [*FLAGS, *choice])
-                    if kernel is not None:
+                    flags = [*FLAGS, *choice, str(self.source), "-o", str(built)]
+                    try:
+                        self._run([*self.command, *flags])
+                    except (OSError, subprocess.SubprocessError):
+                        continue
+                    if (kernel := self._open(built)) is not None:
                         if folder is not None:
                             # Only what works gets the name, whole: other processes may look for it now.
                             built.replace(folder / name)
@@ -142,13 +137,6 @@ class _Compiler(Generic[Kernel]):
         except OSError:
             pass
         return None
-
-    def _compile(self, built: Path, flags: list[str]) -> Kernel | None:
-        try:
-            self._run([*self.command, *flags, str(self.source), "-o", str(built)])
-        except (OSError, subprocess.SubprocessError):
-            return None
-        return self._open(built)
 
     def _run(self, command: list[str]) -> bytes:
         done = subprocess.run(  # noqa: S603  # the user's own compiler, on our source

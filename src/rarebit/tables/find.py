@@ -33,6 +33,7 @@ __all__ = [
     "table_parameters",
 ]
 
+Kind: TypeAlias = Literal["embedding", "bag", "field"]
 TableModule: TypeAlias = nn.Embedding | nn.EmbeddingBag | Table | Bag
 
 MODULE_HOOKS = (
@@ -58,7 +59,7 @@ class TableInfo:
     """How many ids it has a row for."""
     width: int
     """How long a row is."""
-    kind: Literal["embedding", "bag", "field"]
+    kind: "Kind"
     """An `nn.Embedding`, an `nn.EmbeddingBag`, or one field of a stacked table."""
     methods: tuple[str, ...]
     """The methods applied to it, in order."""
@@ -69,7 +70,7 @@ class TableInfo:
     num_bytes: int
     """Bytes of all that it stores."""
     refusal: str | None
-    """Why no method can be applied to it, in words; None when one can."""
+    """Why no method can be applied to it; None when one can."""
 
     @property
     def field(self) -> str:
@@ -85,7 +86,7 @@ class ModuleSite:
     places: list[tuple[nn.Module, str]]
     info: TableInfo
     tie: str | None = None
-    """Which other part of the model uses its weight, in words; None when no other does."""
+    """Which other part of the model uses its weight; None when no other does."""
 
     @property
     def table(self) -> AnyTable:
@@ -104,7 +105,7 @@ class FieldSite:
     table: AnyTable = field(repr=False)
     info: TableInfo
     tie: str | None = None
-    """Which other part of the model uses a weight of the collection, in words; None when no other does."""
+    """Which other part of the model uses a weight of the collection; None when no other does."""
 
 
 Site: TypeAlias = ModuleSite | FieldSite
@@ -126,11 +127,19 @@ def find_sites(model: nn.Module) -> list[Site]:
     for names, module in _table_modules(model):
         tie = _tie_refusal(names, module, owners)
         if isinstance(module, TableCollection):
-            # a collection stays where it is: what is replaced are its stacks
-            sites += _field_sites(names[0], module, tie, tie or _hook_refusal(module.stacks))
+            # a collection stays where it is: its stacks are replaced
+            refusal = tie or _hook_refusal(module.stacks)
+            start = f"{names[0]}." if names[0] else ""
+            for index, table in enumerate(module.tables()):
+                info = _info(start + module.fields[index].name, table, "field", refusal)
+                sites.append(FieldSite(module, index, table, info, tie))
         else:
-            info = _module_info(names[0], module, _refusal(names, module, tie))
-            sites.append(ModuleSite(module, _places(model, names), info, tie))
+            kind: Kind = "bag" if isinstance(module, nn.EmbeddingBag | Bag) else "embedding"
+            stored = module.table if isinstance(module, Bag) else module
+            info = _info(names[0], stored, kind, _refusal(names, module, tie))
+            parts = [name.rpartition(".") for name in names if name]
+            places = [(model.get_submodule(parent), attribute) for parent, _, attribute in parts]
+            sites.append(ModuleSite(module, places, info, tie))
     return sites
 
 
@@ -156,23 +165,19 @@ def table_bytes(model: nn.Module) -> int:
 def refuse_wrapped_model(model: nn.Module) -> None:
     """Raise when the model is compiled, scripted or wrapped: its tables can no longer be replaced."""
     for name, module in model.named_modules():
-        reason = _wrapping(module)
-        if reason:
-            where = f"{name!r} in the model" if name else "the model"
-            raise UnsupportedTableError(
-                f"{where} {reason}; change the tables first, then compile or wrap it"
-            )
-
-
-def _wrapping(module: nn.Module) -> str | None:
-    kind = type(module).__name__
-    if kind == "OptimizedModule" or getattr(module, "_compiled_call_impl", None) is not None:
-        return "is compiled, and a compiled module keeps calling its old tables"
-    if isinstance(module, torch.jit.ScriptModule):
-        return "is a TorchScript module, whose parts cannot be replaced"
-    if kind in ("DistributedDataParallel", "FullyShardedDataParallel", "DataParallel"):
-        return f"is wrapped in {kind}, which has already registered its parameters"
-    return None
+        kind = type(module).__name__
+        if kind == "OptimizedModule" or getattr(module, "_compiled_call_impl", None) is not None:
+            reason = "is compiled, and a compiled module keeps calling its old tables"
+        elif isinstance(module, torch.jit.ScriptModule):
+            reason = "is a TorchScript module, whose parts cannot be replaced"
+        elif kind in ("DistributedDataParallel", "FullyShardedDataParallel", "DataParallel"):
+            reason = f"is wrapped in {kind}, which has already registered its parameters"
+        else:
+            continue
+        where = f"{name!r} in the model" if name else "the model"
+        raise UnsupportedTableError(
+            f"{where} {reason}; change the tables first, then compile or wrap it"
+        )
 
 
 def _table_modules(
@@ -192,15 +197,6 @@ def _table_modules(
         yield found, module
 
 
-def _places(model: nn.Module, names: list[str]) -> list[tuple[nn.Module, str]]:
-    places = []
-    for name in names:
-        parent, _, attribute = name.rpartition(".")
-        if name:
-            places.append((model.get_submodule(parent), attribute))
-    return places
-
-
 def _owners(model: nn.Module) -> dict[nn.Parameter, list[str]]:
     """For each parameter, every name it goes by: more than one means tied weights."""
     owners: dict[nn.Parameter, list[str]] = {}
@@ -210,14 +206,14 @@ def _owners(model: nn.Module) -> dict[nn.Parameter, list[str]]:
 
 
 def _refusal(names: list[str], module: TableModule, tie: str | None) -> str | None:
-    """Say in one sentence why this table cannot be changed; None when it can."""
+    """Return why this table cannot be changed; None when it can."""
     if names == [""]:
         return "it is the whole model, so there is nothing to replace it in: put it in a module"
     return lookup_refusal(module) or tie or _hook_refusal(module) or _padding_refusal(module)
 
 
 def lookup_refusal(module: TableModule) -> str | None:
-    """Say in one sentence what this table does besides looking rows up; None when nothing."""
+    """Return what this table does besides looking rows up; None when nothing."""
     if isinstance(module, Table | Bag):
         return None
     exact = nn.Embedding if isinstance(module, nn.Embedding) else nn.EmbeddingBag
@@ -267,40 +263,18 @@ def _padding_refusal(module: TableModule) -> str | None:
     return None
 
 
-def _module_info(name: str, module: TableModule, refusal: str | None) -> TableInfo:
-    kind: Literal["embedding", "bag"] = (
-        "bag" if isinstance(module, nn.EmbeddingBag | Bag) else "embedding"
-    )
-    table = module.table if isinstance(module, Bag) else module
+def _info(
+    name: str, table: AnyTable | nn.EmbeddingBag, kind: Kind, refusal: str | None
+) -> TableInfo:
     methods = () if isinstance(table, nn.EmbeddingBag) else methods_of(table)
     return TableInfo(
         name=name,
-        rows=module.num_embeddings,
-        width=module.embedding_dim,
+        rows=table.num_embeddings,
+        width=table.embedding_dim,
         kind=kind,
         methods=tuple(map(str, methods)),
-        trainable=is_trainable(module),
+        trainable=is_trainable(table),
         num_parameters=num_weights(table),
-        num_bytes=sum(tensor.nbytes for tensor in stored_tensors(module)),
+        num_bytes=sum(tensor.nbytes for tensor in stored_tensors(table)),
         refusal=refusal,
     )
-
-
-def _field_sites(
-    prefix: str, collection: TableCollection, tie: str | None, refusal: str | None
-) -> Iterator[FieldSite]:
-    start = f"{prefix}." if prefix else ""
-    for index, table in enumerate(collection.tables()):
-        name = start + collection.fields[index].name
-        info = TableInfo(
-            name=name,
-            rows=table.num_embeddings,
-            width=table.embedding_dim,
-            kind="field",
-            methods=tuple(map(str, methods_of(table))),
-            trainable=is_trainable(table),
-            num_parameters=num_weights(table),
-            num_bytes=sum(tensor.nbytes for tensor in stored_tensors(table)),
-            refusal=refusal,
-        )
-        yield FieldSite(collection, index, table, info, tie)

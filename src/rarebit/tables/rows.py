@@ -2,13 +2,13 @@
 
 A batch looks the same row up many times. Optimizers and row rules work on each distinct row once:
 
-    ids      7  3  7  3  9        one a lookup, T of them
-    distinct       3  7  9        one a row, U of them, sorted
+    ids      7  3  7  3  9        one per lookup, T of them
+    distinct       3  7  9        one per row, U of them, sorted
     values   a  b  c  d  e   ->   b+d  a+c  e
 
-The number of distinct rows is only known after looking. Where that would make the host wait for the
-device, all T slots are kept: the first U hold rows, the rest hold the id -1 and zeros. On the CPU sums
-are taken in the order of the lookups, so two runs give the same bits on any number of threads.
+Where counting the distinct rows would make the host wait for the device, all T slots are kept: the first U hold rows, the
+rest the id -1 and zeros. On the CPU sums are taken in the order of the lookups, so that two runs give the same bits on any
+number of threads.
 
 A plain table's gradient is either a tensor of the table's size, zero nearly everywhere, or a sparse one with a row per
 lookup; only the second costs what the batch costs. `set_row_gradients` switches between them.
@@ -121,17 +121,19 @@ def set_row_gradients(model: nn.Module, *, by_rows: bool) -> None:
 
     A table stays dense where torch has no row gradients for it: one that shares its weight with
     another layer, scales gradients by frequency, or takes the maximum over a bag.
-
-    >>> model = nn.Sequential(nn.Embedding(9, 4))
-    >>> set_row_gradients(model, by_rows=True)
-    >>> model[0].sparse
-    True
     """
-    shared = _weights_of_other_layers(model)
-    wanted = {
-        table: by_rows and _can_be_sparse(table) and id(table.weight) not in shared
-        for table in _plain_tables(model)
+    shared = {
+        id(parameter)
+        for module in model.modules()
+        if not isinstance(module, Plain)
+        for parameter in module.parameters(recurse=False)
     }
+
+    def can_be_sparse(table: Plain) -> bool:
+        takes_maximum = isinstance(table, nn.EmbeddingBag) and table.mode == "max"
+        return not (takes_maximum or table.scale_grad_by_freq or id(table.weight) in shared)
+
+    wanted = {table: by_rows and can_be_sparse(table) for table in _plain_tables(model)}
     _refuse_in_ddp(model, [table for table, sparse in wanted.items() if sparse != table.sparse])
     for table, sparse in wanted.items():
         table.sparse = sparse
@@ -149,11 +151,7 @@ def row_gradients_kept(model: nn.Module) -> Iterator[None]:
 
 
 def row_gradient(shape: torch.Size, ids: Tensor, values: Tensor) -> Tensor:
-    """Return a table's gradient with one row a lookup, ids `(T,)` and values `(T, D)`.
-
-    >>> row_gradient(torch.Size([9, 2]), torch.tensor([4, 4]), torch.ones(2, 2)).to_dense()[4]
-    tensor([2., 2.])
-    """
+    """Return a table's gradient with one row per lookup, ids `(T,)` and values `(T, D)`."""
     # unchecked, as torch's own lookup makes it: a check would wait for the device
     make = torch.ops.aten._sparse_coo_tensor_unsafe  # noqa: SLF001  # it has no other name
     gradient: Tensor = make(ids.unsqueeze(0), values, shape)
@@ -161,21 +159,9 @@ def row_gradient(shape: torch.Size, ids: Tensor, values: Tensor) -> Tensor:
 
 
 def lookups_of(gradient: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the ids `(T,)` and values `(T, D)` of a gradient by rows, rows that came twice and all.
-
-    >>> table = nn.Embedding(9, 2, sparse=True)
-    >>> table(torch.tensor([4, 4])).sum().backward()
-    >>> lookups_of(table.weight.grad)[0]
-    tensor([4, 4])
-    """
+    """Return the ids `(T,)` and values `(T, D)` of a gradient by rows, rows that came twice and all."""
     # the public names ask for sums over equal rows first, which is a sort
     return gradient._indices()[0], gradient._values()  # noqa: SLF001  # not coalesced
-
-
-def _can_be_sparse(table: Plain) -> bool:
-    if isinstance(table, nn.EmbeddingBag) and table.mode == "max":
-        return False
-    return not table.scale_grad_by_freq
 
 
 def _refuse_in_ddp(model: nn.Module, changed: list[Plain]) -> None:
@@ -197,12 +183,3 @@ def _plain_tables(model: nn.Module) -> Iterator[Plain]:
     for module in model.modules():
         if isinstance(module, Plain):
             yield module
-
-
-def _weights_of_other_layers(model: nn.Module) -> set[int]:
-    return {
-        id(parameter)
-        for module in model.modules()
-        if not isinstance(module, Plain)
-        for parameter in module.parameters(recurse=False)
-    }

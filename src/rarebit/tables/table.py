@@ -122,7 +122,7 @@ class Table(nn.Module, ABC):
         return method.unsuited(self.num_embeddings, self.embedding_dim)
 
     def served(self) -> "AnyTable":
-        """Return the table as it is served, with the same rows."""
+        """Return the table for inference, with the same rows."""
         return self.method.serve(self)
 
     def merge(self) -> nn.Embedding:
@@ -168,7 +168,7 @@ class Method(Technique):
         """Return a table of the same shape as `base`, started from its rows."""
 
     def serve(self, table: Table) -> "AnyTable":
-        """Return one of its tables as it is served: what only training needs is folded."""
+        """Return one of its tables for inference: what only training needs is merged."""
         return table.merge() if self.training_only else table
 
     def wrap_all(self, tables: Mapping[str, AnyTable]) -> list[Table]:
@@ -204,7 +204,7 @@ def wrap(base: AnyTable, method: Method) -> Table:
 
 
 def unsuited(base: AnyTable, method: Method) -> str | None:
-    """Say why the table is better left alone by a method, or None."""
+    """Return why a method should skip the table, or None."""
     if isinstance(base, Table):
         return base.unsuited(method)
     return method.unsuited(base.num_embeddings, base.embedding_dim)
@@ -221,11 +221,7 @@ def is_trainable(table: nn.Module) -> bool:
 
 
 def home_of(module: nn.Module) -> torch.device:
-    """Return the device that a module's tensors are on.
-
-    >>> home_of(nn.Embedding(9, 4))
-    device(type='cpu')
-    """
+    """Return the device that a module's tensors are on."""
     return next(chain(module.parameters(), module.buffers())).device
 
 
@@ -241,11 +237,7 @@ def stored_tensors(module: nn.Module) -> list[Tensor]:
 
 
 def num_weights(table: nn.Module) -> int:
-    """Return how many numbers a table stores, however few bits each of them has.
-
-    >>> num_weights(nn.Embedding(9, 4))
-    36
-    """
+    """Return how many numbers a table stores, however few bits each of them has."""
     return table.num_weights if isinstance(table, Table) else _num_numbers(table)
 
 
