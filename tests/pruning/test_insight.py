@@ -201,7 +201,7 @@ def test_what_does_not_belong_together_is_refused():
         pruning_insight([ticket, random_ticket(x=(2, 4))], counts)
     with pytest.raises(SettingsError, match="give both or neither"):
         pruning_insight([ticket], counts, before=model)
-    with pytest.raises(NoTableError, match="ModuleDict has no table 'x', of which the ticket"):
+    with pytest.raises(NoTableError, match="ModuleDict has no table 'x', which the ticket"):
         pruning_insight([ticket], counts, before=model, after=tables(y=torch.ones(2, 3)))
     with pytest.raises(DataError, match="differ in their numbers of rows"):
         pruning_insight([ticket], counts, before=model, after=tables(x=torch.ones(3, 3)))

@@ -169,7 +169,7 @@ def test_first_values_are_of_plain_tables():
     model = nn.Sequential(nn.Embedding(9, 4))
     rb.apply_(model, rb.MLET(inner_dim=8), verbose=False)
     with pytest.raises(
-        UnsupportedTableError, match="first values for '0', which is no plain table"
+        UnsupportedTableError, match="initial values for '0', which is no plain table"
     ):
         rb.apply_(model, Masked(ticket), verbose=False)
     rb.apply_(model, Masked(ticket.with_start(None)), verbose=False)
@@ -235,9 +235,9 @@ def test_what_is_no_mask_is_refused():
         Ticket({"a": torch.ones(2, 2)})
     with pytest.raises(TableError, match=r"mask of 'a' must be .* got \(3,\)"):
         Ticket({"a": torch.ones(3).bool()})
-    with pytest.raises(TableError, match="first values of 'b', but no mask"):
+    with pytest.raises(TableError, match="initial values of 'b', but no mask"):
         Ticket({"a": torch.ones(2, 2).bool()}, start={"b": torch.ones(2, 2)})
-    with pytest.raises(TableError, match=r"first values of 'a' must be \(2, 2\) of floats"):
+    with pytest.raises(TableError, match=r"initial values of 'a' must be \(2, 2\) of floats"):
         Ticket({"a": torch.ones(2, 2).bool()}, start={"a": torch.ones(2, 3)})
 
 

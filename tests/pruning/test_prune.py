@@ -499,7 +499,7 @@ def test_a_start_that_is_none_is_refused(ticket):
         SettingsError, match="start must be 'ticket' or 'build', got start='random'"
     ):
         rb.retrain(build, ticket, TRAIN, start="random")
-    with pytest.raises(SettingsError, match="the ticket has no first values to start from"):
+    with pytest.raises(SettingsError, match="the ticket has no initial values to start from"):
         rb.retrain(build, ticket.with_start(None), TRAIN)
 
 

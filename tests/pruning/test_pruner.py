@@ -20,7 +20,6 @@ from rarebit.pruning.pep import (
     pruner_of,
     set_threshold_,
     thresholded_tables,
-    usual_interval,
 )
 from rarebit.tables.table import full_table
 
@@ -181,10 +180,14 @@ def test_facts_are_asked_when_the_ticket_is_taken():
 
 
 def test_the_usual_interval():
-    found = [usual_interval(steps) for steps in (1, 39, 40, 79, 80, 7999, 8000, 10**6)]
-    assert found == [1, 1, 1, 1, 2, 199, 200, 200]
-    assert Pruner(fm(), [5], steps=80).every == 2
-    assert LearnedPruner(fm(rb.PEP()), [5]).every == 200
+    model, learned = fm(), fm(rb.PEP())
+    steps = (1, 39, 40, 79, 80, 7999, 8000, 10**6)
+    for found in (
+        [Pruner(model, [5], steps=n).every for n in steps],
+        [LearnedPruner(learned, [5], steps=n).every for n in steps],
+    ):
+        assert found == [1, 1, 1, 1, 2, 199, 200, 200]
+    assert LearnedPruner(learned, [5]).every == 200
 
 
 def test_a_loop_of_ones_own_does_what_fit_does():

@@ -56,8 +56,11 @@ def by_table_name(name: str, values: Mapping[str, T]) -> T | None:
     return values.get(name, values.get(name.rpartition(".")[2]))
 
 
-def counts_of_table(name: str, rows: int, counts: Counts) -> Tensor:
-    """Return how often training saw each id of a table, `(N,)` on the CPU, or raise `DataError`."""
+def counts_of_table(name: str, rows: int | None, counts: Counts) -> Tensor:
+    """Return how often training saw each id of a table, `(N,)` on the CPU, or raise `DataError`.
+
+    Without `rows`, counts of any length will do.
+    """
     found = by_table_name(name, counts) if isinstance(counts, Mapping) else counts
     if found is None:
         assert isinstance(counts, Mapping)
@@ -70,14 +73,15 @@ def counts_of_table(name: str, rows: int, counts: Counts) -> Tensor:
         raise DataError(
             f"the counts of {name!r} must be integers, got {numbers.dtype}; use counts.long()"
         )
-    if isinstance(found, int):
+    if isinstance(found, int) and rows is not None:
         numbers = numbers.expand(rows)
-    if numbers.shape != (rows,):
+    if numbers.dim() != 1 or (rows is not None and len(numbers) != rows):
+        wanted = "each row" if rows is None else f"each of its {rows:,} rows"
         raise DataError(
-            f"the counts of {name!r} must be one number for each of its {rows:,} rows, got the shape "
-            f"{tuple(numbers.shape)}; take them from the data that its ids come from: train.counts()"
+            f"the counts of {name!r} must be one number for {wanted}, got the shape {tuple(numbers.shape)}; "
+            "take them from the data that its ids come from: train.counts()"
         )
-    if rows and int(numbers.min()) < 0:
+    if len(numbers) and int(numbers.min()) < 0:
         raise DataError(f"the counts of {name!r} must be 0 or more, got {int(numbers.min())}")
     return numbers.long()
 

@@ -1,18 +1,11 @@
-"""Plots of what pruning kept, as PNG images: along training, by frequency, by table, and between fields."""
+"""Plots of what pruning kept, as PNG images: during training, by frequency, by table, and between fields."""
 
 import math
 from collections import Counter
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from rarebit.diagnosis.plots import (
-    QUIET,
-    _as_png,
-    _new_figure,
-    _or_nan,
-    _quieten,
-    _shortened,
-)
+from rarebit.diagnosis.plots import QUIET, _as_png, _new_figure, _or_nan, _quieten, _shortened
 from rarebit.pruning._insight import (
     FieldInteractions,
     FrequencyGroup,
@@ -26,7 +19,6 @@ from rarebit.text import percent
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
-    from matplotlib.colors import Normalize
     from matplotlib.figure import Figure
 
 __all__ = ["draw_insight"]
@@ -36,12 +28,12 @@ MOST_PANELS = 6
 MOST_TABLES = 48
 """Tables in one image, the largest first."""
 MOST_LARGE_LABELS = 16
-"""Fields of a matrix whose names have room to be written large."""
+"""Fields of a matrix with labels in large print."""
 NEVER_SEEN, EMPTY = "#9a9a9a", "#dddddd"
 
 
 def draw_insight(insight: PruningInsight) -> dict[str, bytes]:
-    """Return the plots there are figures for, as PNG images by file name."""
+    """Return the plots as PNG images by file name; those without data are left out."""
     if not insight.groups:  # tables without rows
         return {}
     figures: dict[str, Figure] = {}
@@ -62,7 +54,8 @@ def _draw_scans(insight: PruningInsight) -> "Figure":
     axes = figure.subplots()
     scans = sorted(insight.scans, key=lambda scan: scan.step)
     steps = [scan.step for scan in scans]
-    colors = _colors(insight.groups)
+    never = sum(not group.most for group in insight.groups)
+    colors = [NEVER_SEEN] * never + _shades(len(insight.groups) - never)
     for number, group in reversed(list(enumerate(insight.groups))):
         axes.plot(
             steps,
@@ -79,11 +72,11 @@ def _draw_scans(insight: PruningInsight) -> "Figure":
         step = ticket.facts.get("step")
         if isinstance(step, int) and steps[0] <= step <= steps[-1]:
             axes.axvline(step, color=QUIET, linewidth=0.8, linestyle=":")
-            words = f"{ticket.kept:,} entries  "
-            axes.text(step, 1.03, words, rotation=90, va="top", ha="right", fontsize=7, color=QUIET)
+            label = f"{ticket.kept:,} entries  "
+            axes.text(step, 1.03, label, rotation=90, va="top", ha="right", fontsize=7, color=QUIET)
     axes.set_xlabel("step", fontsize=9)
     axes.set_ylabel("share of the entries kept", fontsize=9)
-    axes.set_title("What is left of rows, by how often training saw them", fontsize=12)
+    axes.set_title("Share of entries left, by how often training saw the row", fontsize=12)
     axes.tick_params(labelsize=8)
     _quieten(axes)
     figure.legend(
@@ -97,11 +90,14 @@ def _draw_heat_maps(insight: PruningInsight) -> "Figure":
     columns = min(len(tickets), 3)
     lines = math.ceil(len(tickets) / columns)
     figure = _new_figure(max(3.4 * columns + 1.8, 6.5), 3.6 * lines + 0.8)
+    from matplotlib.colors import PowerNorm  # after `_new_figure`, which reports that it is missing
+
     panels = figure.subplots(lines, columns, squeeze=False, sharey=True).flatten()
     for axes, ticket in zip(panels, tickets, strict=False):
         found = ticket.heat_map
         cells = [list(line) for line in zip(*found.shares, strict=True)]  # (bins, groups)
-        image = axes.imshow(cells, aspect="auto", origin="lower", cmap="Blues", norm=_faint_shown())
+        norm = PowerNorm(0.5, vmin=0, vmax=1)  # shows shares of a few percent
+        image = axes.imshow(cells, aspect="auto", origin="lower", cmap="Blues", norm=norm)
         axes.set_title(f"{ticket.kept:,} entries, {_kept_share(ticket)}", fontsize=9)
         axes.set_xticks(range(len(insight.groups)), [_times_seen(g) for g in insight.groups])
         axes.tick_params(axis="x", rotation=90, labelsize=7)
@@ -112,11 +108,11 @@ def _draw_heat_maps(insight: PruningInsight) -> "Figure":
     bar = figure.colorbar(image, ax=panels, fraction=0.03, pad=0.02)
     bar.set_label("share of the rows of the group", fontsize=8)
     bar.ax.tick_params(labelsize=7)
-    figure.supylabel("entries that a row keeps", fontsize=9)
+    figure.supylabel("entries kept per row", fontsize=9)
     figure.supxlabel(
         "times seen in training: never, then a tenth of all other rows each", fontsize=9
     )
-    title = "How much rows keep, by how often training saw them"
+    title = "Entries kept per row, by how often training saw the row"
     if len(insight.tickets) > len(tickets):
         title += f": the {len(tickets)} largest of {len(insight.tickets)} tickets"
     figure.suptitle(title, fontsize=12)
@@ -124,7 +120,7 @@ def _draw_heat_maps(insight: PruningInsight) -> "Figure":
 
 
 def _draw_widths(ticket: TicketInsight) -> "Figure":
-    """Draw a bar a table, divided by how many entries its rows keep; the largest table first."""
+    """Draw one bar per table, divided by how many entries its rows keep; the largest table first."""
     tables = sorted(ticket.tables, key=lambda table: -table.rows)[:MOST_TABLES]
     figure = _new_figure(10.0, 0.3 * len(tables) + 1.8)
     left, right = figure.subplots(1, 2, sharey=True)
@@ -139,15 +135,15 @@ def _draw_widths(ticket: TicketInsight) -> "Figure":
     labels = [f"{_shortened(name)}  {size}" for name, size in zip(names, sizes, strict=True)]
     left.set_yticks(range(len(tables)), labels, fontsize=8)
     left.invert_yaxis()
-    handles, words = left.get_legend_handles_labels()
+    handles, legend = left.get_legend_handles_labels()
     figure.legend(
         handles,
-        words,
+        legend,
         loc="outside lower center",
-        ncols=len(words),
+        ncols=len(legend),
         fontsize=8,
         frameon=False,
-        title="entries that a row keeps",
+        title="entries kept per row",
         title_fontsize=8,
     )
     more = "" if len(tables) == len(ticket.tables) else f", the {len(tables)} largest tables"
@@ -160,24 +156,21 @@ def _draw_widths(ticket: TicketInsight) -> "Figure":
 
 def _draw_bars(axes: "Axes", tables: Sequence[TableWidths], found: Sequence[Widths | None]) -> None:
     widest = max(table.width for table in tables)
-    # 0, 1, 2-3, 4-7, ...: the difference between 1 and 2 entries is worth more than that of 31 and 32
+    # 0, 1, 2-3, 4-7, ...: the step from 1 to 2 entries matters more than that from 31 to 32
     starts = [1 << n for n in range(max((widest - 1).bit_length(), 1))]
     edges = [(0, 0), *((least, 2 * least - 1) for least in starts[:-1]), (starts[-1], widest)]
     ends = [0.0] * len(found)
     for (least, most), color in zip(edges, [EMPTY, *_shades(len(edges) - 1)], strict=True):
-        shares = [_share_between(widths, least, most) for widths in found]
-        axes.barh(
-            range(len(found)),
-            shares,
-            left=ends,
-            height=0.72,
-            color=color,
-            label=_range(least, most),
-        )
+        shares = [
+            sum(w.histogram[least : most + 1]) / max(sum(w.histogram), 1) if w else 0.0
+            for w in found
+        ]
+        label = _range(least, most)
+        axes.barh(range(len(found)), shares, left=ends, height=0.72, color=color, label=label)
         ends = [end + share for end, share in zip(ends, shares, strict=True)]
     for place, widths in enumerate(found):
-        words = "never seen" if widths is None else f"{widths.mean:.1f}"
-        axes.text(1.015, place, words, va="center", fontsize=7, color=QUIET)
+        mean = "never seen" if widths is None else f"{widths.mean:.1f}"
+        axes.text(1.015, place, mean, va="center", fontsize=7, color=QUIET)
     axes.text(1.015, -0.72, "mean", va="bottom", fontsize=7, color=QUIET)
     axes.set_xlim(0, 1)
     axes.set_ylim(-0.6, len(found) - 0.4)
@@ -188,7 +181,7 @@ def _draw_bars(axes: "Axes", tables: Sequence[TableWidths], found: Sequence[Widt
 
 
 def _draw_interactions(found: FieldInteractions) -> "Figure":
-    """Draw both matrices over their largest values, and what pruning has changed in between."""
+    """Draw both matrices over their largest values, and their difference."""
     names = [_shortened(name) for name in _short(found.tables)]
     before, after = _between_fields(found.before), _between_fields(found.after)
     change = [
@@ -201,7 +194,7 @@ def _draw_interactions(found: FieldInteractions) -> "Figure":
     for axes, title, cells, colors, lowest in (
         (panels[0], "before pruning", before, "Blues", 0.0),
         (panels[1], "after pruning and retraining", after, "Blues", 0.0),
-        (panels[2], "after less before", change, "RdBu_r", -most),
+        (panels[2], "after minus before", change, "RdBu_r", -most),
     ):
         axes.set_facecolor(EMPTY)
         highest = most if lowest else 1.0
@@ -214,44 +207,22 @@ def _draw_interactions(found: FieldInteractions) -> "Figure":
         if axes is not panels[0]:  # the first two share a scale
             bar = figure.colorbar(image, ax=axes, fraction=0.046, pad=0.03)
             bar.ax.tick_params(labelsize=7)
-    some = "" if found.exact else f"; {sum(found.rows):,} rows stand for all"
+    some = "" if found.exact else f"; a sample of {sum(found.rows):,} rows"
     figure.suptitle(
-        "How strongly two fields meet: mean |inner product| of their rows, over the largest" + some,
+        "Interaction of fields: mean |inner product| of their rows, over the largest" + some,
         fontsize=11,
     )
     return figure
 
 
 def _between_fields(matrix: Matrix) -> list[list[float]]:
-    """Return a matrix over its largest value, without fields that meet themselves.
-
-    The product of a row with itself is its squared length, which would outshine all else.
-    """
+    """Return a matrix over its largest value, without its diagonal: squared norms are much larger."""
     cells = [
         [math.nan if i == j else _or_nan(value) for j, value in enumerate(line)]
         for i, line in enumerate(matrix)
     ]
     largest = max((x for line in cells for x in line if not math.isnan(x)), default=0.0)
     return [[value / (largest or 1.0) for value in line] for line in cells]
-
-
-def _share_between(widths: Widths | None, least: int, most: int) -> float:
-    if widths is None:
-        return 0.0
-    return sum(widths.histogram[least : most + 1]) / max(sum(widths.histogram), 1)
-
-
-def _colors(groups: Sequence[FrequencyGroup]) -> list[str]:
-    """Return a color a group: grey where nothing was seen, then darker the more frequent."""
-    never = [group for group in groups if not group.most]
-    return [NEVER_SEEN] * len(never) + _shades(len(groups) - len(never))
-
-
-def _faint_shown() -> "Normalize":
-    """Return a scale from 0 to 1 on which a share of a few hundredths can be told from none."""
-    from matplotlib.colors import PowerNorm
-
-    return PowerNorm(0.5, vmin=0, vmax=1)
 
 
 def _shades(number: int) -> list[str]:

@@ -5,16 +5,15 @@
     m    `MaskedTable.kept`, N x D of bools: the entries that survive
     V    `MaskedTable.inner`, N x D
 
-The mask comes from a ticket, the result of pruning, or marks what is not zero in the table. Entries that are cut get no
-gradient and are zero in every lookup, whatever momentum, weight decay or averaging do to the stored numbers; merged, they
-are zero in the table.
+The mask comes from a ticket, the result of pruning, or from the zeros of the table. Cut entries get no gradient and are zero
+in every lookup, whatever momentum, weight decay or averaging do to the stored numbers; merged, they are zero in the table.
 
-A `Ticket` says which entries of a model's tables survive and where they start. As a folder it is
+A `Ticket` names the entries of a model's tables that survive, and their initial values. As a folder it is
 
     ticket.json                   the tables by name, and facts
-    tensors-<name>.safetensors    a mask per table, with its first values and thresholds where there are any
+    tensors-<name>.safetensors    a mask per table, with its initial values and thresholds where there are any
 
-`keep_largest` takes a ticket of the largest entries of several tables, in chunks on their device: no copy of a table is made.
+`keep_largest` makes a ticket of the largest entries of several tables, in chunks on their device: no copy of a table is made.
 
 Not for finding a mask: see `pep`.
 """
@@ -46,27 +45,16 @@ from rarebit.tables.table import (
 )
 from rarebit.technique import Rank
 
-__all__ = [
-    "DESCRIPTION",
-    "Masked",
-    "MaskedStack",
-    "MaskedTable",
-    "Ticket",
-    "keep_largest",
-    "kth_largest",
-    "load_ticket",
-    "row_chunks",
-    "save_ticket",
-]
+__all__ = ["Masked", "Ticket", "load_ticket", "save_ticket"]
 
 DESCRIPTION = "ticket.json"
 PARTS = ("kept", "start", "levels")
-"""What a ticket may hold of a table; the mask is never missing."""
+"""What a ticket may hold for a table; there is always a mask."""
 FOLDER = TensorFolder("ticket", DESCRIPTION, ModelFileError, "save the ticket again")
 
 
 class Ticket:
-    """The surviving entries of tables, by the names the tables have in their model.
+    """The surviving entries of tables, by the name of the table in its model.
 
     >>> ticket = Ticket({"user": torch.tensor([[True, False], [False, False]])}, facts={"step": 300})
     >>> ticket
@@ -82,31 +70,41 @@ class Ticket:
         facts: Mapping[str, Any] | None = None,
     ) -> None:
         self.kept = dict(kept)
-        """For each table, which entries survive, `(N, D)` of bools."""
+        """The mask of each table, `(N, D)` of bools: True survives."""
         self.start = dict(start or {})
-        """First values of tables `(N, D)`, for some of them, all or none."""
+        """Initial values `(N, D)` of all tables, some or none."""
         self.levels = dict(levels or {})
-        """The learned thresholds that cut the tables, where there were any."""
+        """The learned thresholds that cut the tables, if any."""
         self.facts = dict(facts or {})
-        """What else is to be known of it, such as the step it was taken at: plain values."""
+        """Plain values, such as the step when the ticket was taken."""
         if not self.kept:
             raise TableError("a ticket needs the mask of at least one table, got none")
         for name, mask in self.kept.items():
-            _check_mask(name, mask)
-        for name, values in self.start.items():
-            _check_start(name, values, self.kept.get(name))
-        for name in self.levels:
-            if name not in self.kept:
-                raise TableError(f"there are thresholds of {name!r}, but no mask; leave them out")
+            if mask.dim() != 2 or mask.dtype != torch.bool:
+                raise TableError(
+                    f"the mask of {name!r} must be rows x width of torch.bool, got {tuple(mask.shape)} of "
+                    f"{mask.dtype}"
+                )
+        for what, values in (("initial values", self.start), ("thresholds", self.levels)):
+            for name in values:
+                if name not in self.kept:
+                    raise TableError(f"there are {what} of {name!r}, but no mask; leave them out")
+        for name, value in self.start.items():
+            shape = self.kept[name].shape
+            if value.shape != shape or not value.is_floating_point():
+                raise TableError(
+                    f"the initial values of {name!r} must be {tuple(shape)} of floats like its mask, got "
+                    f"{tuple(value.shape)} of {value.dtype}"
+                )
 
     @property
     def num_kept(self) -> int:
-        """How many entries survive in all tables."""
+        """Entries that survive in all tables."""
         return sum(int(torch.count_nonzero(mask)) for mask in self.kept.values())
 
     @property
     def num_entries(self) -> int:
-        """How many entries the tables have."""
+        """Entries of all tables."""
         return sum(mask.numel() for mask in self.kept.values())
 
     def of(self, name: str) -> "Ticket":
@@ -117,7 +115,7 @@ class Ticket:
         return Ticket({name: self.kept[name]}, start=start, levels=levels, facts=self.facts)
 
     def with_start(self, start: Mapping[str, Tensor] | None) -> "Ticket":
-        """Return the same ticket with other first values of its tables, or with none."""
+        """Return the same ticket with other initial values of its tables, or with none."""
         return Ticket(self.kept, start=start, levels=self.levels, facts=self.facts)
 
     def __repr__(self) -> str:
@@ -128,7 +126,7 @@ class Ticket:
 
 
 def save_ticket(ticket: Ticket, folder: str | os.PathLike[str]) -> Path:
-    """Write a ticket to a folder, which is made if need be, and return the folder.
+    """Write a ticket to a folder, new or not, and return the folder.
 
     >>> import tempfile
     >>> with tempfile.TemporaryDirectory() as folder:
@@ -172,45 +170,28 @@ def load_ticket(folder: str | os.PathLike[str]) -> Ticket:
         raise FOLDER.unreadable(folder, error) from None
 
 
-def _check_mask(name: str, mask: Tensor) -> None:
-    if mask.dim() != 2 or mask.dtype != torch.bool:
-        raise TableError(
-            f"the mask of {name!r} must be rows x width of torch.bool, got {tuple(mask.shape)} of "
-            f"{mask.dtype}"
-        )
-
-
-def _check_start(name: str, values: Tensor, mask: Tensor | None) -> None:
-    if mask is None:
-        raise TableError(f"there are first values of {name!r}, but no mask; leave them out")
-    if values.shape != mask.shape or not values.is_floating_point():
-        raise TableError(
-            f"the first values of {name!r} must be {tuple(mask.shape)} of floats as its mask is, got "
-            f"{tuple(values.shape)} of {values.dtype}"
-        )
-
-
 DIGIT = 16
-"""Bits of a number that are looked at in one pass, when the k-th largest one is sought."""
+"""Bits of a number that one pass of the search for the k-th largest looks at."""
 INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
-"""Integers of as many bytes as a number has."""
+"""The integer type by the bytes of a number."""
 
 
 def kth_largest(tables: Sequence[AnyTable], k: int) -> Tensor:
     """Return the k-th largest magnitude of all entries, exactly, as a tensor on the tables' device.
 
-    The bits of a number that is not negative, read as an integer, are in the order of the numbers. So a
-    few passes suffice, each counting how many of the numbers that agree in the bits found so far have
-    which next bits: nothing is sorted, and no copy of a table is made. Padding rows count as zeros.
+    Numbers that are not negative are ordered as their bits are, read as integers. So a few passes suffice: each counts
+    the next bits of all numbers that agree in the bits found so far. Nothing is sorted, and no copy of a table is made.
+    Padding rows count as zeros.
     """
     total = _num_entries(tables)
-    require(1 <= k <= total, f"k must be from 1 to {total:,}, the entries there are, got k={k}")
+    require(1 <= k <= total, f"k must be from 1 to {total:,}, the number of entries, got k={k}")
     dtype = next(tables[0].parameters()).dtype
     bits, found = dtype.itemsize * 8, 0
     for shift in range(bits - DIGIT, -1, -DIGIT):
         counts = torch.zeros(1 << DIGIT, dtype=torch.int64)
-        for codes in _magnitude_codes(tables, dtype):
-            # of the top digit, nothing is known yet
+        for rows in (rows for table in tables for rows in row_chunks(table)):
+            codes = rows.abs().to(dtype).view(INTEGERS[dtype.itemsize]).reshape(-1)
+            # in the first pass no bits are found yet
             alike = codes if shift == bits - DIGIT else codes[codes >> (shift + DIGIT) == found]
             digits = (alike >> shift) & ((1 << DIGIT) - 1)
             counts += torch.bincount(digits, minlength=1 << DIGIT).cpu()
@@ -226,7 +207,7 @@ def kth_largest(tables: Sequence[AnyTable], k: int) -> Tensor:
 def keep_largest(tables: Mapping[str, AnyTable], k: int, **facts: Any) -> Ticket:
     """Return the ticket of the k largest entries of all tables, with facts that JSON can hold.
 
-    Of entries that are equal at the border none is kept, so that there are never more than k.
+    Entries that are equal at the border are all cut, so there are never more than k.
     """
     require(k >= 1, f"at least one entry must be kept, got {k}")
     every = list(tables.values())
@@ -248,7 +229,7 @@ def row_chunks(table: AnyTable) -> Iterator[Tensor]:
     for chunk in ids.split(CHUNK):
         rows = table(chunk)
         if table.padding_idx is not None:
-            # a plain table hands its padding row out as it is stored
+            # a plain table returns its padding row as it is stored
             rows = rows.masked_fill((chunk == table.padding_idx).unsqueeze(-1), 0.0)
         yield rows
 
@@ -257,16 +238,9 @@ def _num_entries(tables: Sequence[AnyTable]) -> int:
     return sum(table.num_embeddings * table.embedding_dim for table in tables)
 
 
-def _magnitude_codes(tables: Sequence[AnyTable], dtype: torch.dtype) -> Iterator[Tensor]:
-    """Yield the bits of |V| as integers, in the order of the magnitudes, some at a time."""
-    for table in tables:
-        for rows in row_chunks(table):
-            yield rows.abs().to(dtype).view(INTEGERS[dtype.itemsize]).reshape(-1)
-
-
 @dataclass(frozen=True)
 class Masked(Method):
-    """Keep the entries of a ticket, or those that are not zero, and hold all others at zero.
+    """Keep the entries of a ticket, or those that are not zero; all others stay zero.
 
     >>> Masked(Ticket({"user": torch.eye(3).bool()}))
     Masked(ticket=Ticket(1 table, 3 of 9 entries))
@@ -276,21 +250,19 @@ class Masked(Method):
     paper: ClassVar[str] = (
         "Liu et al., Learnable Embedding Sizes for Recommender Systems, ICLR 2021"
     )
-    control: ClassVar[str] = "baseline"
     cost: ClassVar[str] = (
-        "a step looks up a byte beside each entry; a table is a quarter larger in training, and its zeros "
-        "save memory only once it is packed"
+        "a step looks up one byte with each entry; a table is a quarter larger in training, and its zeros "
+        "save memory only after packing"
     )
     applies: ClassVar[str] = (
-        "tables that are trained again from a ticket, or trained on after pruning; not to find what to "
-        "prune"
+        "tables that are retrained from a ticket, or trained further after pruning; not to find what to prune"
     )
     training_only: ClassVar[bool] = True
     composition_rank: ClassVar[Rank] = Rank.MASKS
     masks_entries: ClassVar[bool] = True
 
     ticket: Ticket | str | None = None
-    """The ticket, or the folder it is in; None: the entries that are not zero now."""
+    """The ticket, or its folder; None: the entries that are not zero now."""
 
     def __post_init__(self) -> None:
         check_types(self)
@@ -302,24 +274,46 @@ class Masked(Method):
             inner = plain_like(base, base.weight.detach(), padding_idx=base.padding_idx)
         if self.ticket is None:
             return MaskedTable(Masked(), inner, full_table(base) != 0)
-        ticket = _read(self.ticket)
+        ticket = load_ticket(self.ticket) if isinstance(self.ticket, str) else self.ticket
         if len(ticket.kept) != 1:
             raise UnsupportedTableError(
-                f"{ticket} is of several tables, which are told apart by name; use apply_ on the model"
+                f"{ticket} has masks of several tables, by name; use apply_ on the model"
             )
         [(name, kept)] = ticket.kept.items()
-        _check_shape(name, base, kept)
+        rows, width = base.num_embeddings, base.embedding_dim
+        if kept.shape != (rows, width):
+            raise UnsupportedTableError(
+                f"the ticket has a mask of {kept.shape[0]:,} x {kept.shape[1]} for {name!r}, which is "
+                f"{rows:,} x {width}; use the model that the ticket was taken from"
+            )
         if name in ticket.start:
-            inner = _started(name, base, ticket.start[name])
-        # what is saved with a model is the mask itself, so the table need not remember the ticket
+            if not isinstance(base, nn.Embedding):
+                raise UnsupportedTableError(
+                    f"the ticket has initial values for {name!r}, which is no plain table; merge it first, or "
+                    "use ticket.with_start(None)"
+                )
+            start = ticket.start[name].to(base.weight, copy=True)
+            inner = plain_like(base, start, padding_idx=base.padding_idx)
+        # a model file stores the mask itself, so the table need not remember the ticket
         return MaskedTable(Masked(), inner, kept.to(next(base.parameters()).device, copy=True))
 
     def wrap_all(self, tables: Mapping[str, AnyTable]) -> list[Table]:
         """Return each table with the mask that the ticket has under its name."""
         if self.ticket is None:
             return super().wrap_all(tables)
-        ticket = _read(self.ticket)
-        _check_names(list(tables), list(ticket.kept))
+        ticket = load_ticket(self.ticket) if isinstance(self.ticket, str) else self.ticket
+        for name in ticket.kept:
+            if name not in tables:
+                raise NoTableError(
+                    f"the ticket has a mask for {name!r}, which is not among the tables chosen: "
+                    f"{', '.join(tables)}; use the model that the ticket was taken from"
+                )
+        for name in tables:
+            if name not in ticket.kept:
+                raise NoTableError(
+                    f"the ticket has no mask for {name!r}, only for {', '.join(ticket.kept)}; leave other "
+                    "tables out with where=lambda t: t.name in ticket.kept"
+                )
         return [wrap(table, Masked(ticket.of(name))) for name, table in tables.items()]
 
     def stack(self, tables: Sequence[Table], lengths: Sequence[int]) -> Stack:
@@ -329,7 +323,7 @@ class Masked(Method):
 
 
 class MaskedTable(Table):
-    """A table with entries that are zero for good."""
+    """A table with entries that stay zero."""
 
     kept: Tensor
 
@@ -343,7 +337,7 @@ class MaskedTable(Table):
 
     @property
     def num_weights(self) -> int:
-        """Numbers that are stored: a mask is none."""
+        """Stored numbers, without the mask."""
         return num_weights(self.inner)
 
 
@@ -375,43 +369,5 @@ class MaskedStack(Stack):
 
 
 def _masked(rows: Tensor, kept: Tensor) -> Tensor:
-    # not a product: what is stored in a masked entry may have grown beyond all bounds
+    # not a product: the stored number of a masked entry may be infinite
     return torch.where(kept, rows, 0.0)
-
-
-def _read(ticket: Ticket | str | None) -> Ticket:
-    assert ticket is not None
-    return load_ticket(ticket) if isinstance(ticket, str) else ticket
-
-
-def _check_names(tables: list[str], in_ticket: list[str]) -> None:
-    missing = [name for name in in_ticket if name not in tables]
-    if missing:
-        raise NoTableError(
-            f"the ticket has a mask for {missing[0]!r}, which is not among the tables chosen: "
-            f"{', '.join(tables)}; use the model that the ticket was taken from"
-        )
-    unknown = [name for name in tables if name not in in_ticket]
-    if unknown:
-        raise NoTableError(
-            f"the ticket has no mask for {unknown[0]!r}, only for {', '.join(in_ticket)}; "
-            "leave other tables out with where=lambda t: t.name in ticket.kept"
-        )
-
-
-def _check_shape(name: str, base: AnyTable, kept: Tensor) -> None:
-    rows, width = base.num_embeddings, base.embedding_dim
-    if kept.shape != (rows, width):
-        raise UnsupportedTableError(
-            f"the ticket has a mask of {kept.shape[0]:,} x {kept.shape[1]} for {name!r}, which is "
-            f"{rows:,} x {width}; use the model that the ticket was taken from"
-        )
-
-
-def _started(name: str, base: AnyTable, start: Tensor) -> nn.Embedding:
-    if not isinstance(base, nn.Embedding):
-        raise UnsupportedTableError(
-            f"the ticket has first values for {name!r}, which is no plain table; merge it first, or use "
-            "ticket.with_start(None)"
-        )
-    return plain_like(base, start.to(base.weight, copy=True), padding_idx=base.padding_idx)

@@ -3,41 +3,41 @@
     V̂ = S(V, s) = sign(V) · relu(|V| - g(s))        g(s) = 1 / (1 + e⁻ˢ)                        (8)
 
     V    `ThresholdedTable.inner`, N x D
-    s    `ThresholdedTable.levels`: one number, or one for each column, row, entry or field
-    V̂    what a lookup hands out
+    s    `ThresholdedTable.levels`: one number, or one per column, row, entry or field
+    V̂    what a lookup returns
 
     dV = dV̂ · 1{V̂ ≠ 0}        ds = -g'(s) · Σ sign(V) · dV̂ · 1{V̂ ≠ 0}                          (11)
 
-with the sum over the entries that share s. An entry that is cut gets no gradient: only a falling threshold brings it back.
-A step touches only the rows and thresholds of the looked-up ids.
+with the sum over the entries that share s. A cut entry gets no gradient: only a falling threshold brings it back. A step
+touches only the rows and thresholds of the looked-up ids.
 
 Weight decay, not the loss, moves the learned thresholds: from s = -15, Adam with a decay of 1e-5 alone needs 8,600 steps to
-s = -7, and in float32 g(-150) and its derivative are zero. So `optimizer` gives them a separate group with its own decay.
-With schedule="given" there is one threshold t in place of g(s), set by `set_threshold_`.
+s = -7, and in float32 g(-150) and its derivative are zero. So `optimizer` puts them in a group with a separate decay. With
+schedule="given" one threshold t replaces g(s), and `set_threshold_` sets it.
 
-Budgets are met by callbacks that look at the tables while they are trained:
+Two callbacks scan the tables during training and take a ticket at each budget:
 
-    Pruner           one threshold for all tables rises on a schedule that meets the budgets
-    LearnedPruner    thresholds are learned, and a budget is met once they leave so few entries
+    Pruner           raises one threshold for all tables on a schedule that meets the budgets
+    LearnedPruner    takes a ticket once learned thresholds leave few enough entries
 
-Both look at the tables at every 200th step, more often in a short pruning. They act only on the number of the
-step and on the tables and remember nothing, so a resumed run goes the same way. The schedule lets the number of entries fall
-by the same factor from look to look,
+Both scan at every 200th step, more often in a short pruning. They depend only on the number of the step and on the tables,
+and have no state, so a resumed run takes the same course. On the schedule the number of entries falls by the same factor
+from scan to scan,
 
     k(p) = k₁ · (k₀ / k₁)^(1 - p)        p from 0 to 1 over the steps after the warm-up
 
-from all entries k₀ to the smallest budget k₁; the threshold is the magnitude that leaves k(p) of them. Everything works on
-looked-up chunks on the tables' device: no copy of a table is made.
+from all entries k₀ to the smallest budget k₁; the threshold is the magnitude that leaves k(p) of them. A scan looks up
+chunks of rows on the tables' device and makes no copy of a table.
 
-Not for tables that are looked up once and never trained again: there, cut the smallest entries at once.
+Not for tables that are not trained any more: there, cut the smallest entries at once (`pruned`).
 """
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any, ClassVar, Literal, TypedDict, Unpack
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
@@ -62,26 +62,7 @@ from rarebit.tables.table import (
 )
 from rarebit.technique import Rank, Technique, technique_text
 
-__all__ = [
-    "PEP",
-    "FieldLevels",
-    "Granularity",
-    "LearnedPruner",
-    "Level",
-    "Pruner",
-    "TablePruner",
-    "ThresholdedStack",
-    "ThresholdedTable",
-    "count_nonzero",
-    "kth_largest_magnitude",
-    "pruner_of",
-    "set_threshold_",
-    "soft_threshold",
-    "take_ticket",
-    "threshold_parameters",
-    "thresholded_tables",
-    "usual_interval",
-]
+__all__ = ["PEP", "LearnedPruner", "Pruner", "set_threshold_", "take_ticket"]
 
 Granularity = Literal[
     "global", "dimension", "feature", "feature_dimension", "field", "field_dimension"
@@ -92,7 +73,7 @@ INIT = -15.0
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class PEP(Method):
-    """Learn thresholds below which the entries of a table are zero, or cut by one that is given.
+    """Learn thresholds below which the entries of a table are zero, or set one for all tables.
 
     >>> PEP(granularity="dimension")
     PEP(granularity='dimension', init=-15.0)
@@ -106,11 +87,11 @@ class PEP(Method):
     )
     control: ClassVar[str] = "magnitude"
     cost: ClassVar[str] = (
-        "a step looks up a threshold beside each entry, so with one for each entry a table and its "
-        "optimizer state are twice as large in training; a given threshold costs one comparison an entry"
+        "a step looks up a threshold with each entry, so with one per entry a table and its optimizer state "
+        "are twice as large in training; a given threshold costs one comparison per entry"
     )
     applies: ClassVar[str] = (
-        "tables that must end with few numbers, above all where rows differ in how much they need; not "
+        "tables that must become much smaller, above all where rows differ in how much they need; not "
         "where zeros save nothing, as in a table that is stored whole"
     )
     training_only: ClassVar[bool] = True
@@ -119,13 +100,12 @@ class PEP(Method):
     masks_entries: ClassVar[bool] = True
 
     granularity: Granularity = "feature_dimension"
-    """Entries that share a learned threshold: "global" all entries of all tables, "dimension" those of a
-    column of all tables, "field" and "field_dimension" the same within each table, "feature" those of a
-    row, "feature_dimension" none."""
+    """Entries that share a learned threshold: "global" all entries of all tables, "dimension" those of a column of all
+    tables, "field" and "field_dimension" the same within each table, "feature" those of a row, "feature_dimension" none."""
     init: float = INIT
-    """Where the learned s start; g(-15) is 3e-7, so that nothing is cut at first."""
+    """Initial value of the learned s; g(-15) is 3e-7, so nothing is cut at first."""
     schedule: Literal["given"] | None = None
-    """"given": no threshold is learned; there is one for all tables, 0 until `set_threshold_` sets it."""
+    """"given": no threshold is learned; all tables share one, which is 0 until `set_threshold_` sets it."""
 
     def __post_init__(self) -> None:
         check_types(self)
@@ -133,7 +113,7 @@ class PEP(Method):
         learned = (self.granularity, self.init) != ("feature_dimension", INIT)
         require(
             self.schedule is None or not learned,
-            f"granularity and init are of learned thresholds, and schedule={self.schedule!r} has none; "
+            f"granularity and init are for learned thresholds, and schedule={self.schedule!r} has none; "
             "leave them out, or leave out schedule",
         )
 
@@ -143,7 +123,7 @@ class PEP(Method):
         return f"PEP(granularity={self.granularity!r}, init={self.init!r})"
 
     def make_control(self, name: str, techniques: Sequence[Technique]) -> None:
-        """Refuse a control that needs a budget, where there is none."""
+        """Refuse pruning by magnitude without a budget."""
         require(
             name != "magnitude" or any("magnitude" in one.controls for one in techniques),
             f"pruning by magnitude needs a budget: use {technique_text(self)}+pruned:keep=10000, or name "
@@ -151,11 +131,11 @@ class PEP(Method):
         )
 
     def wrap(self, base: AnyTable) -> "ThresholdedTable":
-        """Return the table with its entries cut, started from the rows it has."""
+        """Return the table with its entries cut, started from its rows."""
         inner = base
         if isinstance(base, nn.Embedding):
             inner = plain_like(base, base.weight.detach(), padding_idx=base.padding_idx)
-        return ThresholdedTable(self, inner, self._first_levels(base))
+        return ThresholdedTable(self, inner, self._initial_levels(base))
 
     def stack(self, tables: Sequence[Table], lengths: Sequence[int]) -> Stack:
         """Return thresholded tables behind one lookup of their rows and one of their thresholds."""
@@ -163,25 +143,24 @@ class PEP(Method):
         return ThresholdedStack(self, cut, lengths)
 
     def cut_at(self, levels: Tensor) -> Tensor:
-        """Return the thresholds: g(s), or what is given."""
+        """Return the thresholds: g(s), or the given one."""
         return torch.sigmoid(levels) if self.schedule is None else levels
 
-    def _first_levels(self, base: AnyTable) -> nn.Module:
-        like, trained = next(base.parameters()), is_trainable(base)
+    def _initial_levels(self, base: AnyTable) -> nn.Module:
+        like = next(base.parameters())
         if self.schedule is not None:
             return Level(like.new_zeros(1))
         width = base.embedding_dim if self.granularity.endswith("dimension") else 1
         if self.granularity.startswith("feature"):
-            levels = like.new_full((base.num_embeddings, width), self.init)
-            return plain_like(base, levels)
-        value = nn.Parameter(like.new_full((width,), self.init), requires_grad=trained)
-        return (
-            Level(value) if self.granularity.startswith("field") else Shared((self, width), value)
-        )
+            return plain_like(base, like.new_full((base.num_embeddings, width), self.init))
+        levels = like.new_full((width,), self.init)
+        value = nn.Parameter(levels, requires_grad=is_trainable(base))
+        is_per_field = self.granularity.startswith("field")
+        return Level(value) if is_per_field else Shared((self, width), value)
 
 
 class ThresholdedTable(Table):
-    """A table whose entries are drawn towards zero by thresholds, and are zero below them."""
+    """A table whose entries are soft-thresholded."""
 
     optimizer_groups: ClassVar[Mapping[str, str]] = {"levels": "thresholds"}
 
@@ -206,33 +185,33 @@ class ThresholdedStack(Stack):
         super().__init__(lengths)
         self.method = method
         self.inner = stack_tables([table.inner for table in tables], lengths)
-        self.levels = _stack_levels([table.levels for table in tables], lengths)
+        levels = [table.levels for table in tables]
+        rows = [level for level in levels if isinstance(level, nn.Embedding)]
+        each = [level for level in levels if isinstance(level, Level)]
+        if rows:
+            self.levels: nn.Module = PlainStack(rows, lengths)
+        else:
+            self.levels = FieldLevels(each, lengths) if each else levels[0]
 
     def rows(self, ids: Tensor) -> Tensor:
         """Return S(V_f, s_f) of the rows of each field f."""
+        inner, levels = self.inner, self.levels
         fixed_sizes = ids.device.type != "cpu" or torch.compiler.is_compiling()
-        if isinstance(self.inner, PlainStack) and not fixed_sizes:
-            return self._rows_of_distinct(ids, self.inner)
-        return soft_threshold(self.inner(ids), self.method.cut_at(self.levels(ids)))
-
-    def _rows_of_distinct(self, ids: Tensor, inner: PlainStack) -> Tensor:
-        """Return the same, with each row that is looked up several times read and cut once."""
+        if fixed_sizes or not isinstance(inner, PlainStack):
+            return soft_threshold(inner(ids), self.method.cut_at(levels(ids)))
+        # read and cut each distinct row once
         found = find_distinct((ids + inner.offsets).reshape(-1))
-        levels = self._levels_of_distinct(found.ids, inner)
-        rows = gather(inner.embedding, found.ids, inner.gradient_memory)  # (U, D)
-        cut = soft_threshold(rows, self.method.cut_at(levels))
-        return F.embedding(found.slot_of, cut).view(*ids.shape, cut.shape[1])
-
-    def _levels_of_distinct(self, ids: Tensor, inner: PlainStack) -> Tensor:
-        """Return the thresholds of rows of the stack, `(U,)` to `(U, 1)` or `(U, D)`, or of all."""
-        levels = self.levels
         if isinstance(levels, PlainStack):
-            return gather(levels.embedding, ids, levels.gradient_memory)
-        if isinstance(levels, FieldLevels):
-            ends = ids.new_tensor([*accumulate(inner.sizes)])
-            return F.embedding(torch.searchsorted(ends, ids, right=True), levels.value)
-        assert isinstance(levels, Shared)
-        return levels.value
+            own = gather(levels.embedding, found.ids, levels.gradient_memory)
+        elif isinstance(levels, FieldLevels):
+            ends = found.ids.new_tensor([*accumulate(inner.sizes)])
+            own = F.embedding(torch.searchsorted(ends, found.ids, right=True), levels.value)
+        else:
+            assert isinstance(levels, Shared)
+            own = levels.value
+        rows = gather(inner.embedding, found.ids, inner.gradient_memory)  # (U, D)
+        cut = soft_threshold(rows, self.method.cut_at(own))
+        return F.embedding(found.slot_of, cut).view(*ids.shape, cut.shape[1])
 
     def split(self) -> list[AnyTable]:
         """Return the thresholded tables one by one."""
@@ -243,7 +222,7 @@ class ThresholdedStack(Stack):
 
 
 class Level(nn.Module):
-    """The threshold of all rows of a table, `(1,)` or one for each column `(D,)`."""
+    """The threshold of all rows of a table, `(1,)` or one per column `(D,)`."""
 
     value: Tensor
 
@@ -260,20 +239,17 @@ class Level(nn.Module):
         return self.value
 
 
-class FieldLevels(nn.Module):
-    """The thresholds of several tables, `(F, 1)` or `(F, D)`, handed out for each slot."""
+class FieldLevels(Level):
+    """The thresholds of F tables, `(F, 1)` or `(F, D)`, returned per slot."""
 
-    value: Tensor
     field_of_slot: Tensor
 
     def __init__(self, levels: Sequence[Level], lengths: Sequence[int]) -> None:
-        super().__init__()
         first = levels[0].value
         value = torch.stack([level.value.detach() for level in levels])
         if isinstance(first, nn.Parameter):
-            self.value = nn.Parameter(value, requires_grad=first.requires_grad)
-        else:
-            self.register_buffer("value", value)
+            value = nn.Parameter(value, requires_grad=first.requires_grad)
+        super().__init__(value)
         field_of_slot = torch.repeat_interleave(torch.tensor(tuple(lengths)))
         self.register_buffer("field_of_slot", field_of_slot, persistent=False)
 
@@ -283,12 +259,11 @@ class FieldLevels(nn.Module):
         return self.value[self.field_of_slot]
 
     def split(self) -> list[Level]:
-        """Return the thresholds table by table."""
-        if isinstance(self.value, nn.Parameter):
-            trained = self.value.requires_grad
-            rows = self.value.detach()
-            return [Level(nn.Parameter(row, requires_grad=trained)) for row in rows]
-        return [Level(row) for row in self.value]
+        """Return the thresholds of each table; memory is shared, not copied."""
+        if not isinstance(self.value, nn.Parameter):
+            return [Level(row) for row in self.value]
+        trained = self.value.requires_grad
+        return [Level(nn.Parameter(row, requires_grad=trained)) for row in self.value.detach()]
 
 
 def _cut(rows: Tensor, thresholds: Tensor) -> Tensor:
@@ -322,33 +297,24 @@ def soft_threshold(rows: Tensor, thresholds: Tensor) -> Tensor:
     return cut
 
 
-def _stack_levels(levels: Sequence[nn.Module], lengths: Sequence[int]) -> nn.Module:
-    rows = [level for level in levels if isinstance(level, nn.Embedding)]
-    if rows:
-        return PlainStack(rows, lengths)
-    each = [level for level in levels if isinstance(level, Level)]
-    return FieldLevels(each, lengths) if each else levels[0]
-
-
-EVERY = 200
-"""Steps between two looks at the tables, at most."""
-LOOKS = 40
-"""Looks at the tables in a pruning that is short."""
+SCAN_INTERVAL = 200
+"""Steps between two scans, at most."""
+SCANS = 40
+"""Scans in a short pruning."""
 WARM_UP = 0.1
-"""The share of the steps before entries are cut: what is small at first says nothing yet."""
+"""The share of the steps before entries are cut: small entries say nothing yet."""
 
 
 def set_threshold_(model: nn.Module, value: float | Tensor) -> None:
     """Set the threshold of all tables that have `PEP(schedule="given")`, in place.
 
-    A tensor on the tables' device is copied without waiting for it.
+    A tensor on the tables' device is copied without a sync.
 
-    >>> from rarebit.pruning.pep import PEP
-    >>> from rarebit.tables.apply import apply_
+    >>> from rarebit import apply_
     >>> model = nn.Sequential(nn.Embedding(100, 8))
     >>> changes = apply_(model, PEP(schedule="given"), verbose=False)
     >>> set_threshold_(model, 1e9)
-    >>> count_nonzero(model)
+    >>> int(torch.count_nonzero(model[0].weight))
     0
     """
     if not isinstance(value, Tensor):
@@ -357,7 +323,7 @@ def set_threshold_(model: nn.Module, value: float | Tensor) -> None:
         part.levels.value
         for part in model.modules()
         if isinstance(part, ThresholdedTable | ThresholdedStack)
-        and isinstance(part.levels, Level | FieldLevels)
+        and isinstance(part.levels, Level)
         and not isinstance(part.levels.value, nn.Parameter)
     ]
     if not given:
@@ -380,7 +346,7 @@ def threshold_parameters(model: nn.Module) -> list[nn.Parameter]:
 
 
 def thresholded_tables(model: nn.Module) -> dict[str, ThresholdedTable]:
-    """Return the tables of a model that have `PEP`, by name; of a hashed table, that of its buckets."""
+    """Return the tables of a model that have `PEP`, by name; for a hashed table, that of its buckets."""
     found = {}
     for site in find_sites(model):
         parts = [part for part in site.table.modules() if isinstance(part, ThresholdedTable)]
@@ -392,30 +358,25 @@ def thresholded_tables(model: nn.Module) -> dict[str, ThresholdedTable]:
 
 
 def count_nonzero(model: nn.Module) -> int:
-    """Return how many entries the thresholds have left in all tables with `PEP`."""
-    counts = [
-        torch.count_nonzero(rows)
-        for table in thresholded_tables(model).values()
-        for rows in row_chunks(table)
-    ]
+    """Return how many entries the thresholds leave in all tables with `PEP`."""
+    tables = thresholded_tables(model).values()
+    counts = [torch.count_nonzero(rows) for table in tables for rows in row_chunks(table)]
     return int(sum(count.item() for count in counts))
 
 
 def kth_largest_magnitude(model: nn.Module, k: int) -> Tensor:
     """Return the k-th largest |V| over all tables with `PEP`, exactly, as a tensor on their device.
 
-    Set as the threshold, it leaves the entries above it: k - 1 of them, or fewer where some are equal to
-    it, as happens among millions. So a budget of k entries is met, and never missed, with the one after:
-    `kth_largest_magnitude(model, k + 1)`.
+    As the threshold it leaves k - 1 entries, or fewer where some are equal to it. So the value for k + 1 meets a
+    budget of k entries.
     """
     return kth_largest([table.inner for table in thresholded_tables(model).values()], k)
 
 
 def take_ticket(model: nn.Module, **facts: Any) -> Ticket:
-    """Return which entries the thresholds have left, table by table, with facts that JSON can hold.
+    """Return the entries that the thresholds leave in each table, with facts that JSON can hold.
 
-    >>> from rarebit.pruning.pep import PEP
-    >>> from rarebit.tables.apply import apply_
+    >>> from rarebit import apply_
     >>> model = nn.Sequential(nn.Embedding(100, 8))
     >>> changes = apply_(model, PEP(), verbose=False)
     >>> take_ticket(model, step=0)
@@ -428,31 +389,32 @@ def take_ticket(model: nn.Module, **facts: Any) -> Ticket:
     return Ticket(kept, facts=facts)
 
 
-class PrunerOptions(TypedDict, total=False):
-    """How a pruner looks at tables; each may be left out."""
-
-    every: int
-    """Steps between two looks."""
-    tickets: MutableMapping[int, Ticket]
-    """Where tickets are kept, by their budgets: a dictionary, or a folder."""
-    facts: Callable[[], Mapping[str, Any]]
-    """What else to note in a ticket, asked when it is taken."""
-    watch: Callable[[int, int], None]
-    """Told the step and how many entries are left, at every look."""
-
-
 class TablePruner(Callback, ABC):
-    """A callback that ends training once there is no budget left to meet."""
+    """A callback that scans tables every few steps, takes tickets, and ends training after the last budget.
+
+    steps      how long pruning takes; `LearnedPruner` needs it only for the default of `every`
+    every      steps between two scans
+    tickets    where to keep tickets, by budget
+    facts      what else to store in a ticket, called when it is taken
+    watch      called with the step and the entries left, at every scan
+    """
 
     def __init__(
-        self, model: nn.Module, budgets: Sequence[int], **options: Unpack[PrunerOptions]
+        self,
+        model: nn.Module,
+        budgets: Sequence[int],
+        *,
+        steps: int | None = None,
+        every: int | None = None,
+        tickets: dict[int, Ticket] | None = None,
+        facts: Callable[[], Mapping[str, Any]] = dict,
+        watch: Callable[[int, int], None] = lambda *_: None,
     ) -> None:
-        self.model = model
-        self.every = options.get("every", EVERY)
-        self.tickets = options.get("tickets", {})
-        """The tickets taken so far, by their budgets."""
-        self.facts = options.get("facts", dict)
-        self.watch = options.get("watch")
+        usual = SCAN_INTERVAL if steps is None else max(min(SCAN_INTERVAL, steps // SCANS), 1)
+        self.model, self.facts, self.watch = model, facts, watch
+        self.every = usual if every is None else every
+        self.tickets = {} if tickets is None else tickets
+        """The tickets taken so far, by budget."""
         tables = thresholded_tables(model).values()
         self.total = sum(table.num_embeddings * table.embedding_dim for table in tables)
         self.budgets = sorted(set(budgets), reverse=True)
@@ -467,22 +429,13 @@ class TablePruner(Callback, ABC):
 
     @abstractmethod
     def after_step(self, num_steps: int) -> bool:
-        """Look at the tables after this step, from 1, if it is time to."""
-
-    def _keep(self, budget: int, **facts: Any) -> None:
-        found = take_ticket(self.model, budget=budget, **facts, **self.facts())
-        self.tickets[budget] = Ticket(found.kept, levels=self._levels(), facts=found.facts)
-
-    def _levels(self) -> dict[str, Tensor]:
-        """Return the thresholds to keep, table by table."""
-        return {}
+        """Scan the tables after this step, from 1, if it is time to."""
 
 
 class Pruner(TablePruner):
-    """Raises the threshold of `PEP(schedule="given")` so that the last budget is met at the last step.
+    """Raises the threshold of `PEP(schedule="given")` so that the last step meets the last budget.
 
-    >>> from rarebit.pruning.pep import PEP
-    >>> from rarebit.tables.apply import apply_
+    >>> from rarebit import apply_
     >>> model = nn.Sequential(nn.Embedding(100, 8))
     >>> changes = apply_(model, PEP(schedule="given"), verbose=False)
     >>> pruner = Pruner(model, [400, 100], steps=1000)
@@ -493,15 +446,9 @@ class Pruner(TablePruner):
     """
 
     def __init__(
-        self,
-        model: nn.Module,
-        budgets: Sequence[int],
-        *,
-        steps: int,
-        **options: Unpack[PrunerOptions],
+        self, model: nn.Module, budgets: Sequence[int], *, steps: int, **options: Any
     ) -> None:
-        options.setdefault("every", usual_interval(steps))
-        super().__init__(model, budgets, **options)
+        super().__init__(model, budgets, steps=steps, **options)
         require(steps >= 1, f"pruning needs at least one step, got steps={steps}")
         self.steps = steps
 
@@ -512,38 +459,35 @@ class Pruner(TablePruner):
         return round(last * math.pow(self.total / last, 1.0 - done))
 
     def after_step(self, num_steps: int) -> bool:
-        """Cut to what the schedule says, and to each budget that was passed since the last look."""
-        step = num_steps
-        if step > self.steps:
+        """Cut to each budget that the schedule has passed since the last scan, then to the schedule."""
+        if num_steps > self.steps:
             return True
-        if step % self.every and step != self.steps:
+        if num_steps % self.every and num_steps != self.steps:
             return False
-        left = self.entries_after(step)
-        before = self.entries_after((step - 1) // self.every * self.every)
+        left = self.entries_after(num_steps)
+        before = self.entries_after((num_steps - 1) // self.every * self.every)
         met = [budget for budget in self.budgets if left <= budget < before]
         for budget in met:
-            self._keep(budget, step=step, threshold=float(self._cut(budget)))
+            facts = {"budget": budget, "step": num_steps, "threshold": float(self._cut(budget))}
+            self.tickets[budget] = take_ticket(self.model, **facts, **self.facts())
         if left not in met:
             self._cut(left)
-        if self.watch is not None:
-            self.watch(step, left)
-        return step >= self.steps
+        self.watch(num_steps, left)
+        return num_steps >= self.steps
 
     def _cut(self, left: int) -> Tensor:
         """Set the threshold that leaves so many entries, or fewer where some are equal."""
-        if left >= self.total:
-            threshold = torch.zeros(())
-        else:
+        threshold = torch.zeros(())
+        if left < self.total:
             threshold = kth_largest_magnitude(self.model, left + 1)
         set_threshold_(self.model, threshold)
         return threshold
 
 
 class LearnedPruner(TablePruner):
-    """Counts what learned thresholds have left, and takes a ticket when that is no more than a budget.
+    """Counts the entries that learned thresholds leave, and takes a ticket once a budget is met.
 
-    >>> from rarebit.pruning.pep import PEP
-    >>> from rarebit.tables.apply import apply_
+    >>> from rarebit import apply_
     >>> model = nn.Sequential(nn.Embedding(100, 8))
     >>> changes = apply_(model, PEP(init=0.0), verbose=False)
     >>> pruner = LearnedPruner(model, [700, 600])
@@ -553,39 +497,28 @@ class LearnedPruner(TablePruner):
 
     def after_step(self, num_steps: int) -> bool:
         """Count, and take the tickets of the budgets that are met."""
-        step = num_steps
-        if step % self.every:
+        if num_steps % self.every:
             return False
         left = count_nonzero(self.model)
         for budget in self.budgets:
             if left <= budget and budget not in self.tickets:
-                self._keep(budget, step=step)
-        if self.watch is not None:
-            self.watch(step, left)
+                found = take_ticket(self.model, budget=budget, step=num_steps, **self.facts())
+                found.levels = self._levels()
+                self.tickets[budget] = found
+        self.watch(num_steps, left)
         return left <= self.budgets[-1]
 
     def _levels(self) -> dict[str, Tensor]:
+        """Return a copy of the thresholds of each table: training continues."""
         found = {}
         for name, table in thresholded_tables(self.model).items():
-            levels: Any = table.levels  # rows of them, or one value for all
+            levels: Any = table.levels  # a row per id, or one value for all
             values = full_table(levels) if isinstance(levels, nn.Embedding) else levels.value
-            found[name] = values.detach().to("cpu", copy=True)  # a copy: training continues
+            found[name] = values.detach().to("cpu", copy=True)
         return found
 
 
-def pruner_of(
-    model: nn.Module,
-    budgets: Sequence[int],
-    *,
-    steps: int,
-    **options: Unpack[PrunerOptions],
-) -> TablePruner:
+def pruner_of(model: nn.Module, budgets: Sequence[int], **options: Any) -> TablePruner:
     """Return the pruner for the thresholds that the tables of a model have."""
-    if threshold_parameters(model):
-        return LearnedPruner(model, budgets, **options)
-    return Pruner(model, budgets, steps=steps, **options)
-
-
-def usual_interval(steps: int) -> int:
-    """Return the steps between two looks at the tables in a pruning of so many steps."""
-    return max(min(EVERY, steps // LOOKS), 1)
+    kind = LearnedPruner if threshold_parameters(model) else Pruner
+    return kind(model, budgets, **options)

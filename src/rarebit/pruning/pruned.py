@@ -2,21 +2,21 @@
 
     e(i) = m_i ⊙ V_i        m the `keep` entries of all tables that are largest in magnitude
 
-Applied to a model, `Pruned` cuts at once: train the model first, and continue to train what is left. In a run it is both
-stages of Liu et al. (ICLR 2021): train while a threshold rises until it meets the budget, or until learned thresholds have
-met it (`pep+pruned`); then train what survived again from where it started, and pack it. With by="magnitude" the run is
-trained to its best epoch and cut then: the control.
+Applied to a model, `Pruned` cuts at once: train the model first, and train what is left further. In a run it is both stages
+of Liu et al. (ICLR 2021): train while a threshold rises until it meets the budget, or until learned thresholds meet it
+(`pep+pruned`); then retrain the survivors from their initial values, and pack the tables. With by="magnitude" the run trains
+to its best epoch and cuts then: the control.
 
     prune, retrain     the two stages for your own model, with a ticket at every budget
-    PruningDriver      both stages of a run, whose method `Pruned` asks for it
+    PruningDriver      the two stages of a run with the method `Pruned`
     prune_run          a run at several budgets with one first stage: `rarebit prune`
 
-Everything survives a killed process. The first stage keeps in its folder
+A killed process can resume everything. The first stage keeps in its folder
 
     checkpoints/        of training
-    start/              the values the tables started from, saved once: a ticket of all entries
-    tickets/BUDGET/     which entries survived, the step, and the thresholds
-    scans.jsonl         one line per look at the tables: step, entries left, and their share by row frequency
+    start/              the initial values of the tables, saved once: a ticket of all entries
+    tickets/BUDGET/     the entries that survived, the step, and the thresholds
+    scans.jsonl         one line per scan of the tables: step, entries left, and their share by row frequency
 
 and `prune_run` writes `prune.json` (settings and results), `pruning/` (the first stage), `unpruned/` (the run without
 pruning) and one run per budget, with its packed model.
@@ -27,7 +27,7 @@ Not for rows that are looked up once: nothing shows which entries they need.
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -59,7 +59,6 @@ from rarebit.pruning.pep import (
     pruner_of,
     threshold_parameters,
     thresholded_tables,
-    usual_interval,
 )
 from rarebit.settings import check_types, from_mapping, require, to_mapping, updated
 from rarebit.storage.files import file_lock, write_json
@@ -85,29 +84,20 @@ from rarebit.training.run import (
 from rarebit.training.settings import RunSettings, Training, load_splits
 
 __all__ = [
-    "TICKETS",
     "PruneResult",
     "PruneSettings",
     "Pruned",
-    "PrunedBy",
-    "PrunedStart",
     "Pruning",
-    "PruningDriver",
-    "SharedPruning",
-    "TicketFolder",
     "explain_pruning",
-    "masked_model",
     "prune",
     "prune_run",
-    "read_prune",
-    "read_scans",
     "retrain",
 ]
 
 PrunedBy = Literal["threshold", "magnitude"]
 PrunedStart = Literal["ticket", "random", "trained"]
 
-BYTES_AN_ENTRY, BYTES_A_ROW, BYTES_A_TABLE = 5, 4.125, 12
+ENTRY_BYTES, ROW_BYTES, TABLE_BYTES = 5, 4.125, 12
 """Of a packed table: a value and its column; an offset and a bit; one more offset, and the bits of a last word."""
 
 
@@ -116,28 +106,28 @@ class SharedPruning(SharedStage):
     """A first stage of pruning that several runs share."""
 
     budgets: tuple[int, ...]
-    """How many entries the runs keep."""
+    """The entries that the runs keep."""
     as_ticket: bool = False
-    """Whether only the ticket is kept, for runs that differ in their second stage alone. Those may run side by side:
-    one makes it, and the others wait."""
+    """Whether only the ticket is kept, for runs that differ in their second stage only. Those may run at the same time:
+    one makes the ticket, and the others wait for it."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Pruned(Method):
-    """Keep the entries that count most, and nothing else.
+    """Keep the largest entries of all tables, and set the others to zero.
 
     >>> Pruned(keep=30_000)
     Pruned(keep=30000, by='threshold', start='ticket', epochs=None)
     """
 
-    title: ClassVar[str] = "single entries cut until a budget is met, the rest trained again"
+    title: ClassVar[str] = "single entries cut until a budget is met, the rest retrained"
     paper: ClassVar[str] = (
         "Liu et al., Learnable Embedding Sizes for Recommender Systems, ICLR 2021"
     )
     control: ClassVar[str] = "magnitude"
     controls: ClassVar[tuple[str, ...]] = ("magnitude",)
     cost: ClassVar[str] = (
-        "a run is trained twice; what it leaves is packed, about 5 bytes an entry and 4 a row"
+        "a run trains twice; its packed tables take about 5 bytes per entry and 4 per row"
     )
     applies: ClassVar[str] = (
         "tables that must become much smaller, above all where rows differ in how much they need; not "
@@ -147,20 +137,20 @@ class Pruned(Method):
     composition_rank: ClassVar[Rank] = Rank.MASKS
     follows: ClassVar[frozenset[str]] = frozenset({"pep"})
     excludes: ClassVar[Mapping[str, str]] = {
-        "hashing": "buckets of many values have no entries to spare; use one of them",
+        "hashing": "buckets of many ids have no entries to spare; use one of them",
         "low-rank": "a product of factors is small already; use one of them, or mlet+pruned",
     }
     masks_entries: ClassVar[bool] = True
 
     keep: int
-    """Entries left over all tables."""
+    """Entries to keep, over all tables."""
     by: PrunedBy = "threshold"
-    """"threshold": cut while the model is trained. "magnitude": cut once, after it is trained."""
+    """"threshold": cut during training. "magnitude": cut once, after training."""
     start: PrunedStart = "ticket"
-    """Where a run trains what is left from: "ticket", the values it had at first; "random", new ones;
-    "trained", not at all: the model stays as pruning left it."""
+    """Where a run retrains the survivors from: "ticket", their initial values; "random", new ones; "trained": it does not
+    retrain them."""
     epochs: int | None = None
-    """Epochs of pruning; as many as the run has if not given."""
+    """Epochs of pruning; those of the run if not given."""
 
     def __post_init__(self) -> None:
         check_types(self)
@@ -172,32 +162,31 @@ class Pruned(Method):
 
     @classmethod
     def for_share(cls, shapes: Sequence[tuple[int, int]], share: float) -> Self:
-        """Return the budget whose packed tables have at most this share of the bytes, if no row is empty.
+        """Return the budget whose packed tables take at most this share of the bytes, if no row is empty.
 
         >>> Pruned.for_share([(1000, 64)], share=0.1).keep
         4292
         """
         check_share(share)
         whole = 4 * sum(rows * width for rows, width in shapes)
-        empty = BYTES_A_ROW * sum(rows for rows, _ in shapes) + BYTES_A_TABLE * len(shapes)
-        return cls(keep=max(int((share * whole - empty) / BYTES_AN_ENTRY), 1))
+        return cls(keep=max(int((share * whole - _empty_bytes(shapes)) / ENTRY_BYTES), 1))
 
     def drive(self, job: TrainingJob) -> Trained:
         """Train in two stages."""
         return PruningDriver(self, job).run()
 
     def shared_stage(self, techniques: Sequence[Technique]) -> tuple[Technique, ...] | None:
-        """Return what the first stage depends on; a run without a second one shares nothing."""
+        """Return what the first stage depends on; a run without a second one has none to share."""
         if self.start == "trained":
             return None
         return tuple(one for one in techniques if isinstance(one, Method))
 
     def share(self, folder: Path) -> "SharedPruning":
-        """Return a first stage of which only the ticket is kept."""
+        """Return a first stage that keeps only the ticket."""
         return SharedPruning(folder, (self.keep,), as_ticket=True)
 
     def make_control(self, name: str, techniques: Sequence[Technique]) -> Control | None:
-        """Return the same budget, met by cutting the smallest trained entries at once."""
+        """Return the same budget, met by cutting the smallest entries after training."""
         if name != "magnitude":
             return None
         others = [t for t in techniques if t is not self and technique_name(t) != "pep"]
@@ -205,11 +194,11 @@ class Pruned(Method):
         return Control("+".join(map(technique_text, methods)), (methods,))
 
     def wrap(self, base: AnyTable) -> Table:
-        """Return the table with all but its largest entries held at zero."""
+        """Return the table with all but its largest entries masked."""
         return self.wrap_all({"table": base})[0]
 
     def wrap_all(self, tables: Mapping[str, AnyTable]) -> list[Table]:
-        """Return the tables with all but the largest entries of all of them held at zero."""
+        """Return the tables with all but the largest entries of all of them masked."""
         masked = Masked(keep_largest(tables, self.keep)).wrap_all(tables)
         return [
             MaskedTable(self, table.inner, table.kept)
@@ -223,15 +212,20 @@ class Pruned(Method):
         return MaskedStack(self, masked, lengths)
 
     def serve(self, table: Table) -> AnyTable:
-        """Return what is left of a table, packed; a plain table with zeros where that is no smaller."""
+        """Return the table packed; a plain table with zeros where that is no smaller."""
         packed, plain = Pack().wrap(table), table.merge()
         sizes = [sum(t.nbytes for t in stored_tensors(found)) for found in (packed, plain)]
         return packed if sizes[0] < sizes[1] else plain
 
 
+def _empty_bytes(shapes: Sequence[tuple[int, int]]) -> float:
+    """Return the bytes of packed tables without entries."""
+    return ROW_BYTES * sum(rows for rows, _ in shapes) + TABLE_BYTES * len(shapes)
+
+
 START, TICKETS, SCANS = "start", "tickets", "scans.jsonl"
 REPORT_BELOW = 0.8
-"""The share of the entries reported last at which the number is reported again."""
+"""Progress reports the number of entries again once it falls to this share of the last one."""
 
 
 @dataclass(frozen=True)
@@ -239,10 +233,10 @@ class Pruning:
     """The result of pruning a model."""
 
     tickets: tuple[Ticket, ...]
-    """Which entries survive at each budget, the largest first, and where they started."""
+    """The entries that survive at each budget, the largest first, and their initial values."""
     history: History
     scans: tuple[Mapping[str, Any], ...]
-    """What each look at the tables saw: the step, the entries left, and their share by frequency."""
+    """Each scan of the tables: the step, the entries left, and their share by frequency."""
 
 
 def prune(
@@ -258,14 +252,14 @@ def prune(
     progress: Progress | bool = True,
     **overrides: Any,
 ) -> Pruning:
-    """Train a model in place while entries of its tables are cut, and take a ticket at each budget.
+    """Train a model in place while thresholds cut entries of its tables, and take a ticket at each budget.
 
-    The budgets are numbers of entries left over all tables. Where the model has thresholds (`PEP`), those cut; else one
-    threshold for all its tables rises so that the last step meets the smallest budget. Learned thresholds may need longer:
-    a budget they have not met after all epochs is an error, and `resume=True` with more epochs resumes.
+    A budget is the number of entries left over all tables. If the model has thresholds (`PEP`), those cut; else one
+    threshold for all its tables rises so that the last step meets the smallest budget. Learned thresholds may need more
+    epochs: a budget that they do not meet is an error, and `resume=True` with more epochs resumes.
 
-    The default is the row-wise optimizer, whose weight decay reaches only the rows of a step: a row that is never seen
-    does not vanish. Validation rows only measure the tickets; they pick nothing.
+    The default is the row-wise optimizer, whose weight decay changes only the rows of a step: a row that is never seen
+    does not vanish. Validation rows only measure the tickets.
 
     >>> from rarebit.models.fm import FM
     >>> data = Dataset.from_columns({"user": [0, 1, 2, 1], "item": [0, 0, 1, 1]}, label=[0, 1, 0, 1])
@@ -283,7 +277,7 @@ def prune(
         changes = apply_(model, PEP(schedule="given"), verbose=False)
         if not resume:
             tell.say(str(changes))
-    tickets: MutableMapping[int, Ticket] = {} if place is None else TicketFolder(place / TICKETS)
+    tickets: dict[int, Ticket] = {} if place is None else TicketFolder(place / TICKETS)
     start = _start_values(model, place, resume=resume)
     steps = settings.epochs * len(batch_bounds(len(train), settings.batch_size))
     scans = _Scans(model, train, budgets, place, tell)
@@ -291,7 +285,7 @@ def prune(
         model,
         budgets,
         steps=steps,
-        every=usual_interval(steps) if every is None else every,
+        every=every,
         tickets=tickets,
         facts=lambda: {} if valid is None else {"valid_auc": evaluate(model, valid).auc},
         watch=scans,
@@ -311,8 +305,8 @@ def prune(
             f"the learned thresholds have not met the budget of {missing[0]:,} entries in {settings.epochs} "
             "epochs; resume with more epochs, or start higher, as with PEP(init=-8.0)"
             if isinstance(pruner, LearnedPruner)
-            else f"the pruning in the folder has gone past the budget of {missing[0]:,} entries, which was not "
-            "asked for at first; prune in another folder"
+            else f"the pruning in the folder has passed the budget of {missing[0]:,} entries, which is a new one; "
+            "prune in another folder"
         )
     found = tuple(tickets[budget].with_start(start) for budget in pruner.budgets)
     return Pruning(found, history, tuple(scans.seen if place is None else read_scans(place)))
@@ -331,10 +325,10 @@ def retrain(
     progress: Progress | bool = True,
     **overrides: Any,
 ) -> Trained:
-    """Build a model, hold the entries that a ticket cuts at zero, train the others, and return it.
+    """Build a model, mask the entries that a ticket cuts, train the others, and return model and history.
 
-    The surviving entries start where they started before pruning (the winning ticket), or with start="build" where
-    `build` drew them; `build` makes all other weights. Everything else is as in `fit`.
+    The surviving entries start at their initial values before pruning (the winning ticket), or with start="build" at
+    those that `build` draws; `build` draws all other weights. Everything else is as in `fit`.
 
     >>> import torch
     >>> from rarebit.models.fm import FM
@@ -348,7 +342,7 @@ def retrain(
     require(start in ("ticket", "build"), f"start must be 'ticket' or 'build', got start={start!r}")
     require(
         start == "build" or bool(ticket.start),
-        "the ticket has no first values to start from; use one that prune returned, or start='build'",
+        "the ticket has no initial values to start from; use one that prune returned, or start='build'",
     )
     model = masked_model(build, ticket if start == "ticket" else ticket.with_start(None))
     history = fit(
@@ -365,50 +359,38 @@ def retrain(
 
 
 def masked_model(build: Callable[[], nn.Module], ticket: Ticket) -> nn.Module:
-    """Build a model and hold the entries that a ticket cuts at zero; the others start where it says."""
+    """Build a model and mask the entries that a ticket cuts; the others get its initial values."""
     model = build()
     apply_(model, Masked(ticket), where=lambda info: info.name in ticket.kept, verbose=False)
     return model
 
 
 def read_scans(folder: str | os.PathLike[str]) -> list[dict[str, Any]]:
-    """Return every look at the tables of a pruning in a folder, in the order of the steps."""
+    """Return every scan of the pruning in a folder, in the order of the steps."""
     found: dict[int, dict[str, Any]] = {}
     path = Path(folder) / SCANS
     for line in path.read_text("utf-8").splitlines() if path.exists() else ():
-        with suppress(ValueError):  # a line that a killed process left half written
+        with suppress(ValueError):  # a killed process may leave half a line
             scan = json.loads(line)
             found[scan["step"]] = scan  # a repeated step has a second line
     return [found[step] for step in sorted(found)]
 
 
-class TicketFolder(MutableMapping[int, Ticket]):
-    """Tickets by budget, one folder each."""
+class TicketFolder(dict[int, Ticket]):
+    """Tickets by budget, each also stored in a folder."""
 
     def __init__(self, folder: Path) -> None:
+        budgets = sorted(int(p.parent.name) for p in folder.glob(f"[0-9]*/{DESCRIPTION}"))
+        super().__init__({budget: load_ticket(folder / str(budget)) for budget in budgets})
         self.folder = folder
-
-    def __getitem__(self, budget: int) -> Ticket:
-        if budget not in set(self):
-            raise KeyError(budget)
-        return load_ticket(self.folder / str(budget))
 
     def __setitem__(self, budget: int, ticket: Ticket) -> None:
         save_ticket(ticket, self.folder / str(budget))
-
-    def __delitem__(self, budget: int) -> None:
-        raise NotImplementedError("a ticket is kept")
-
-    def __iter__(self) -> Iterator[int]:
-        found = self.folder.glob("*/ticket.json")
-        return iter(sorted(int(path.parent.name) for path in found if path.parent.name.isdigit()))
-
-    def __len__(self) -> int:
-        return len(list(iter(self)))
+        super().__setitem__(budget, ticket)
 
 
 class _Scans:
-    """Records every look at the tables, and reports how many entries are left."""
+    """Records every scan of the tables, and reports how many entries are left."""
 
     def __init__(
         self,
@@ -418,8 +400,7 @@ class _Scans:
         folder: Path | None,
         tell: Progress,
     ) -> None:
-        self.model, self.budgets = model, sorted(budgets)
-        self.folder, self.tell = folder, tell
+        self.model, self.budgets, self.folder, self.tell = model, sorted(budgets), folder, tell
         self.groups: FrequencyGroups | None = None
         with suppress(DataError):  # a model whose tables are not named by fields has none
             self.groups = FrequencyGroups.of(model, train.counts())
@@ -434,7 +415,7 @@ class _Scans:
         if self.folder is not None:
             with (self.folder / SCANS).open("a", encoding="utf-8") as file:
                 # the newline first: a killed process may have left half a line
-                file.write("\n" + json.dumps(self.seen[-1]))
+                file.write("\n" + json.dumps(scan))
         if left <= REPORT_BELOW * self.last_reported:
             self.last_reported = left
             missing = [f"{budget:,}" for budget in self.budgets if budget < left]
@@ -443,7 +424,7 @@ class _Scans:
 
 
 def _start_values(model: nn.Module, place: Path | None, *, resume: bool) -> dict[str, Tensor]:
-    """Return the values the tables start from; with a folder they are saved before training."""
+    """Return the initial values of the tables; with a folder, save them before training."""
     # a killed process may not have saved them
     if place is not None and resume and (place / START / DESCRIPTION).exists():
         return load_ticket(place / START).start
@@ -461,9 +442,9 @@ def _start_values(model: nn.Module, place: Path | None, *, resume: bool) -> dict
 
 
 LOCK, TICKET = "lock", "ticket"
-"""In the folder of a first stage that several runs share."""
+"""Files of a first stage that several runs share."""
 OTHER_DRAW = 1_000_003
-"""Added to the seed where tables start from other values than before."""
+"""Added to the seed to draw new initial values."""
 
 
 @dataclass(frozen=True)
@@ -474,35 +455,63 @@ class PruningDriver:
     job: TrainingJob
 
     def run(self) -> Trained:
-        """Find which entries survive, then train them again; the job's folder is that of the second stage."""
+        """Find the entries that survive, then retrain them; the job's folder is that of the second stage."""
         job, shared = self.job, self.job.shared
-        late = [m for m in job.settings.methods if isinstance(m, TrainingMethod)]
+        acting = [technique_name(m) for m in job.settings.methods if isinstance(m, TrainingMethod)]
         require(
-            not late or self.pruned.start != "trained",
-            f"{', '.join(map(technique_name, late))} acts when pruned tables are trained again, and "
-            "start='trained' leaves that out; use start='ticket'",
+            not acting or self.pruned.start != "trained",
+            f"{', '.join(acting)} acts when pruned tables are retrained, and "
+            "start='trained' does not retrain them; use start='ticket'",
         )
         if isinstance(shared, SharedPruning) and shared.as_ticket:
             return self._retrained(self._shared_ticket(shared.folder))
         folder = None if job.folder is None else job.folder.parent / STAGE
         if shared is not None:
             folder = shared.folder
-        trained, ticket = self._first_stage(folder, resume=job.resume or shared is not None)
-        if self.pruned.start == "trained":
-            self._cut(trained.model, ticket)
-            history = trained.history
-            history = measured(trained.model, history, job.valid, epoch=len(history.epochs))
-            return Trained(trained.model, history)
-        return self._retrained(ticket)
+        (model, history), ticket = self._first_stage(
+            folder, resume=job.resume or shared is not None
+        )
+        if self.pruned.start != "trained":
+            return self._retrained(ticket)
+        self._cut(model, ticket)
+        return Trained(model, measured(model, history, job.valid, epoch=len(history.epochs)))
 
     def _first_stage(self, folder: Path | None, *, resume: bool) -> tuple[Trained, Ticket]:
-        """Find which entries survive."""
+        """Return a model after the first stage, and its ticket."""
+        job, shared, keep = self.job, self.job.shared, self.pruned.keep
+        methods = self._without(Pruned, TrainingMethod)
+        training = job.settings.training
+        training = replace(training, epochs=self.pruned.epochs or training.epochs)
         if self.pruned.by == "magnitude":
-            return self._by_magnitude(folder, resume=resume)
-        return self._by_threshold(folder, resume=resume)
+            model = job.start(methods)
+            start = {name: full_table(table).cpu().clone() for name, table in _wide(model).items()}
+            checkpoints = None if folder is None else folder / CHECKPOINTS
+            trained = job.fit(model, methods, training=training, folder=checkpoints, resume=resume)
+            return trained, keep_largest(_wide(model), keep).with_start(start)
+        acting = [technique_text(m) for m in methods if m.callback() is not None]
+        require(
+            not acting,
+            f"{', '.join(acting)} acts around training, and pruning by a threshold does not support that; use "
+            "pruned with by='magnitude', or other settings",
+        )
+        model = job.start(methods)
+        if not threshold_parameters(model):
+            # row-wise weight decay does not change rows that are never seen
+            training = replace(training, tables="rowwise")
+        pruning = prune(
+            model,
+            job.train,
+            budgets=shared.budgets if isinstance(shared, SharedPruning) else [keep],
+            settings=training,
+            folder=folder,
+            resume=resume,
+            progress=job.progress,
+        )
+        [ticket] = [t for t in pruning.tickets if t.facts["budget"] == keep]
+        return Trained(model, pruning.history), ticket
 
     def _shared_ticket(self, folder: Path) -> Ticket:
-        """Return which entries survive, as the first of several runs found out."""
+        """Return the ticket of several runs; the first of them makes it."""
         folder.mkdir(parents=True, exist_ok=True)
         with file_lock(folder / LOCK, wait=True):
             if (folder / TICKET / DESCRIPTION).exists():
@@ -512,51 +521,8 @@ class PruningDriver:
             shutil.rmtree(folder / STAGE, ignore_errors=True)
         return ticket
 
-    def _by_threshold(self, folder: Path | None, *, resume: bool) -> tuple[Trained, Ticket]:
-        """Train while a threshold cuts entries, until the budget is met."""
-        job, methods = self.job, self._without(Pruned, TrainingMethod)
-        acting = [technique_text(m) for m in methods if m.callback() is not None]
-        require(
-            not acting,
-            f"{', '.join(acting)} acts around training, and pruning by a threshold has no room for that; use "
-            "pruned with by='magnitude', or other settings",
-        )
-        model = job.start(methods)
-        training = job.settings.training
-        training = replace(training, epochs=self.pruned.epochs or training.epochs)
-        if not threshold_parameters(model):
-            # row-wise weight decay leaves rows alone that are never seen
-            training = replace(training, tables="rowwise")
-        shared = job.shared
-        pruning = prune(
-            model,
-            job.train,
-            budgets=shared.budgets if isinstance(shared, SharedPruning) else [self.pruned.keep],
-            settings=training,
-            folder=folder,
-            resume=resume,
-            progress=job.progress,
-        )
-        [ticket] = [t for t in pruning.tickets if t.facts["budget"] == self.pruned.keep]
-        return Trained(model, pruning.history), ticket
-
-    def _by_magnitude(self, folder: Path | None, *, resume: bool) -> tuple[Trained, Ticket]:
-        """Train to the best epoch, and cut all but the largest entries."""
-        methods = self._without(Pruned, TrainingMethod)
-        model = self.job.start(methods)
-        start = {name: full_table(table).cpu().clone() for name, table in _wide(model).items()}
-        training = self.job.settings.training
-        trained = self.job.fit(
-            model,
-            methods,
-            training=replace(training, epochs=self.pruned.epochs or training.epochs),
-            folder=None if folder is None else folder / CHECKPOINTS,
-            resume=resume,
-        )
-        return trained, keep_largest(_wide(model), self.pruned.keep).with_start(start)
-
     def _retrained(self, ticket: Ticket) -> Trained:
-        """Train what survived, from where it started or from other values."""
+        """Retrain the survivors from their initial values or from new ones."""
         job, methods = self.job, self._without(Pruned, PEP)
         job.say(f"retraining the {ticket.num_kept:,} entries that are left")
         if self.pruned.start == "random":
@@ -569,17 +535,17 @@ class PruningDriver:
             end_training_(model)
             return model
 
-        # methods that change tables were merged; those that act around training do so now
+        # methods that change tables are merged; those that act around training act now
         acting = [m for m in methods if isinstance(m, TrainingMethod)]
         trained = job.fit(masked_model(build, ticket), acting, folder=job.folder)
         self._cut(trained.model, ticket)
         return trained
 
     def _cut(self, model: nn.Module, ticket: Ticket) -> None:
-        """Merge what was trained, and let its tables be what is left of them."""
+        """Merge the trained tables, and cut them to the ticket."""
         end_training_(model)
         last = any(method.after_training for method in self.job.settings.methods)
-        # what comes after training rounds a plain table; anything else is packed
+        # a method that comes after training takes a plain table; otherwise the tables are packed
         left: Method = Masked(ticket.with_start(None)) if last else self.pruned
         apply_(model, left, where=lambda info: info.name in ticket.kept, verbose=False)
         if last:
@@ -603,30 +569,29 @@ PRUNE_FILE, UNPRUNED = "prune.json", "unpruned"
 
 @dataclass(frozen=True, kw_only=True)
 class PruneSettings:
-    """How far to prune: budgets of entries, or shares of zeros, or bytes of packed tables.
+    """How far to prune: entries to keep, or shares of zeros, or bytes of packed tables.
 
     >>> PruneSettings(sparsity=(0.9, 0.99)).entries([(1000, 64)])
     (6400, 640)
     """
 
     budgets: tuple[int, ...] = ()
-    """Entries that are to be left over all tables."""
+    """Entries to keep, over all tables."""
     sparsity: tuple[float, ...] = ()
-    """Shares of the entries that are to be zero."""
+    """Shares of the entries to set to zero."""
     num_bytes: tuple[int, ...] = ()
-    """Bytes that the packed tables may have, if no row is empty."""
+    """Bytes of the packed tables, if no row is empty."""
     start: PrunedStart = "ticket"
-    """Where what is left is trained from: "ticket", the values it had at first; "random", new ones;
-    "trained", not at all."""
+    """Where to retrain the survivors from: "ticket", their initial values; "random", new ones; "trained": not at all."""
     epochs: int | None = None
-    """Epochs of pruning; as many as the run has if not given."""
+    """Epochs of pruning; those of the run if not given."""
 
     def __post_init__(self) -> None:
         check_types(self)
         given = [name for name in ("budgets", "sparsity", "num_bytes") if getattr(self, name)]
         require(
             len(given) == 1,
-            "pruning needs to know how far: one of budgets, sparsity and bytes, got "
+            "pruning needs one of budgets, sparsity and bytes, got "
             + (" and ".join(given) or "none"),
         )
         for share in self.sparsity:
@@ -639,11 +604,11 @@ class PruneSettings:
     def entries(self, shapes: Sequence[tuple[int, int]]) -> tuple[int, ...]:
         """Return the budgets for tables of these rows and widths, the largest first."""
         rows, total = sum(n for n, _ in shapes), sum(n * width for n, width in shapes)
-        empty = BYTES_A_ROW * rows + BYTES_A_TABLE * len(shapes)
+        empty = _empty_bytes(shapes)
         found = [
             *self.budgets,
             *(round(total * (1 - share)) for share in self.sparsity),
-            *(int((size - empty) / BYTES_AN_ENTRY) for size in self.num_bytes),
+            *(int((size - empty) / ENTRY_BYTES) for size in self.num_bytes),
         ]
         require(
             not self.num_bytes or min(found) >= 1,
@@ -660,10 +625,10 @@ class PruneSettings:
 
 @dataclass(frozen=True)
 class PruneResult:
-    """What pruning gave."""
+    """The runs of a pruning."""
 
     tables: tuple[TableInfo, ...]
-    """The tables that were pruned, as they were."""
+    """The tables before pruning."""
     unpruned: RunResult
     """The run without pruning."""
     pruned: dict[int, RunResult]
@@ -672,7 +637,7 @@ class PruneResult:
 
     @property
     def entries(self) -> int:
-        """The entries there were."""
+        """Entries of the tables before pruning."""
         return sum(info.rows * info.width for info in self.tables)
 
 
@@ -687,9 +652,9 @@ def prune_run(
     data_progress: Callable[[int, int], None] | None = None,
     say: Callable[[str], None] = print,
 ) -> PruneResult:
-    """Prune the model of a run once for all budgets, retrain each, and train the unpruned model for comparison.
+    """Prune the model of a run once for all budgets, retrain it for each, and train the unpruned model for comparison.
 
-    The folder holds all of it; `resume` resumes what was interrupted there, and repeats nothing.
+    `resume=True` resumes the pruning in the folder, and repeats nothing.
 
     >>> import tempfile
     >>> small = RunSettings.from_mapping({
@@ -703,7 +668,7 @@ def prune_run(
     settings = with_checksum(settings)
     require(
         not any(isinstance(method, Pruned) for method in settings.methods),
-        "the budgets say what is pruned; leave pruned out of the methods",
+        "the budgets replace the method pruned; leave it out of the methods",
     )
     schema = load_splits(settings.data, progress=data_progress).train.schema
     with torch.random.fork_rng(devices=[]):
@@ -732,7 +697,7 @@ def prune_run(
             shared=shared,
         )
 
-    # a pruned model that is not retrained is gone once the next budget is met
+    # without retraining, a run needs the model at its budget, which the first stage trains further
     together = None if pruning.start == "trained" else SharedPruning(out / STAGE, budgets)
     pruned = {
         budget: make(
@@ -754,7 +719,7 @@ def prune_run(
 
 
 def read_prune(folder: str | os.PathLike[str]) -> tuple[RunSettings, PruneSettings]:
-    """Return what the pruning in a folder was asked for."""
+    """Return the settings of the pruning in a folder."""
     path = Path(folder) / PRUNE_FILE
     try:
         values = json.loads(path.read_text("utf-8"))
@@ -782,7 +747,7 @@ INSIGHT = "insight"
 
 
 def explain_pruning(result: PruneResult, train: Dataset, *, plots: bool = True) -> list[Path]:
-    """Write which rows kept how much, and how fields interact before and after; return the files.
+    """Write how much of each row survived, and how fields interact before and after; return the files.
 
     "After" is the smallest budget. The plots need matplotlib.
     """
