@@ -213,7 +213,7 @@ def test_a_mask_of_another_shape_is_named():
 
 
 def test_several_masks_need_the_names_of_a_model():
-    with pytest.raises(UnsupportedTableError, match="of several tables, which are told apart"):
+    with pytest.raises(UnsupportedTableError, match="masks of several tables, by name"):
         Masked(Ticket(random_masks())).wrap(nn.Embedding(20, WIDTH))
 
 

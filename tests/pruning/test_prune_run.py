@@ -273,7 +273,7 @@ def test_nothing_is_written_for_budgets_that_cannot_be_met(tmp_path):
 
 
 def test_pruned_has_no_place_among_the_methods(tmp_path):
-    with pytest.raises(SettingsError, match="leave pruned out of the methods"):
+    with pytest.raises(SettingsError, match="leave it out of the methods"):
         pruned(tmp_path / "new", PruneSettings(budgets=(500,)), rb.Pruned(keep=9))
     assert not (tmp_path / "new").exists()
 

@@ -186,7 +186,7 @@ def test_what_cannot_be_cut_says_why(name):
 AFTER = [
     (rb.MLET(inner_dim=9), r"mlet goes before pruned: write mlet\+pruned, or merge first"),
     (rb.PEP(), "both are masks; use one of them, or merge first"),
-    (rb.Hashing(buckets=3), "buckets of many values have no entries to spare"),
+    (rb.Hashing(buckets=3), "buckets of many ids have no entries to spare"),
     (rb.LowRank(rank=2), "a product of factors is small already"),
 ]
 

@@ -23,24 +23,12 @@ from rarebit.data.dataset import Dataset
 from rarebit.errors import DataError, NoTableError
 from rarebit.methods.hashing import HashedTable
 from rarebit.sets.sets import SplitSetsTable
-from rarebit.settings import require
+from rarebit.settings import check_types, require
 from rarebit.tables.collection import Stack, stack_tables
 from rarebit.tables.find import find_sites
 from rarebit.tables.table import AnyTable, Method, Table, home_of, num_weights, wrap
 
-__all__ = [
-    "CountedMethod",
-    "CountedStack",
-    "CountedTable",
-    "Counts",
-    "Evidence",
-    "by_table_name",
-    "counted_in",
-    "counts_by_table",
-    "counts_of_rows",
-    "counts_of_table",
-    "set_counts_",
-]
+__all__ = ["CountedMethod", "CountedStack", "CountedTable", "Counts", "Evidence", "set_counts_"]
 
 T = TypeVar("T")
 
@@ -111,8 +99,7 @@ def counts_by_table(tables: Mapping[str, AnyTable], counts: Counts) -> dict[str,
 def set_counts_(model: nn.Module, counts: Counts) -> None:
     """Set how often training saw each row, in all tables of a model that keep counts, in place.
 
-    Counts come by the names of tables or of their fields, as in `Shrinkage`. When more data has arrived, set the counts of
-    all data.
+    Counts come by the names of tables or of their fields, as in `Shrinkage`. After more data, set the counts of all data.
 
     >>> from rarebit import Shrinkage, apply_
     >>> model = nn.ModuleDict({"user": nn.Embedding(3, 8)})
@@ -190,7 +177,7 @@ class Evidence(nn.Module):
 
 
 class CountedTable(Table):
-    """A table that knows how often training saw its rows."""
+    """A table with the training counts of its rows."""
 
     def __init__(self, method: Method, inner: AnyTable, evidence: Evidence) -> None:
         super().__init__(method, inner)
@@ -207,7 +194,7 @@ class CountedTable(Table):
 
     @property
     def num_weights(self) -> int:
-        """Numbers that make up rows: counts are not among them."""
+        """Stored numbers, without counts and strengths."""
         inner = {id(parameter) for parameter in self.inner.parameters()}
         own = [p.numel() for p in self.parameters() if id(p) not in inner]
         return num_weights(self.inner) + sum(own)
@@ -251,6 +238,11 @@ class CountedMethod(Method):
     """How often training saw each id: by the name of the table or of its field, `(N,)` each; one tensor for a single
     table; or one number for all rows. None: `set_counts_` sets them before training."""
 
+    def __post_init__(self) -> None:
+        check_types(self)
+        if isinstance(self.counts, int):
+            require(self.counts >= 0, f"counts must be 0 or more, got counts={self.counts}")
+
     def with_counts(self, counts: Counts) -> Self:
         """Return the method with counts, for example those of the training data: `train.counts()`."""
         return replace(self, counts=counts)
@@ -274,10 +266,6 @@ class CountedMethod(Method):
                 if name in counts:
                     counted.set_counts_(counts[name])
         return list(made.values())
-
-    def _check_counts(self) -> None:
-        if isinstance(self.counts, int):
-            require(self.counts >= 0, f"counts must be 0 or more, got counts={self.counts}")
 
     def _set_own_counts_(self, table: CountedTable) -> None:
         """Set the counts of a table that is wrapped by itself, without a name."""

@@ -7,8 +7,8 @@
 
 In its first epoch a rare row is fitted to its few labels. In the second epoch the network finds rows that remember the
 label it has to predict, and learns to trust them; that is why models of logs with many rare ids are best after one epoch.
-A row that has forgotten its labels is as honest in the second epoch as in the first, and the network continues to learn.
-Rows of frequent ids have nothing to unlearn, and stay as they are.
+A row that has forgotten its labels does not reveal them in the second epoch, and the network continues to learn. Rows of
+frequent ids stay as they are.
 
 The optimizer restarts for the tables, also with c = 0: its moments belong to the rows before. Under Adam with weight decay
 the restart itself forgets: without moments the decay moves rows to zero that no lookup touches (`docs/tail.md`). The network,
@@ -24,7 +24,7 @@ and the best epoch comes up to four times later in our studies.
 
 import math
 from bisect import bisect_right
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -41,7 +41,7 @@ from rarebit.tables.apply import check_optimizer
 from rarebit.tables.find import Site, find_sites, table_parameters
 from rarebit.tables.table import CHUNK
 
-__all__ = ["Forgetting", "StoredRows", "forget_", "restart_", "stored_rows"]
+__all__ = ["Forgetting", "forget_", "restart_", "stored_rows"]
 
 C = 30.0
 """How often training must see an id in an epoch to keep half of its row."""
@@ -140,40 +140,35 @@ class StoredRows:
 def stored_rows(model: nn.Module, asked_by: str) -> list[StoredRows]:
     """Return the rows of all tables of a model, or raise where a table stores no trained rows."""
     parameters = sorted(table_parameters(model).values(), key=Tensor.data_ptr)
-    found = [rows for site in find_sites(model) for rows in _rows_of(site, parameters, asked_by)]
+    found, names = [], dict[int, str]()
+    for site in find_sites(model):
+        name = site.info.name
+        tables = [part for part in site.table.modules() if isinstance(part, nn.Embedding)]
+        homes = [_home(table.weight, parameters) for table in tables]
+        for table, home in zip(tables, homes, strict=True):
+            if home is not None and home.requires_grad:
+                found.append(StoredRows(site, table.weight.detach(), table.padding_idx, home))
+            other = names.setdefault(table.weight.data_ptr(), name)
+            if other != name:
+                raise UnsupportedTableError(
+                    f"{asked_by} changes each row once, and the tables {other!r} and {name!r} share their "
+                    "rows; use one table in both places"
+                )
+        # a change to a copy of the trained weights would be lost
+        if not homes or not all(home is not None and home.requires_grad for home in homes):
+            raise UnsupportedTableError(
+                f"{asked_by} changes stored rows that are trained, and those of {name!r} are not; give the "
+                "part of the model whose tables are trained"
+            )
     if not found:
         raise UnsupportedTableError(
             f"{asked_by} changes the stored rows of tables, and no table of this model stores rows"
         )
-    first: dict[int, str] = {}
-    for rows in found:
-        name = rows.site.info.name
-        other = first.setdefault(rows.weight.data_ptr(), name)
-        if other != name:
-            raise UnsupportedTableError(
-                f"{asked_by} changes each row once, and the tables {other!r} and {name!r} share their rows; "
-                "use one table in both places"
-            )
     return found
 
 
-def _rows_of(site: Site, parameters: Sequence[nn.Parameter], asked_by: str) -> Iterator[StoredRows]:
-    """Yield the rows of a table; its parameters are among these, in memory order."""
-    tables = [part for part in site.table.modules() if isinstance(part, nn.Embedding)]
-    homes = [_home(table.weight, parameters) for table in tables]
-    # changes to a copy of what is trained would be lost
-    if not homes or not all(home is not None and home.requires_grad for home in homes):
-        raise UnsupportedTableError(
-            f"{asked_by} changes stored rows that are trained, and those of {site.info.name!r} are not; give "
-            "the part of the model whose tables are trained"
-        )
-    for table, home in zip(tables, homes, strict=True):
-        assert home is not None
-        yield StoredRows(site, table.weight.detach(), table.padding_idx, home)
-
-
 def _home(weight: Tensor, parameters: Sequence[nn.Parameter]) -> nn.Parameter | None:
-    """Return the parameter whose memory holds a weight; several parameters may share one storage."""
+    """Return the parameter, of these in memory order, whose memory holds a weight."""
     place = bisect_right(parameters, weight.data_ptr(), key=Tensor.data_ptr)
     home = parameters[place - 1] if place else None
     inside = home is not None and weight.data_ptr() < home.data_ptr() + home.nbytes

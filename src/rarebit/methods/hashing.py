@@ -34,7 +34,7 @@ from rarebit.tables.table import (
 )
 from rarebit.technique import Rank
 
-__all__ = ["HashedStack", "HashedTable", "Hashing"]
+__all__ = ["HashedTable", "Hashing"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,13 +109,7 @@ class HashedTable(Table):
     def __init__(
         self, method: Hashing, inner: AnyTable, num_embeddings: int, padding_idx: int | None
     ) -> None:
-        super().__init__(
-            method,
-            inner,
-            num_embeddings=num_embeddings,
-            embedding_dim=inner.embedding_dim,
-            padding_idx=padding_idx,
-        )
+        super().__init__(method, inner, num_embeddings=num_embeddings, padding_idx=padding_idx)
         self.buckets = method.buckets  # m
 
     def rows(self, ids: Tensor) -> Tensor:
@@ -130,16 +124,15 @@ class HashedTable(Table):
 
     def receive(self, method: Method) -> Table:
         """Return a hashed table whose buckets have the method: hashing always comes first."""
-        assert isinstance(self.method, Hashing)
-        inner = wrap(self.inner, method)
-        return HashedTable(self.method, inner, self.num_embeddings, self.padding_idx)
+        return self._with(wrap(self.inner, method))
 
     def served(self) -> "HashedTable":
         """Return a table with the same buckets for inference."""
+        return self if isinstance(self.inner, nn.Embedding) else self._with(self.inner.served())
+
+    def _with(self, inner: AnyTable) -> "HashedTable":
         assert isinstance(self.method, Hashing)
-        if isinstance(self.inner, nn.Embedding):
-            return self
-        return HashedTable(self.method, self.inner.served(), self.num_embeddings, self.padding_idx)
+        return HashedTable(self.method, inner, self.num_embeddings, self.padding_idx)
 
     def merge(self) -> nn.Embedding:
         """Return a plain table with a row per id, from the merged buckets."""
@@ -152,7 +145,7 @@ class HashedTable(Table):
         return plain_like(self, weight, padding_idx=self.padding_idx)
 
     def unsuited(self, method: Method) -> str | None:
-        """Later methods work on the buckets, so they must suit those."""
+        """Later methods must suit the buckets."""
         return unsuited(self.inner, method)
 
 

@@ -23,17 +23,10 @@ from torch import Tensor, nn
 from rarebit.methods._sizing import plain_weights, too_small
 from rarebit.settings import check_types, require
 from rarebit.tables.collection import Stack, stack_tables
-from rarebit.tables.table import (
-    AnyTable,
-    Method,
-    Table,
-    full_table,
-    is_trainable,
-    plain_like,
-)
+from rarebit.tables.table import AnyTable, Method, Table, full_table, is_trainable, plain_like
 from rarebit.technique import Rank
 
-__all__ = ["LowRank", "LowRankStack", "LowRankTable"]
+__all__ = ["LowRank", "LowRankTable"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,19 +78,22 @@ class LowRank(Method):
         """
         total = plain_weights(shapes, share)
         # try all ranks: a larger one may keep fewer weights where it leaves a small table plain
-        ranks = [cls(rank=rank) for rank in range(1, max(map(min, shapes)) + 1)]
-        kept = [sum(_stored(method, *shape) for shape in shapes) / total for method in ranks]
-        fitting = [place for place, part in enumerate(kept) if part <= share]
+        kept = {
+            rank: sum((n + d) * rank if rank <= min(n, d) else n * d for n, d in shapes) / total
+            for rank in range(1, max(map(min, shapes)) + 1)
+        }
+        fitting = [rank for rank, part in kept.items() if part <= share]
         if not fitting:
-            raise too_small("low-rank", share, least=min(kept))
-        return ranks[max(fitting, key=kept.__getitem__)]
+            raise too_small("low-rank", share, least=min(kept.values()))
+        return cls(rank=max(fitting, key=kept.__getitem__))
 
     def wrap(self, base: AnyTable) -> "LowRankTable":
         """Return the closest table of this rank."""
         weight = full_table(base if isinstance(base, nn.Embedding) else base.merge())
         vectors = _right_singular_vectors(weight)[:, : self.rank].to(weight.dtype)  # (D, r)
         right = nn.Parameter(vectors.T.contiguous(), requires_grad=is_trainable(base))
-        return LowRankTable(self, plain_like(base, weight @ vectors), right, base.padding_idx)
+        inner = plain_like(base, weight @ vectors, padding_idx=base.padding_idx)
+        return LowRankTable(self, inner, right)
 
     def stack(self, tables: Sequence[Table], lengths: Sequence[int]) -> Stack:
         """Return low-rank tables behind one lookup and one batched product."""
@@ -111,16 +107,8 @@ class LowRank(Method):
 class LowRankTable(Table):
     """A table as the product of a long thin factor and a small wide one."""
 
-    def __init__(
-        self, method: LowRank, inner: AnyTable, right: nn.Parameter, padding_idx: int | None
-    ) -> None:
-        super().__init__(
-            method,
-            inner,
-            num_embeddings=inner.num_embeddings,
-            embedding_dim=right.shape[1],
-            padding_idx=padding_idx,
-        )
+    def __init__(self, method: LowRank, inner: AnyTable, right: nn.Parameter) -> None:
+        super().__init__(method, inner, embedding_dim=right.shape[1])
         self.right = right  # V_rᵀ
 
     def rows(self, ids: Tensor) -> Tensor:
@@ -135,7 +123,6 @@ class LowRankStack(Stack):
     def __init__(self, method: LowRank, tables: Sequence[Table], lengths: Sequence[int]) -> None:
         super().__init__(lengths)
         self.method = method
-        self.padding = [table.padding_idx for table in tables]
         self.inner = stack_tables([table.inner for table in tables], lengths)
         rights = [table.right for table in tables if isinstance(table, LowRankTable)]
         stacked = torch.stack([right.detach() for right in rights])  # (F, r, D)
@@ -148,17 +135,10 @@ class LowRankStack(Stack):
 
     def split(self) -> list[AnyTable]:
         """Return the low-rank tables one by one."""
-        rights = [
-            nn.Parameter(right, requires_grad=self.right.requires_grad)
-            for right in self.right.detach()
-        ]
-        parts = zip(self.inner.split(), rights, self.padding, strict=True)
+        trained = self.right.requires_grad
+        rights = [nn.Parameter(right, requires_grad=trained) for right in self.right.detach()]
+        parts = zip(self.inner.split(), rights, strict=True)
         return [LowRankTable(self.method, *part) for part in parts]
-
-
-def _stored(method: LowRank, rows: int, width: int) -> int:
-    alone = method.unsuited(rows, width) is not None
-    return rows * width if alone else (rows + width) * method.rank
 
 
 def _right_singular_vectors(weight: Tensor) -> Tensor:

@@ -52,7 +52,7 @@ from rarebit.tables.table import (
 )
 from rarebit.technique import Rank, Technique, technique_from_mapping
 
-__all__ = ["MLET", "FactorizedStack", "FactorizedTable", "fold", "fresh_factors"]
+__all__ = ["MLET", "FactorizedTable", "fold", "fresh_factors"]
 
 PACKAGE = str(Path(__file__).parent.parent / "_").removesuffix("_")
 """The folder of the package, with the last slash."""
@@ -117,12 +117,19 @@ class MLET(Method):
 
     def wrap(self, base: AnyTable) -> "FactorizedTable":
         """Return a product of two factors; with init="keep" it is the table `base`."""
-        if self.inner_dim < base.embedding_dim:
-            _warn_of_lost_directions(self.inner_dim, base.embedding_dim)
+        width = base.embedding_dim
+        if self.inner_dim < width:
+            warnings.warn(
+                f"MLET with inner_dim={self.inner_dim} on a table of width {width}: an inner width below the "
+                "table's gives some directions of the update the factor zero, so training never learns them; "
+                f"use an inner_dim above {width}",
+                UserWarning,
+                stacklevel=_levels_to_the_caller(),
+            )
         factors = fresh_factors if self.init == "fresh" else _keeping_factors
         wide, projection = factors(base, self.inner_dim, self.std)
         right = nn.Parameter(projection, requires_grad=is_trainable(base))
-        return FactorizedTable(self, plain_like(base, wide), right, base.padding_idx)
+        return FactorizedTable(self, plain_like(base, wide, padding_idx=base.padding_idx), right)
 
     def stack(self, tables: Sequence[Table], lengths: Sequence[int]) -> Stack:
         """Return factorized tables behind one lookup and one batched product."""
@@ -138,16 +145,8 @@ class MLET(Method):
 class FactorizedTable(Table):
     """A table as the product of a long factor, wider than it, and a small one."""
 
-    def __init__(
-        self, method: MLET, inner: AnyTable, projection: nn.Parameter, padding_idx: int | None
-    ) -> None:
-        super().__init__(
-            method,
-            inner,
-            num_embeddings=inner.num_embeddings,
-            embedding_dim=projection.shape[1],
-            padding_idx=padding_idx,
-        )
+    def __init__(self, method: MLET, inner: AnyTable, projection: nn.Parameter) -> None:
+        super().__init__(method, inner, embedding_dim=projection.shape[1])
         self.projection = projection  # W1ᵀ
 
     def rows(self, ids: Tensor) -> Tensor:
@@ -173,7 +172,6 @@ class FactorizedStack(Stack):
     def __init__(self, method: MLET, tables: Sequence[Table], lengths: Sequence[int]) -> None:
         super().__init__(lengths)
         self.method = method
-        self.padding = [table.padding_idx for table in tables]
         self.inner = stack_tables([table.inner for table in tables], lengths)
         factors = [table.projection for table in tables if isinstance(table, FactorizedTable)]
         stacked = torch.stack([factor.detach() for factor in factors])  # (F, k, D)
@@ -181,18 +179,12 @@ class FactorizedStack(Stack):
 
     def rows(self, ids: Tensor) -> Tensor:
         """Return W1_f (W2_f q_i) for each field f."""
-        fixed_sizes = ids.device.type != "cpu" or torch.compiler.is_compiling()
-        if isinstance(self.inner, PlainStack) and not fixed_sizes:
-            return self._rows_of_distinct(ids, self.inner)
-        wide = self.inner(ids)  # (..., S, k)
-        return torch.einsum("...sk,skd->...sd", wide, self.projection[self.field_of_slot])
-
-    def _rows_of_distinct(self, ids: Tensor, inner: PlainStack) -> Tensor:
-        """Return the same, but read and multiply each distinct row once.
-
-        On the CPU wide rows dominate the time of a step, and a batch of 4096 rows of a click log looks each one up
-        eight times.
-        """
+        inner, fixed_sizes = self.inner, ids.device.type != "cpu" or torch.compiler.is_compiling()
+        if fixed_sizes or not isinstance(inner, PlainStack):
+            wide = inner(ids)  # (..., S, k)
+            return torch.einsum("...sk,skd->...sd", wide, self.projection[self.field_of_slot])
+        # Read and multiply each distinct row once: on the CPU wide rows dominate the time of a step, and a batch of
+        # 4096 rows of a click log looks each one up eight times.
         found = find_distinct((ids + inner.offsets).reshape(-1))
         # distinct ids are sorted, so they come field by field
         ends = torch.searchsorted(found.ids, found.ids.new_tensor([*accumulate(inner.sizes)]))
@@ -204,11 +196,9 @@ class FactorizedStack(Stack):
 
     def split(self) -> list[AnyTable]:
         """Return the factorized tables one by one."""
-        factors = [
-            nn.Parameter(factor, requires_grad=self.projection.requires_grad)
-            for factor in self.projection.detach()
-        ]
-        parts = zip(self.inner.split(), factors, self.padding, strict=True)
+        trained = self.projection.requires_grad
+        factors = [nn.Parameter(f, requires_grad=trained) for f in self.projection.detach()]
+        parts = zip(self.inner.split(), factors, strict=True)
         return [FactorizedTable(self.method, *part) for part in parts]
 
 
@@ -260,16 +250,6 @@ def _keeping_factors(base: AnyTable, inner_dim: int, std: float) -> tuple[Tensor
 def _root_mean_square(matrix: Tensor) -> Tensor:
     length: Tensor = torch.linalg.vector_norm(matrix, dtype=torch.float64)
     return length / math.sqrt(max(matrix.numel(), 1))
-
-
-def _warn_of_lost_directions(inner_dim: int, width: int) -> None:
-    warnings.warn(
-        f"MLET with inner_dim={inner_dim} on a table of width {width}: an inner width below the table's "
-        "gives some directions of the update the factor zero, so training never learns them; use an "
-        f"inner_dim above {width}",
-        UserWarning,
-        stacklevel=_levels_to_the_caller(),
-    )
 
 
 def _levels_to_the_caller() -> int:

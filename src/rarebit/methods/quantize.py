@@ -33,19 +33,7 @@ from rarebit.tables.collection import Stack, take_rows
 from rarebit.tables.table import CHUNK, AnyTable, Method, Table, full_table, methods_of
 from rarebit.technique import Rank
 
-__all__ = [
-    "Bits",
-    "Origin",
-    "Quantize",
-    "QuantizedStack",
-    "QuantizedTable",
-    "best_scale",
-    "grid_of_scales",
-    "pack",
-    "round_to_codes",
-    "squared_errors",
-    "unpack",
-]
+__all__ = ["Quantize", "QuantizedTable"]
 
 Bits = Literal[8, 4]
 
@@ -55,9 +43,6 @@ NUMBERS = 1 << 18
 """Weights that the search sorts at once."""
 HALF_BYTE, ZERO_CODE = 4, 8
 """One byte holds two codes of 4 bits as numbers from 1 to 15; 8 stands for zero."""
-
-FOLDED = "the table is folded first, and its rows are quantised"
-LAST = "small integers are not changed any more; merge first, or quantise last: "
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,7 +58,6 @@ class Quantize(Method):
         "Krishnamoorthi, Quantizing deep convolutional networks for efficient inference: A whitepaper, "
         "arXiv 1806.08342"
     )
-    control: ClassVar[str] = "baseline"
     cost: ClassVar[str] = (
         "a lookup computes one extra product per row; a table of N rows and width D takes N x D bytes, or "
         "half of that with 4 bits, instead of 4 x N x D; finding the scale sorts the table once"
@@ -95,14 +79,12 @@ class Quantize(Method):
         """Integers have no gradient."""
         return True
 
-    @property
-    def largest_code(self) -> int:
-        """The largest integer; the smallest is its negative."""
-        return _largest_code(self.bits)
-
     def wrap(self, base: AnyTable) -> "QuantizedTable":
         """Return the rows of `base` as integers; what it wraps is merged first."""
-        weight = _folded(base)
+        weight = full_table(base if isinstance(base, nn.Embedding) else base.merge())
+        if base.padding_idx is not None and bool(weight[base.padding_idx].any()):
+            row = torch.tensor([base.padding_idx], device=weight.device)
+            weight = weight.index_fill(0, row, 0.0)
         if not bool(torch.stack(torch.aminmax(weight)).isfinite().all()):
             raise UnsupportedTableError(
                 f"{self} needs weights that are finite, and a table of {base.num_embeddings:,} x "
@@ -130,12 +112,12 @@ class Quantize(Method):
 
 @dataclass(frozen=True)
 class Origin:
-    """What a quantized table knows about the table it comes from, besides its rows."""
+    """The table that a quantized one was made from, without its rows."""
 
     width: int
     padding: int | None
     sparse: bool
-    """Whether it had sparse gradients: after merging it has them again."""
+    """Whether it had sparse gradients; the merged table has them again."""
     methods: tuple[Method, ...]
     """The methods that were merged."""
 
@@ -271,11 +253,3 @@ def unpack(packed: Tensor, width: int) -> Tensor:
 def _largest_code(bits: Bits) -> int:
     largest: int = 2 ** (bits - 1) - 1
     return largest
-
-
-def _folded(base: AnyTable) -> Tensor:
-    """Return the rows of the merged table, with a padding row of zeros."""
-    weight = full_table(base if isinstance(base, nn.Embedding) else base.merge())
-    if base.padding_idx is None or not bool(weight[base.padding_idx].any()):
-        return weight
-    return weight.index_fill(0, torch.tensor([base.padding_idx], device=weight.device), 0.0)

@@ -3,7 +3,7 @@
     e(i) = w_i v_i + (1 - w_i) p        w_i = n_i / (n_i + c)
 
     n_i    `ShrunkTable.evidence.counts`: how often training saw the id
-    c      `ShrunkTable.evidence.strength`, one per table: an id seen c times is half its own row
+    c      `ShrunkTable.evidence.strength`, one per table: for an id seen c times, w is 1/2
     v_i    `ShrunkTable.inner`, N x D
     p      `ShrunkTable.prior`: a learned row of the table that starts at zero; or none, which is zero
 
@@ -33,18 +33,16 @@ from rarebit.methods._counts import (
     Evidence,
     by_table_name,
 )
-from rarebit.settings import check_types, require
+from rarebit.settings import require
 from rarebit.tables.collection import Stack
 from rarebit.tables.table import AnyTable, Table, is_trainable, plain_like
 from rarebit.technique import Rank, Technique, technique_name
 
-__all__ = ["Shrinkage", "ShrunkStack", "ShrunkTable", "Strength"]
+__all__ = ["Shrinkage", "ShrunkTable"]
 
 Strength: TypeAlias = float | Mapping[str, float] | str
 """One c for all tables, one per table by name, or the name of a rule that finds one per table."""
 
-AUTO = "typical"
-"""What c="auto" stands for."""
 RULES = ("typical", "auto")
 PRIORS = ("mean", "zero")
 REMOVED = {
@@ -87,19 +85,21 @@ class Shrinkage(CountedMethod):
     composition_rank: ClassVar[Rank] = Rank.EVIDENCE
 
     c: Strength = "auto"
-    """How often training must see an id to make it half its own row: a number; one per table, by name; or "typical", the
-    median count of the table's ids, without those that training never saw. "auto" is "typical"."""
+    """How often training must see an id to give its row half of the weight: a number; one per table, by name; or
+    "typical", the median count of the table's ids, without those never seen. "auto" is "typical"."""
     prior: str = "mean"
     """What rows are shrunk toward: "mean", a learned row of the table that starts at zero; or "zero"."""
 
     def __post_init__(self) -> None:
-        check_types(self)
-        self._check_counts()
+        super().__post_init__()
         if isinstance(self.c, str):
             _check_choice("c", self.c, RULES, also="a number, a number per table, ")
         else:
-            for c in self.c.values() if isinstance(self.c, Mapping) else [self.c]:
-                _check_strength(c)
+            given: list[object] = [*self.c.values()] if isinstance(self.c, Mapping) else [self.c]
+            for c in given:
+                if not isinstance(c, float | int) or isinstance(c, bool):
+                    raise SettingsError(f"c must be a number for each table, got {c!r}")
+                require(0 <= c < math.inf, f"c must be 0 or more and finite, got c={c}")
         _check_choice("prior", self.prior, PRIORS)
 
     def __hash__(self) -> int:
@@ -111,8 +111,8 @@ class Shrinkage(CountedMethod):
         if self.prior == "zero" or not any(technique_name(t) == "pruned" for t in techniques):
             return ""
         return (
-            "rows of rare ids are mostly the prior of shrinkage, and pruning may keep the prior in all of them and "
-            "little else; shrinkage:prior=zero leaves the entries to the rows"
+            "rows of rare ids are mostly the prior of shrinkage, and pruning may keep little else; use "
+            "shrinkage:prior=zero"
         )
 
     def wrap(self, base: AnyTable) -> "ShrunkTable":
@@ -125,8 +125,8 @@ class Shrinkage(CountedMethod):
         if self.prior == "mean":
             mean = next(base.parameters()).detach().new_zeros(base.embedding_dim)
             prior = FieldMean(nn.Parameter(mean, requires_grad=is_trainable(base)))
-        # tables keep the method without its counts, which they store, and with what "auto" means today
-        kept = replace(self, counts=None, c=AUTO if self.c == "auto" else self.c)
+        # tables store the counts themselves, and what "auto" means today
+        kept = replace(self, counts=None, c="typical" if self.c == "auto" else self.c)
         shrunk = ShrunkTable(kept, inner, Evidence.unknown(base, c), prior)
         self._set_own_counts_(shrunk)
         return shrunk
@@ -257,9 +257,3 @@ def _check_choice(name: str, value: str, choices: Sequence[str], also: str = "")
         value in choices,
         f"{name} must be {also}{' or '.join(map(repr, choices))}, got {value!r}{why}",
     )
-
-
-def _check_strength(c: object) -> None:
-    if not isinstance(c, float | int) or isinstance(c, bool):
-        raise SettingsError(f"c must be a number for each table, got {c!r}")
-    require(0 <= c < math.inf, f"c must be 0 or more and finite, got c={c}")

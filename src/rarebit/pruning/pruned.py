@@ -380,7 +380,8 @@ class TicketFolder(dict[int, Ticket]):
     """Tickets by budget, each also stored in a folder."""
 
     def __init__(self, folder: Path) -> None:
-        budgets = sorted(int(p.parent.name) for p in folder.glob(f"[0-9]*/{DESCRIPTION}"))
+        names = [path.parent.name for path in folder.glob(f"*/{DESCRIPTION}")]
+        budgets = sorted(int(name) for name in names if name.isdigit())
         super().__init__({budget: load_ticket(folder / str(budget)) for budget in budgets})
         self.folder = folder
 

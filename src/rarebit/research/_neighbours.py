@@ -1,8 +1,8 @@
 """What the neighbours of shrinkage share: they act in training only, and a study compares one at a time.
 
 Neighbour       the settings of such a method
-find_lookups    the places of a model that look up rows: stacks, and tables by themselves
-OpenShares      c / (n + c) of the rows of a place: the part of a row without evidence
+find_lookups    the modules of a model that look up rows: stacks, and single tables
+OpenShares      c / (n + c) of the rows of such a module: the part of a row without evidence
 """
 
 from collections.abc import Mapping
@@ -22,25 +22,23 @@ from rarebit.tables.find import ModuleSite, find_sites
 from rarebit.tables.table import home_of
 from rarebit.technique import Technique, technique_name
 
-__all__ = ["LookupPlace", "Neighbour", "OpenShares", "TableShape", "find_lookups"]
+__all__ = ["LookupPlace", "Neighbour", "OpenShares", "find_lookups"]
 
 
 class Neighbour(TrainingMethod):
-    """A known way to treat rare rows in training, to compare ours with."""
+    """A known way to treat rare rows in training, compared with ours."""
 
     @classmethod
     def refuses(cls, other: type[Technique]) -> str | None:
         """Refuse another neighbour and forgetting: each is compared by itself."""
         if issubclass(other, Neighbour) or technique_name(other) == "forgetting":
-            return (
-                "both treat rare rows in training, and each is compared by itself; use one of them"
-            )
+            return "both treat rare rows in training, and a study compares one at a time; use one"
         return super().refuses(other)
 
 
 @dataclass(frozen=True)
 class TableShape:
-    """A table as its lookups see it."""
+    """A table of a lookup."""
 
     name: str
     rows: int
@@ -48,7 +46,6 @@ class TableShape:
     length: int
     """Slots per lookup: more than one for a multi-valued field."""
     padding: int | None
-    """The row that stands for no value."""
 
     @property
     def field(self) -> str:
@@ -68,30 +65,29 @@ class LookupPlace:
 
 
 def find_lookups(model: nn.Module) -> list[LookupPlace]:
-    """Return every place of a model that looks up rows."""
+    """Return every module of a model that looks up rows."""
     places = []
     for collection in (part for part in model.modules() if isinstance(part, TableCollection)):
-        tables = collection.tables()
-        for members, stack in zip(collection.members, collection.stacks, strict=True):
-            shapes = tuple(
-                TableShape(
-                    field.name,
-                    field.rows,
-                    tables[index].embedding_dim,
-                    field.max_length,
-                    PADDING if field.kind == "multi" else None,
-                )
-                for index, field in ((index, collection.fields[index]) for index in members)
+        shapes = [
+            TableShape(
+                field.name,
+                field.rows,
+                table.embedding_dim,
+                field.max_length,
+                PADDING if field.kind == "multi" else None,
             )
-            places.append(LookupPlace(stack, shapes, has_slots=True))
+            for field, table in zip(collection.fields, collection.tables(), strict=True)
+        ]
+        for members, stack in zip(collection.members, collection.stacks, strict=True):
+            places.append(LookupPlace(stack, tuple(shapes[n] for n in members), has_slots=True))
     for site in find_sites(model):
         if not isinstance(site, ModuleSite):
             continue
+        info = site.info
         if isinstance(site.module, nn.EmbeddingBag | Bag):
             raise UnsupportedTableError(
-                f"{site.info.name!r} pools its rows, so single rows are out of reach; use nn.Embedding"
+                f"{info.name!r} pools its rows, so single rows are out of reach; use nn.Embedding"
             )
-        info = site.info
         shape = TableShape(info.name, info.rows, info.width, 1, site.module.padding_idx)
         places.append(LookupPlace(site.module, (shape,), has_slots=False))
     if not places:

@@ -37,7 +37,6 @@ class FrequencyDecay(Neighbour):
 
     title: ClassVar[str] = "weight decay on looked-up rows, stronger on rare ids"
     paper: ClassVar[str] = "none: L2 regularization by how often training saw an id"
-    control: ClassVar[str] = "baseline"
     cost: ClassVar[str] = (
         "a step looks up one extra number per row and adds a multiple of the row to its gradient; nothing at "
         "inference"

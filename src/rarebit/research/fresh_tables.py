@@ -45,7 +45,6 @@ class FreshTables(Neighbour):
     paper: ClassVar[str] = (
         "Liu et al., Multi-Epoch Learning for Deep Click-Through Rate Prediction Models, 2023"
     )
-    control: ClassVar[str] = "baseline"
     cost: ClassVar[str] = "nothing per step; writes all rows once per epoch"
     applies: ClassVar[str] = (
         "logs on which every model is best after one epoch; not where tables learn for many epochs"

@@ -45,7 +45,6 @@ class GroupStopping(Neighbour):
 
     title: ClassVar[str] = "rows kept from the epoch that was best for their frequency"
     paper: ClassVar[str] = "none: early stopping by how often training saw an id"
-    control: ClassVar[str] = "baseline"
     cost: ClassVar[str] = "one more validation per epoch; a second copy of the tables"
     applies: ClassVar[str] = (
         "to see in a study whether rare rows overfit before frequent ones have learned"

@@ -43,7 +43,6 @@ class IdDropout(Neighbour):
 
     title: ClassVar[str] = "rare ids replaced by an unknown one at random, in training"
     paper: ClassVar[str] = "none: dropout of whole ids, by how often training saw them"
-    control: ClassVar[str] = "baseline"
     cost: ClassVar[str] = "a step draws a random number per lookup; nothing at inference"
     applies: ClassVar[str] = "to compare rare rows that are left out with shrunk ones in a study"
     knobs: ClassVar[Mapping[str, tuple[object, ...]]] = {"c": (3.0, 1.0, 30.0, 0.3, 10.0)}

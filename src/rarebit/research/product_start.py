@@ -21,7 +21,7 @@ from rarebit.tables.collection import Stack, stack_tables
 from rarebit.tables.table import AnyTable, Method, Table, plain_like
 from rarebit.technique import Rank
 
-__all__ = ["ProductStart", "StartedStack", "StartedTable"]
+__all__ = ["ProductStart"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,7 +34,6 @@ class ProductStart(Method):
 
     title: ClassVar[str] = "a plain table started at the product of MLET's factors"
     paper: ClassVar[str] = "none: a control for MLET with the same start and plain training"
-    control: ClassVar[str] = "baseline"
     cost: ClassVar[str] = "nothing: the same as a plain table"
     applies: ClassVar[str] = (
         "to separate the start of MLET from its training in a study; not for other use"
@@ -56,7 +55,7 @@ class ProductStart(Method):
     def wrap(self, base: AnyTable) -> "StartedTable":
         """Return a table of the same shape that starts at a product."""
         weight = fold(*fresh_factors(base, self.inner_dim, self.std))
-        return StartedTable(self, plain_like(base, weight), base.padding_idx)
+        return StartedTable(self, plain_like(base, weight, padding_idx=base.padding_idx))
 
     def stack(self, tables: Sequence[Table], lengths: Sequence[int]) -> Stack:
         """Return the tables behind one lookup."""
@@ -65,15 +64,6 @@ class ProductStart(Method):
 
 class StartedTable(Table):
     """A plain table that knows how it started."""
-
-    def __init__(self, method: ProductStart, inner: AnyTable, padding_idx: int | None) -> None:
-        super().__init__(
-            method,
-            inner,
-            num_embeddings=inner.num_embeddings,
-            embedding_dim=inner.embedding_dim,
-            padding_idx=padding_idx,
-        )
 
     def rows(self, ids: Tensor) -> Tensor:
         """Return W[i]."""
@@ -89,7 +79,6 @@ class StartedStack(Stack):
     ) -> None:
         super().__init__(lengths)
         self.method = method
-        self.padding = [table.padding_idx for table in tables]
         self.inner = stack_tables([table.inner for table in tables], lengths)
 
     def rows(self, ids: Tensor) -> Tensor:
@@ -99,5 +88,4 @@ class StartedStack(Stack):
 
     def split(self) -> list[AnyTable]:
         """Return the tables one by one."""
-        parts = zip(self.inner.split(), self.padding, strict=True)
-        return [StartedTable(self.method, *part) for part in parts]
+        return [StartedTable(self.method, table) for table in self.inner.split()]

@@ -6,10 +6,9 @@
     c      `RowRate.c`
     u_i    `RatedTable.inner`, N x D; it gets the gradient of e(i) without the factor w_i
 
-A step that moves u_i by some amount moves e(i) by w_i times that amount, whatever the optimizer does with the gradient: each
-row has w_i of the learning rate. A factor on the gradient would do so under SGD only: Adam divides it out again. An id
-never seen has a rate of zero. Weight decay acts on u_i, so it holds rare rows more strongly than a learning rate per row
-would, and as strongly as shrinkage does.
+A step that moves u_i moves e(i) by w_i times as much, whatever the optimizer: each row has w_i of the learning rate. A factor
+on the gradient would do so under SGD only: Adam divides it out again. An id never seen has a rate of zero. Weight decay acts
+on u_i, so it decays rare rows more strongly than a learning rate per row would, and as strongly as shrinkage does.
 
 Shrinkage compared with this method shows what its prior does; this method compared with plain tables shows what slower rare
 rows do. Only for such comparisons.
@@ -26,12 +25,12 @@ from torch.autograd.function import once_differentiable
 
 from rarebit.errors import UnsupportedTableError
 from rarebit.methods._counts import CountedMethod, CountedStack, CountedTable, Evidence
-from rarebit.settings import check_types, require
+from rarebit.settings import require
 from rarebit.tables.collection import Stack
 from rarebit.tables.table import AnyTable, Table, full_table, plain_like
 from rarebit.technique import Rank
 
-__all__ = ["RatedStack", "RatedTable", "RowRate"]
+__all__ = ["RatedTable", "RowRate"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,7 +43,6 @@ class RowRate(CountedMethod):
 
     title: ClassVar[str] = "rows of rare ids at a lower learning rate"
     paper: ClassVar[str] = "none: a control for shrinkage that slows rare rows and has no prior"
-    control: ClassVar[str] = "baseline"
     cost: ClassVar[str] = (
         "a step looks up one extra number per row; until it is merged, a table stores one extra number per row"
     )
@@ -62,8 +60,7 @@ class RowRate(CountedMethod):
     """How often training must see an id to give it half of the learning rate."""
 
     def __post_init__(self) -> None:
-        check_types(self)
-        self._check_counts()
+        super().__post_init__()
         require(0 <= self.c < math.inf, f"c must be 0 or more and finite, got c={self.c}")
 
     def strength_of(self, name: str) -> float:
