@@ -50,12 +50,9 @@ class Hashing(Method):
         "Weinberger et al., Feature Hashing for Large Scale Multitask Learning, ICML 2009"
     )
     control: ClassVar[str] = "narrow"
-    cost: ClassVar[str] = (
-        "a step computes one remainder per id; a table and its optimizer state shrink to the buckets"
-    )
+    cost: ClassVar[str] = "one remainder per id and step; table and optimizer state shrink"
     applies: ClassVar[str] = (
-        "tables with many rare ids, which lose little by sharing; not small tables, where two frequent "
-        "ids in one bucket hurt both"
+        "tables with many rare ids; not small tables: frequent ids would collide"
     )
     composition_rank: ClassVar[Rank] = Rank.HASHING
 

@@ -43,13 +43,9 @@ class LowRank(Method):
         "Psychometrika 1936"
     )
     control: ClassVar[str] = "narrow"
-    cost: ClassVar[str] = (
-        "a step computes one small product per looked-up row; a table of N rows and width D stores "
-        "(N + D) x rank weights instead of N x D"
-    )
+    cost: ClassVar[str] = "one small product per row and step; (N + D) x rank weights, not N x D"
     applies: ClassVar[str] = (
-        "trained tables that use few directions; not tables with a flat spectrum, where the truncated part "
-        "is as large as the rest, nor short tables, where two factors save nothing"
+        "trained tables that use few directions; not tables with a flat spectrum, nor short tables"
     )
     composition_rank: ClassVar[Rank] = Rank.FACTORS
 

@@ -79,8 +79,7 @@ class MLET(Method):
         "merged, a table and its optimizer state are inner_dim / D times as large"
     )
     applies: ClassVar[str] = (
-        "tables with rare ids, which also move when a batch has other ids; not where the tables fill the "
-        "memory in training"
+        "tables with rare ids, which also learn from other ids; not where tables fill the memory in training"
     )
     knobs: ClassVar[Mapping[str, tuple[object, ...]]] = {
         "std": (0.5, 0.25, 0.125),

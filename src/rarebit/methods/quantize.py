@@ -63,8 +63,7 @@ class Quantize(Method):
         "half of that with 4 bits, instead of 4 x N x D; finding the scale sorts the table once"
     )
     applies: ClassVar[str] = (
-        "trained tables that only serve lookups from now on; not tables that need more training, which "
-        "does not change integers"
+        "trained tables that only serve lookups from now on; not tables that need more training"
     )
     composition_rank: ClassVar[Rank] = Rank.QUANTISATION
 

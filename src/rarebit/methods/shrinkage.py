@@ -71,12 +71,10 @@ class Shrinkage(CountedMethod):
     )
     control: ClassVar[str] = "tuned"
     cost: ClassVar[str] = (
-        "a step looks up one extra number per row and adds a multiple of the prior; until it is merged, a "
-        "table stores one extra number per row"
+        "one more lookup per row and step, and a multiple of the prior; one more stored number per row until merged"
     )
     applies: ClassVar[str] = (
-        "tables with many rare ids, which overfit them; not where all ids are frequent: there it does "
-        "nothing"
+        "tables with many rare ids, which overfit them; not tables whose ids are all frequent"
     )
     knobs: ClassVar[Mapping[str, tuple[object, ...]]] = {
         "c": ("typical", 30.0, 3.0, 100.0),

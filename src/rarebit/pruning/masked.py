@@ -251,12 +251,9 @@ class Masked(Method):
         "Liu et al., Learnable Embedding Sizes for Recommender Systems, ICLR 2021"
     )
     cost: ClassVar[str] = (
-        "a step looks up one byte with each entry; a table is a quarter larger in training, and its zeros "
-        "save memory only after packing"
+        "one more byte per entry in training; zeros save memory only after packing"
     )
-    applies: ClassVar[str] = (
-        "tables that are retrained from a ticket, or trained further after pruning; not to find what to prune"
-    )
+    applies: ClassVar[str] = "tables that are retrained from a ticket; not to find what to prune"
     training_only: ClassVar[bool] = True
     composition_rank: ClassVar[Rank] = Rank.MASKS
     masks_entries: ClassVar[bool] = True

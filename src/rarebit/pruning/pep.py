@@ -91,8 +91,7 @@ class PEP(Method):
         "are twice as large in training; a given threshold costs one comparison per entry"
     )
     applies: ClassVar[str] = (
-        "tables that must become much smaller, above all where rows differ in how much they need; not "
-        "where zeros save nothing, as in a table that is stored whole"
+        "tables that must become much smaller, above all where rows differ in how much they need"
     )
     training_only: ClassVar[bool] = True
     composition_rank: ClassVar[Rank] = Rank.MASKS

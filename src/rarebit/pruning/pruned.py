@@ -126,12 +126,9 @@ class Pruned(Method):
     )
     control: ClassVar[str] = "magnitude"
     controls: ClassVar[tuple[str, ...]] = ("magnitude",)
-    cost: ClassVar[str] = (
-        "a run trains twice; its packed tables take about 5 bytes per entry and 4 per row"
-    )
+    cost: ClassVar[str] = "trains twice; packed tables take about 5 bytes per entry and 4 per row"
     applies: ClassVar[str] = (
-        "tables that must become much smaller, above all where rows differ in how much they need; not "
-        "where zeros save nothing, as on hardware that wants whole rows"
+        "tables that must become much smaller; not for hardware that needs whole rows"
     )
     training_only: ClassVar[bool] = True
     composition_rank: ClassVar[Rank] = Rank.MASKS

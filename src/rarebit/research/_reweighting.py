@@ -1,8 +1,7 @@
 """How an update of a table trained as a product splits over its directions (Deng et al., theorem 1).
 
-`rarebit.diagnosis.measure` states the theorem and measures the factors of the directions. Each call
-reads the wide factor once, a few rows at a time, and works on matrices of k x k and smaller. Padding rows
-are skipped. Training never calls it: call it when you want to know.
+`rarebit.diagnosis.measure` states the theorem and measures the factors. Each call reads the wide factor once, in chunks, and
+works on matrices of k x k and smaller; padding rows are left out. Training never calls it.
 """
 
 from collections.abc import Iterator
@@ -56,8 +55,7 @@ class UpdateSplit:
 def update_split(before: AnyTable, after: AnyTable) -> UpdateSplit:
     """Return how the change between two states of a table splits over the directions of the first.
 
-    `before` is a copy of the table, as large as the table itself. One step or many may lie between the
-    two states; (7) describes one step of SGD.
+    `before` is a copy of the whole table, one step or many before `after`; (7) describes one step of SGD.
 
     >>> import copy
     >>> from rarebit.methods.mlet import MLET

@@ -26,7 +26,7 @@ from rarebit.sets.sets import SetsMethod
 from rarebit.settings import require
 from rarebit.tables.collection import TableCollection
 
-__all__ = ["AlignedInteraction", "AlignedSets", "pattern_variance", "squared_patterns"]
+__all__ = ["AlignedSets"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,22 +39,16 @@ class AlignedSets(SetsMethod):
 
     title: ClassVar[str] = "several embedding sets with similar interaction patterns"
     control: ClassVar[str] = "multi-embedding"
-    cost: ClassVar[str] = (
-        "that of multi-embedding, and a sum over the interaction's weights per step"
-    )
-    applies: ClassVar[str] = (
-        "to see in a study with dcn_v2 whether multi-embedding needs separate patterns"
-    )
+    cost: ClassVar[str] = "that of multi-embedding, and a sum over the interaction's weights"
+    applies: ClassVar[str] = "to test in a study whether multi-embedding needs separate patterns"
 
     weight: float = 1.0
     """The factor of the variance of the patterns in the loss."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require(
-            0 <= self.weight < math.inf,
-            f"weight must be 0 or more and finite, got weight={self.weight}",
-        )
+        weight = self.weight
+        require(0 <= weight < math.inf, f"weight must be 0 or more and finite, got weight={weight}")
 
     def change_(self, model: nn.Module) -> TableCollection | None:
         """Give a model its sets, in place, and return its tables."""
@@ -75,17 +69,15 @@ class AlignedSets(SetsMethod):
 class AlignedInteraction(nn.Module):
     """An interaction with a penalty on different patterns in training; its features are the same.
 
-    The penalty has a gradient and no value: the reported loss is that of the model, and every training loop works
-    unchanged. It counts once per backward of an unscaled loss.
+    The penalty has a gradient and no value, so the reported loss is that of the model. It counts once per backward of an
+    unscaled loss.
     """
 
     def __init__(self, interaction: nn.Module, name: str, num_fields: int, weight: float) -> None:
         super().__init__()
-        self.interaction = interaction
+        self.interaction, self.num_fields, self.weight = interaction, num_fields, weight
         self.name = name
         """The weight of the interaction that holds the patterns."""
-        self.num_fields = num_fields
-        self.weight = weight
 
     def penalty(self) -> Tensor:
         """Return the term of the loss."""

@@ -6,9 +6,9 @@
     n_i    how often training saw the id
     e(i)   the looked-up row
 
-The exact gradient of this term is added to the gradient of each looked-up row. Unlike shrinkage it works through the
-optimizer, step by step: the effect on a rare row depends on the learning rate and the length of training, and an id that is
-never seen keeps its initial row. Only for comparisons.
+The gradient of this term is added to that of each looked-up row. Unlike shrinkage it works through the optimizer, so the
+effect on a rare row depends on the learning rate and the length of training, and an id never seen keeps its initial row.
+Only for comparisons.
 """
 
 import math
@@ -37,17 +37,14 @@ class FrequencyDecay(Neighbour):
 
     title: ClassVar[str] = "weight decay on looked-up rows, stronger on rare ids"
     paper: ClassVar[str] = "none: L2 regularization by how often training saw an id"
-    cost: ClassVar[str] = (
-        "a step looks up one extra number per row and adds a multiple of the row to its gradient; nothing at "
-        "inference"
-    )
+    cost: ClassVar[str] = "one more lookup per row and step, and one more term of its gradient"
     applies: ClassVar[str] = "to compare small rare rows with shrunk ones in a study"
     knobs: ClassVar[Mapping[str, tuple[object, ...]]] = {
         "strength": (0.01, 0.1, 0.001, 1.0),
         "c": (10.0, 100.0, 1.0),
     }
     excludes: ClassVar[Mapping[str, str]] = dict.fromkeys(
-        ("row-rate", "shrinkage"), "both hold rare rows back by their counts; use one of them"
+        ("row-rate", "shrinkage"), "both treat rare rows by their counts; use one of them"
     )
 
     strength: float = 0.01
@@ -58,10 +55,8 @@ class FrequencyDecay(Neighbour):
     def __post_init__(self) -> None:
         check_types(self)
         for name in ("strength", "c"):
-            value = getattr(self, name)
-            require(
-                0 <= value < math.inf, f"{name} must be 0 or more and finite, got {name}={value}"
-            )
+            x = getattr(self, name)
+            require(0 <= x < math.inf, f"{name} must be 0 or more and finite, got {name}={x}")
 
     def callback(self) -> "_Decaying":
         """Return the callback that decays looked-up rows."""
@@ -73,11 +68,21 @@ class _Decaying(Callback):
         self.method = method
 
     def start(self, model: nn.Module, data: TrainingData) -> None:
-        counts = data.train.counts()
+        counts, strength = data.train.counts(), self.method.strength
+
+        def hook(open_shares: OpenShares) -> Any:
+            def decay(module: nn.Module, args: tuple[Tensor, ...], rows: Tensor) -> Tensor:
+                if not (module.training and torch.is_grad_enabled()):
+                    return rows
+                # the loss is a mean over the batch, and so is the added term
+                factors = open_shares(args[0]).mul_(strength / len(args[0])).to(rows.dtype)
+                decayed: Tensor = _Decayed.apply(rows, factors.unsqueeze(-1))  # type: ignore[no-untyped-call]  # torch leaves it untyped
+                return decayed
+
+            return decay
+
         self.handles = [
-            place.module.register_forward_hook(
-                _hook(OpenShares(place, counts, self.method.c), self.method.strength)
-            )
+            place.module.register_forward_hook(hook(OpenShares(place, counts, self.method.c)))
             for place in find_lookups(model)
         ]
 
@@ -85,19 +90,6 @@ class _Decaying(Callback):
         for handle in self.handles:
             handle.remove()
         self.handles = []
-
-
-def _hook(open_shares: OpenShares, strength: float) -> Any:
-    def decay(module: nn.Module, args: tuple[Tensor, ...], rows: Tensor) -> Tensor:
-        if not (module.training and torch.is_grad_enabled()):
-            return rows
-        ids = args[0]
-        # the loss is a mean over the batch, and so is the added term
-        factors = open_shares(ids).mul_(strength / len(ids)).to(rows.dtype)
-        decayed: Tensor = _Decayed.apply(rows, factors.unsqueeze(-1))  # type: ignore[no-untyped-call]  # torch leaves it untyped
-        return decayed
-
-    return decay
 
 
 class _Decayed(torch.autograd.Function):

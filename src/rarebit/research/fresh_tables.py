@@ -7,7 +7,7 @@ https://arxiv.org/abs/2305.19531
     keep   `FreshTables.keep`: 0 redraws rows completely, 1 leaves them unchanged
 
 In a second epoch the network finds tables that remember the labels, and learns to trust them. With fresh tables every epoch is
-the first one for the tables, and the network learns to use what one pass can teach.
+the first one for the tables.
 
 The optimizer restarts for the tables unless `keep` is 1; the network, and what a method learns besides rows, such as a
 prior, continue. An average of the weights mixes fresh rows with trained ones. Only for comparisons.
@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 
 from rarebit.callbacks import Callback, TrainingData
@@ -47,7 +47,7 @@ class FreshTables(Neighbour):
     )
     cost: ClassVar[str] = "nothing per step; writes all rows once per epoch"
     applies: ClassVar[str] = (
-        "logs on which every model is best after one epoch; not where tables learn for many epochs"
+        "logs on which one epoch is best; not where tables learn for many epochs"
     )
     knobs: ClassVar[Mapping[str, tuple[object, ...]]] = {"keep": (0.0, 0.5, 0.9)}
     excludes: ClassVar[Mapping[str, str]] = {
@@ -77,24 +77,21 @@ class _Refreshing(Callback):
 
     def start(self, model: nn.Module, data: TrainingData) -> None:
         self.rows, self.seed = stored_rows(model, "fresh-tables"), data.seed
-        self.starts = [_mean_and_std(rows.weight) for rows in self.rows]
+        weights = [rows.weight for rows in self.rows]
+        self.starts = [(float(w.mean()), float(w.std()) if w.numel() > 1 else 0.0) for w in weights]
 
     @torch.no_grad()
     def between_epochs(self, epoch: int, optimizer: Optimizer) -> None:
         if self.keep == 1:
             return
-        generator = torch.Generator(self.rows[0].weight.device)
-        generator.manual_seed(self.seed + STRIDE * (epoch - 1))
+        draw = torch.Generator(self.rows[0].weight.device)
+        draw.manual_seed(self.seed + STRIDE * (epoch - 1))
         for table, (mean, std) in zip(self.rows, self.starts, strict=True):
             for rows in table.weight.split(CHUNK):
                 fresh = torch.randn(
-                    rows.shape, generator=generator, device=rows.device, dtype=rows.dtype
+                    rows.shape, generator=draw, device=rows.device, dtype=rows.dtype
                 )
                 rows.mul_(self.keep).add_(fresh.mul_(std).add_(mean), alpha=1 - self.keep)
             if table.padding is not None:
                 table.weight[table.padding] = 0.0
         restart_(optimizer, self.rows)
-
-
-def _mean_and_std(weight: Tensor) -> tuple[float, float]:
-    return float(weight.mean()), float(weight.std()) if weight.numel() > 1 else 0.0

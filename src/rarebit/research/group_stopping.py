@@ -5,8 +5,7 @@
     row i     = row i after the epoch t with the lowest L_g(i)(t)
 
 So each group of a field has about a fifth of its values in a log, and the rarest group has the most rows. The network comes
-from the best epoch of the model; a row may be older or younger. A group without validation values keeps the rows of that
-epoch. Only for comparisons.
+from the best epoch of the model. A group without validation values keeps the rows of that epoch. Only for comparisons.
 """
 
 import copy
@@ -27,7 +26,7 @@ from rarebit.tables.find import find_sites
 from rarebit.tables.table import home_of
 from rarebit.technique import Rank, Technique
 
-__all__ = ["GroupStopping", "frequency_groups"]
+__all__ = ["GroupStopping"]
 
 BATCH = 8192
 """Batch size of validation."""
@@ -47,7 +46,7 @@ class GroupStopping(Neighbour):
     paper: ClassVar[str] = "none: early stopping by how often training saw an id"
     cost: ClassVar[str] = "one more validation per epoch; a second copy of the tables"
     applies: ClassVar[str] = (
-        "to see in a study whether rare rows overfit before frequent ones have learned"
+        "to test in a study whether rare rows overfit before frequent ones learn"
     )
     knobs: ClassVar[Mapping[str, tuple[object, ...]]] = {"groups": (5, 2, 10)}
 
@@ -71,10 +70,7 @@ class GroupStopping(Neighbour):
 
 
 def frequency_groups(counts: Tensor, groups: int) -> Tensor:
-    """Return the group of each row of a field `(N,)` from its count; 0 is the rarest.
-
-    Rows with the same count are in one group.
-    """
+    """Return the group of each row of a field `(N,)`; 0 is the rarest, and equal counts are in one group."""
     ordered = counts.sort().values
     # rarer rows come before the first row with the same count
     before = torch.cat([ordered.new_zeros(1), ordered.cumsum(0)])
@@ -109,7 +105,14 @@ class _Stopping(Callback):
         self.best_loss = torch.full((num_groups,), torch.inf, dtype=torch.float64, device=device)
         self.best_epoch = torch.full((num_groups,), NEVER, device=device)
         self.steps_per_epoch, self.valid = data.steps_per_epoch, data.valid.to(device)
-        self.shadow: nn.Module | None = _shadow_of(model)
+        # A second set of modules over the same weights, in evaluation mode: scoring changes no mode and no statistic of
+        # the model, and its hooks do not see these lookups. A schema may hold all values of a log, and never changes.
+        shared: list[Any] = [*model.parameters(), *model.buffers()]
+        every = [value for module in model.modules() for value in vars(module).values()]
+        shared += [value for value in every if isinstance(value, Schema)]
+        self.shadow: nn.Module | None = copy.deepcopy(
+            model, {id(one): one for one in shared}
+        ).eval()
 
     @torch.no_grad()
     def after_step(self, num_steps: int) -> None:
@@ -128,15 +131,12 @@ class _Stopping(Callback):
         total = torch.zeros_like(self.best_loss)
         values = torch.zeros_like(self.best_loss)
         for batch in self.valid.batches(BATCH):
-            logits = model(batch).double()
-            loss = F.binary_cross_entropy_with_logits(
-                logits, batch.label.double(), reduction="none"
-            )
+            logits, label = model(batch).double(), batch.label.double()
+            loss = F.binary_cross_entropy_with_logits(logits, label, reduction="none")
             for field in batch.schema.table_fields:
                 ids = batch.ids[:, batch.schema.slots[field.name]].long()  # (B, L)
-                counted = torch.ones_like(ids, dtype=torch.float64)
-                if field.kind == "multi":
-                    counted = (ids != PADDING).double()
+                is_multi = field.kind == "multi"
+                counted = (ids != PADDING if is_multi else torch.ones_like(ids)).double()
                 group = self.groups[field.name][ids].reshape(-1)
                 total.index_add_(0, group, (loss.unsqueeze(1) * counted).reshape(-1))
                 values.index_add_(0, group, counted.reshape(-1))
@@ -155,11 +155,8 @@ class _Stopping(Callback):
         return {"best_epoch": dict(zip(self.groups, epochs, strict=True))}
 
     def state_dict(self) -> dict[str, Any]:
-        return {
-            "rows": self.best_rows,
-            "best_loss": self.best_loss,
-            "best_epoch": self.best_epoch,
-        }
+        best = {"best_loss": self.best_loss, "best_epoch": self.best_epoch}
+        return {"rows": self.best_rows, **best}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         for name, rows in self.best_rows.items():
@@ -169,15 +166,3 @@ class _Stopping(Callback):
 
     def close(self) -> None:
         self.shadow = None
-
-
-def _shadow_of(model: nn.Module) -> nn.Module:
-    """Return a second set of modules over the same weights and buffers, in evaluation mode.
-
-    So scoring changes no mode and no statistic of the model, and its hooks do not see these lookups.
-    """
-    shared: list[Any] = [*model.parameters(), *model.buffers()]
-    for module in model.modules():
-        # a schema may hold all values of a log, and never changes
-        shared += [value for value in vars(module).values() if isinstance(value, Schema)]
-    return copy.deepcopy(model, {id(thing): thing for thing in shared}).eval()

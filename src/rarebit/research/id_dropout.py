@@ -8,9 +8,8 @@
     v_i    the table's row
     m      a learned row of the table that starts at zero
 
-Shrinkage weakens a row in every lookup; this replaces it at random, so the row itself is trained and served at full
-weight. A dropped value is dropped from all tables of its field at once: else first-order weights would still reveal it.
-Only for comparisons.
+Shrinkage weakens a row in every lookup; this replaces it at random, so inference uses the full row. A dropped value is dropped
+from all tables of its field at once: else first-order weights would still reveal it. Only for comparisons.
 """
 
 import math
@@ -30,7 +29,7 @@ from rarebit.settings import check_types, require
 __all__ = ["IdDropout"]
 
 UNKNOWN = "unknown"
-"""The submodule of a place that holds its rows for dropped ids during training."""
+"""The submodule with the rows for dropped ids, during training."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,8 +47,9 @@ class IdDropout(Neighbour):
     knobs: ClassVar[Mapping[str, tuple[object, ...]]] = {"c": (3.0, 1.0, 30.0, 0.3, 10.0)}
     excludes: ClassVar[Mapping[str, str]] = {
         "harmless-transfer": "transfer would take a dropped row for the row itself; use one of them",
-        "row-rate": "both hold rare rows back by their counts; use one of them",
-        "shrinkage": "both hold rare rows back by their counts; use one of them",
+        **dict.fromkeys(
+            ("row-rate", "shrinkage"), "both treat rare rows by their counts; use one of them"
+        ),
     }
 
     c: float = 3.0

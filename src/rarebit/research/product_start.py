@@ -5,8 +5,8 @@
     W         `StartedTable.inner`, N x D
     W1, W2    the fresh factors that `MLET` would draw from the same random state
 
-A table trained as a product has another initial scale than a plain one, and another training. MLET compared with this method
-shows what its training does; this method compared with plain tables shows what the start does. Only for such comparisons.
+A table trained as a product differs from a plain one in its initial scale and in its updates. MLET compared with this method
+shows the effect of the updates; this method compared with plain tables shows the effect of the start. Only for comparisons.
 """
 
 from collections.abc import Sequence
@@ -15,8 +15,8 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from rarebit.methods.mlet import fold, fresh_factors
-from rarebit.settings import check_types, require
+from rarebit.methods.mlet import MLET, fold, fresh_factors
+from rarebit.settings import check_types
 from rarebit.tables.collection import Stack, stack_tables
 from rarebit.tables.table import AnyTable, Method, Table, plain_like
 from rarebit.technique import Rank
@@ -35,9 +35,7 @@ class ProductStart(Method):
     title: ClassVar[str] = "a plain table started at the product of MLET's factors"
     paper: ClassVar[str] = "none: a control for MLET with the same start and plain training"
     cost: ClassVar[str] = "nothing: the same as a plain table"
-    applies: ClassVar[str] = (
-        "to separate the start of MLET from its training in a study; not for other use"
-    )
+    applies: ClassVar[str] = "to separate the start of MLET from its training in a study"
     training_only: ClassVar[bool] = True
     composition_rank: ClassVar[Rank] = Rank.FACTORS
 
@@ -48,9 +46,7 @@ class ProductStart(Method):
 
     def __post_init__(self) -> None:
         check_types(self)
-        dim, std = self.inner_dim, self.std
-        require(dim >= 1, f"inner_dim must be at least 1, got inner_dim={dim}")
-        require(0 < std < float("inf"), f"std must be more than 0 and finite, got std={std}")
+        MLET(inner_dim=self.inner_dim, std=self.std)  # has the same limits
 
     def wrap(self, base: AnyTable) -> "StartedTable":
         """Return a table of the same shape that starts at a product."""

@@ -10,8 +10,8 @@ A step that moves u_i moves e(i) by w_i times as much, whatever the optimizer: e
 on the gradient would do so under SGD only: Adam divides it out again. An id never seen has a rate of zero. Weight decay acts
 on u_i, so it decays rare rows more strongly than a learning rate per row would, and as strongly as shrinkage does.
 
-Shrinkage compared with this method shows what its prior does; this method compared with plain tables shows what slower rare
-rows do. Only for such comparisons.
+Shrinkage compared with this method shows the effect of its prior; this method compared with plain tables shows that of slower
+rare rows. Only for comparisons.
 """
 
 import math
@@ -44,11 +44,9 @@ class RowRate(CountedMethod):
     title: ClassVar[str] = "rows of rare ids at a lower learning rate"
     paper: ClassVar[str] = "none: a control for shrinkage that slows rare rows and has no prior"
     cost: ClassVar[str] = (
-        "a step looks up one extra number per row; until it is merged, a table stores one extra number per row"
+        "one more lookup per row and step; one more stored number per row until merged"
     )
-    applies: ClassVar[str] = (
-        "to separate slower rare rows from the prior of shrinkage in a study; not for other use"
-    )
+    applies: ClassVar[str] = "to separate slower rare rows from the prior of shrinkage in a study"
     knobs: ClassVar[Mapping[str, tuple[object, ...]]] = {"c": (30.0, 3.0, 100.0, 10.0, 300.0)}
     composition_rank: ClassVar[Rank] = Rank.FACTORS
     excludes: ClassVar[Mapping[str, str]] = dict.fromkeys(

@@ -7,9 +7,9 @@
     I       `backbone.interaction.shared`: one for all sets, with the layer after it
     F       `head`, with one layer less
 
-It has the tables of multi-embedding and the network of a single set. Multi-embedding compared with this method shows what
-separate interactions do; this method compared with plain tables of the same width shows what the sets do without them. Only
-for such comparisons.
+It has the tables of multi-embedding and the network of a single set. Multi-embedding compared with this method shows the effect
+of separate interactions; this method compared with plain tables of the same width shows that of sets alone. Only for
+comparisons.
 """
 
 from dataclasses import dataclass
@@ -23,7 +23,7 @@ from rarebit.sets.copies import ModelWithSets
 from rarebit.sets.sets import SetsMethod
 from rarebit.tables.collection import TableCollection
 
-__all__ = ["SharedInteraction", "SharedSets"]
+__all__ = ["SharedSets"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,11 +37,10 @@ class SharedSets(SetsMethod):
     title: ClassVar[str] = "several embedding sets with one shared interaction"
     control: ClassVar[str] = "wide"
     cost: ClassVar[str] = (
-        "tables and their optimizer state are num_sets times as large; a step calls the interaction num_sets "
-        "times"
+        "num_sets times the tables, their optimizer state and calls of the interaction"
     )
     applies: ClassVar[str] = (
-        "to separate the interactions of multi-embedding from its sets in a study; not for other use"
+        "to separate the interactions of multi-embedding from its sets in a study"
     )
 
     def change_(self, model: nn.Module) -> TableCollection | None:
