@@ -1,19 +1,19 @@
-"""Techniques: named, frozen settings that say what a run, a study and the command line need to know.
+"""Techniques: named, frozen settings, with what a run, a study and the command line need to know.
 
     Technique               a name, its controls and knobs, and where it goes in a composition
     ├── Method              changes tables: `apply_` takes it (`tables/table.py`)
     └── TrainingMethod      acts around training: its `callback()` does the work (`callbacks.py`)
 
 Each technique is one file in `methods/`, `pruning/` or `research/`; the file's name is the technique's name. A
-package of your own offers techniques through entry points in the group `rarebit.methods`; a class that was merely
-imported is found by its class name.
+package of your own offers techniques through entry points in the group `rarebit.methods`; a class that is only imported
+is found by its class name.
 
 **Order by rank.** A composition `first+then` is allowed where the rank of `first` is below that of `then`:
 
     sets < hashing < factors < evidence < masks < quantisation < training
 
-What acts around training goes with anything, in any order. The few exceptions are declared by the newer file:
-`follows` allows a pair of the same rank, `excludes` forbids one that the rank would allow.
+Techniques that act around training go with all others, in any order. The newer file declares the few exceptions: `follows`
+allows a pair of the same rank, `excludes` forbids one that the rank would allow.
 """
 
 import dataclasses
@@ -75,7 +75,7 @@ __all__ = [
 PACKAGES = ("rarebit.methods", "rarebit.pruning", "rarebit.research")
 """Where our techniques are, one per file."""
 GROUP = "rarebit.methods"
-"""The group of entry points that offers techniques of other packages."""
+"""The group of entry points for techniques of other packages."""
 BASELINE = "baseline"
 """Plain tables and plain training: no technique at all."""
 
@@ -105,19 +105,19 @@ class SharedStage:
 
 @dataclass(frozen=True)
 class Control:
-    """A control that a technique makes for its own comparison."""
+    """A control that a technique makes for itself."""
 
     name: str
     """The name of the variant in tables."""
     trials: tuple[tuple["Technique", ...], ...]
-    """The techniques to try in place of those compared; validation picks one."""
+    """The variants to try; validation picks one."""
 
 
 class Technique(ABC):  # noqa: B024  # every hook has a default; subclasses add what they need
-    """A technique: a frozen dataclass of settings, and what others need to know about it."""
+    """A frozen dataclass of settings, with what others need to know about it."""
 
     registered_name: ClassVar[str] = ""
-    """Its name where neither the file nor an entry point says it."""
+    """Its name, if it has neither a file of ours nor an entry point."""
     title: ClassVar[str] = ""
     """What it changes, in one line."""
     paper: ClassVar[str] = ""
@@ -132,8 +132,8 @@ class Technique(ABC):  # noqa: B024  # every hook has a default; subclasses add 
     controls: ClassVar[tuple[str, ...]] = ()
     """The controls that `make_control` knows."""
     knobs: ClassVar[Mapping[str, tuple[object, ...]]] = {}
-    """Settings that a study may tune on validation, and values to try, most promising first. A setting that only
-    trades size for quality is no knob."""
+    """Settings that a study may tune on validation, with values to try, most promising first; none that only trades
+    size for quality."""
     composition_rank: ClassVar[Rank | None] = None
     """Where it goes in a composition. Without a rank, only `apply_` composes it."""
     excludes: ClassVar[Mapping[str, str]] = {}
@@ -143,7 +143,7 @@ class Technique(ABC):  # noqa: B024  # every hook has a default; subclasses add 
     training_only: ClassVar[bool] = False
     """Whether its tables are merged when training ends."""
     needs_epochs: ClassVar[bool] = False
-    """Whether its best epoch comes late: it needs more epochs than plain training."""
+    """Whether it needs more epochs than plain training."""
     num_sets: int = 1
     """Embedding sets that it gives a model."""
 
@@ -166,7 +166,7 @@ class Technique(ABC):  # noqa: B024  # every hook has a default; subclasses add 
     def for_share(cls, shapes: Sequence[tuple[int, int]], share: float) -> Self:
         """Return the technique sized to keep at most a share of the weights of these tables.
 
-        `shapes` holds rows and width of each table. A technique without a size comes with its defaults.
+        `shapes` holds rows and width of each table. A technique without a size gets its defaults.
 
         >>> from rarebit import Hashing
         >>> Hashing.for_share([(1000, 8), (50, 8)], share=0.1)
@@ -180,7 +180,7 @@ class Technique(ABC):  # noqa: B024  # every hook has a default; subclasses add 
         return rows, width
 
     def callback(self) -> "Callback | None":
-        """Return what acts around training, None where nothing does."""
+        """Return a callback that acts around training, or None."""
         return None
 
     @classmethod
@@ -189,26 +189,26 @@ class Technique(ABC):  # noqa: B024  # every hook has a default; subclasses add 
         return cls.excludes.get(technique_name(other))
 
     def prepare_(self, model: nn.Module, train: "Dataset") -> None:
-        """Let the tables of a model know the training rows before the first step of a run."""
+        """Prepare the tables of a model for the training data, before the first step of a run."""
         del model, train
 
     def hint(self, techniques: Sequence["Technique"]) -> str:
-        """Return what a run with all these techniques should warn about; nothing where all is well."""
+        """Return a warning for a run with all these techniques, or nothing."""
         del techniques
         return ""
 
     def drive(self, job: "TrainingJob") -> "Trained | None":
-        """Train the model of a run in this technique's own way; None where training is as usual."""
+        """Train the model of a run in another way than usual, or return None."""
         del job
         return None
 
     def shared_stage(self, techniques: Sequence["Technique"]) -> "tuple[Technique, ...] | None":
-        """Return the techniques that a first stage depends on which several runs can share; None without one."""
+        """Return the techniques that a first stage, which runs may share, depends on; None without one."""
         del techniques
         return None
 
     def share(self, folder: Path) -> "SharedStage":
-        """Return the first stage that is kept in a folder."""
+        """Return the first stage in a folder."""
         return SharedStage(folder)
 
     def check_beside(self, techniques: Sequence["Technique"]) -> None:
@@ -216,18 +216,13 @@ class Technique(ABC):  # noqa: B024  # every hook has a default; subclasses add 
         del techniques
 
     def make_control(self, name: str, techniques: Sequence["Technique"]) -> Control | None:
-        """Return a control of this name for a run with these techniques; None where it has no such control."""
+        """Return the control of this name for a run with these techniques; None if it has no such control."""
         del name, techniques
         return None
 
 
 def technique_name(technique: Technique | type[Technique]) -> str:
-    """Return a technique's name as people type it.
-
-    >>> from rarebit import LowRank
-    >>> technique_name(LowRank(rank=4)), technique_name(LowRank)
-    ('low-rank', 'low-rank')
-    """
+    """Return a technique's name as people type it, such as "low-rank"."""
     cls = technique if isinstance(technique, type) else type(technique)
     package, _, file = cls.__module__.rpartition(".")
     if package in PACKAGES:
@@ -240,20 +235,12 @@ def technique_name(technique: Technique | type[Technique]) -> str:
 
 
 def technique_names() -> list[str]:
-    """Return the names of all techniques on offer, with dashes: our files and the entry points.
-
-    >>> "hashing" in technique_names()
-    True
-    """
+    """Return the names of all techniques on offer, with dashes: our files and the entry points."""
     return sorted([file.replace("_", "-") for file in _files()] + list(_foreign()))
 
 
 def technique_class(name: str) -> type[Technique]:
-    """Return the settings class of a technique by its name; dashes may stand for underscores.
-
-    >>> technique_class("low-rank").__name__
-    'LowRank'
-    """
+    """Return the settings class of a technique by its name; dashes may stand for underscores."""
     if (file := name.replace("-", "_")) in _files():
         return find_class(_files()[file], file, Technique, what="method")
     if name in _foreign():
@@ -265,11 +252,8 @@ def technique_class(name: str) -> type[Technique]:
         if not (isinstance(found, type) and issubclass(found, Technique)):
             raise SettingsError(f"the entry point {name!r} is {found!r}, not a method of Rarebit")
         return found
-    imported = [
-        cls
-        for cls in _subclasses(Technique)
-        if hasattr(cls, "__dataclass_fields__") and technique_name(cls) == name
-    ]
+    known = [cls for cls in _subclasses(Technique) if hasattr(cls, "__dataclass_fields__")]
+    imported = [cls for cls in known if technique_name(cls) == name]
     if len(imported) > 1:
         raise SettingsError(f"{name!r} names {len(imported)} methods; give each an entry point")
     if not imported:
@@ -285,10 +269,6 @@ def needed_modules(techniques: Iterable[Technique]) -> list[str]:
     """Return the modules that another process must import to find these techniques by name.
 
     Our techniques and those of entry points need none.
-
-    >>> from rarebit import LowRank
-    >>> needed_modules([LowRank(rank=4)])
-    []
     """
     needed = set()
     for technique in techniques:
@@ -305,11 +285,7 @@ def needed_modules(techniques: Iterable[Technique]) -> list[str]:
 
 
 def technique_from_mapping(values: Mapping[str, Any]) -> Technique:
-    """Build a technique from plain values: `method = "hashing"` and its settings.
-
-    >>> technique_from_mapping({"method": "hashing", "buckets": 100})
-    Hashing(buckets=100)
-    """
+    """Build a technique from plain values: `method = "hashing"` and its settings."""
     values = dict(values)
     name = values.pop("method", None)
     if not isinstance(name, str):
@@ -322,12 +298,7 @@ def technique_from_mapping(values: Mapping[str, Any]) -> Technique:
 
 
 def technique_to_mapping(technique: Technique) -> dict[str, Any]:
-    """Return a technique as plain values that `technique_from_mapping` reads.
-
-    >>> from rarebit import LowRank
-    >>> technique_to_mapping(LowRank(rank=4))
-    {'method': 'low_rank', 'rank': 4}
-    """
+    """Return a technique as plain values that `technique_from_mapping` reads."""
     name = technique_name(technique)
     file = name.replace("-", "_")
     return {"method": file if file in _files() else name, **to_mapping(technique)}
@@ -357,9 +328,9 @@ def refusal(
     if after_training and first.training_only:
         return None  # its tables are merged before the second one is applied
     name, other = technique_name(first), technique_name(then)
-    said = first.refuses(then) or then.refuses(first)
-    if said is not None:
-        return said
+    declared = first.refuses(then) or then.refuses(first)
+    if declared is not None:
+        return declared
     if first.composition_rank is None or then.composition_rank is None:
         return None
     if first is then:
@@ -376,10 +347,7 @@ def refusal(
 
 
 def compositions() -> dict[tuple[str, str], str | None]:
-    """Return for each ordered pair of techniques on offer why it is refused, None where it is allowed.
-
-    >>> compositions()["hashing", "low-rank"]
-    """
+    """Return for each ordered pair of techniques on offer why it is refused, None where it is allowed."""
     classes = {name: technique_class(name) for name in technique_names()}
     return {
         (first, then): refusal(classes[first], classes[then])
@@ -417,10 +385,6 @@ class Part:
         """Return the technique with the settings given."""
         return from_mapping(self.technique, dict(self.settings), where=f"method {self.name}")
 
-    def build_sized(self, shapes: Sequence[tuple[int, int]], share: float) -> Technique:
-        """Return the technique at the size that keeps this share of the tables."""
-        return updated(self.technique.for_share(shapes, share), dict(self.settings))
-
 
 @dataclass(frozen=True)
 class Expression:
@@ -430,12 +394,7 @@ class Expression:
 
     @property
     def text(self) -> str:
-        """The expression as people type it, in one form: dashes, declared order, no defaults.
-
-        >>> [expression] = parse_techniques(" hashing : buckets = 1_000 + low_rank ")
-        >>> expression.text
-        'hashing:buckets=1000+low-rank'
-        """
+        """The expression as people type it: dashes, settings in declared order, no defaults."""
         return "+".join(part.text for part in self.parts) or BASELINE
 
     def __str__(self) -> str:
@@ -458,7 +417,8 @@ class Expression:
             if part.is_sized:
                 technique = part.build()
             else:
-                technique = part.build_sized(shapes, share ** (1 / num_unsized))
+                sized = part.technique.for_share(shapes, share ** (1 / num_unsized))
+                technique = updated(sized, dict(part.settings))
             built.append(technique)
             shapes = [technique.shape_after(*shape) for shape in shapes]
         return tuple(built)
@@ -474,11 +434,7 @@ def parse_techniques(text: str) -> tuple[Expression, ...]:
 
 
 def read_value(text: str) -> Any:
-    """Read a value as TOML, or as a plain word.
-
-    >>> read_value("4"), read_value("[0.5, 1]"), read_value("feature")
-    (4, [0.5, 1], 'feature')
-    """
+    """Read a value as TOML, or as a plain word."""
     try:
         read = tomllib.loads(f"value = {text}")
     except tomllib.TOMLDecodeError:
@@ -523,12 +479,13 @@ def _parse_part(text: str, whole: str) -> Part:
 
 
 def _text(technique: type[Technique], values: Mapping[str, Any]) -> str:
-    words = [
-        f"{field.name}={_value_text(values[field.name])}"
-        for field in _fields(technique)
-        if field.name in values and values[field.name] != _default(field)
-    ]
-    return ":".join([technique_name(technique), *words])
+    parts = [technique_name(technique)]
+    for field in _fields(technique):
+        make = field.default_factory
+        default = field.default if make is dataclasses.MISSING else make()
+        if field.name in values and values[field.name] != default:
+            parts.append(f"{field.name}={_value_text(values[field.name])}")
+    return ":".join(parts)
 
 
 def _value_text(value: Any, *, in_list: bool = False) -> str:
@@ -541,9 +498,8 @@ def _value_text(value: Any, *, in_list: bool = False) -> str:
     if isinstance(value, str):
         is_word = WORD.fullmatch(value) and read_value(value) == value and not in_list
         # JSON's text is TOML's, except for one character that TOML wants escaped
-        return (
-            value if is_word else json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
-        )
+        quoted = json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+        return value if is_word else quoted
     if isinstance(value, list | tuple):
         return f"[{','.join(_value_text(item, in_list=True) for item in value)}]"
     raise SettingsError(f"{value!r} cannot be typed as a value; use a settings file")
@@ -564,11 +520,6 @@ def _split(text: str, mark: str) -> list[str]:
 def _fields(technique: type[Technique]) -> tuple["dataclasses.Field[Any]", ...]:
     fields = dataclasses.fields(typing.cast(Any, technique))  # all settings are dataclasses
     return tuple(field for field in fields if field.init)
-
-
-def _default(field: "dataclasses.Field[Any]") -> Any:
-    make = field.default_factory
-    return field.default if make is dataclasses.MISSING else make()
 
 
 def _files() -> dict[str, str]:
