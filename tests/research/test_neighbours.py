@@ -41,11 +41,11 @@ def test_a_pair_that_is_allowed_trains_and_leaves_nothing_behind(name, other):
     first = method_of(other)
     model = small_model(first).train()
     data = data_of(model)
-    taking_part = [first] if isinstance(first, TrainingMethod) else []
-    if not taking_part and not first.after_training:
+    acting = [first] if isinstance(first, TrainingMethod) else []
+    if not acting and not first.after_training:
         rb.apply_(model, first, verbose=False)
     names = list(model.state_dict())
-    parts = [m.start(model, data) for m in (*taking_part, method_of(name))]
+    parts = [m.start(model, data) for m in (*acting, method_of(name))]
     backward = next((part.backward for part in parts if part.backward), torch.Tensor.backward)
     optimizer = rb.optimizer(model, lr=0.1, kind="sgd")
     batch = data.train[:20]
