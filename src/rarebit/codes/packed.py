@@ -68,11 +68,10 @@ __all__ = [
     "take_packed_",
 ]
 
-IDS = 1 << 15
+LOOKED_UP = 1 << 15
 """Ids that are looked up at once: few enough for the caches."""
 LARGEST_CODE = 127
-PARTS = Parts._fields
-CHUNK = 1 << 20
+CHECKED = 1 << 20
 """Numbers that are checked at once."""
 WIDEST = 1 << 31
 KIND = "rarebit packed table 1"
@@ -173,7 +172,7 @@ class PackedTable(Table):
         else:
             self.register_buffer("values", parts.values)
             self.register_buffer("scale", scale)
-        for name in PARTS[1:]:
+        for name in Parts._fields[1:]:
             self.register_buffer(name, getattr(parts, name))
         self._count()
 
@@ -265,7 +264,7 @@ class PackedTable(Table):
         missing = [name for name in self.state_dict() if name not in tensors]
         if missing:
             return f"it lacks its {', '.join(missing)}"
-        shape, given = self.shape, Parts(*(tensors[name] for name in PARTS))
+        shape, given = self.shape, Parts(*(tensors[name] for name in Parts._fields))
         problem = problem_of(given, rows=shape.rows, width=shape.width, padding=shape.padding)
         if problem is not None:
             return problem
@@ -343,7 +342,7 @@ class PackedTable(Table):
         """Return the rows `(U, D)` without a gradient, by torch, in chunks."""
         width, dtype = self.embedding_dim, self._floats(self.values[:0]).dtype
         rows = torch.zeros(len(ids) * width, dtype=dtype, device=ids.device)
-        for some, target in zip(ids.split(IDS), rows.split(IDS * width), strict=True):
+        for some, target in zip(ids.split(LOOKED_UP), rows.split(LOOKED_UP * width), strict=True):
             entries = find_entries(some, self.parts, self.before, width)
             values = self._floats(pick(self.values, entries.position))
             target.scatter_(0, entries.place, values)
@@ -408,7 +407,7 @@ def _wrong_rows(parts: Parts, rows: int, padding: int | None) -> str | None:
     # a shift keeps the sign, so rows beyond the last one show as any bit that remains
     if beyond and bool(filled[-1] >> (WORD - beyond)):
         return "it marks rows that the table does not have"
-    marked = sum(int(count_bits(chunk).sum()) for chunk in filled.split(CHUNK))
+    marked = sum(int(count_bits(chunk).sum()) for chunk in filled.split(CHECKED))
     if marked != len(parts.offsets) - 1:
         return f"it marks {marked} filled rows and has offsets of {len(parts.offsets) - 1}"
     if padding is None:
@@ -423,8 +422,8 @@ def _wrong_offsets(parts: Parts) -> str | None:
     first, last = int(parts.offsets[0]), int(parts.offsets[-1])
     if first != 0 or last != len(parts.values):
         return f"its offsets go from {first} to {last}, and it has {len(parts.values)} values"
-    for start in range(0, len(parts.offsets), CHUNK):
-        chunk = parts.offsets[start : start + CHUNK + 1]  # the next chunk's first, too
+    for start in range(0, len(parts.offsets), CHECKED):
+        chunk = parts.offsets[start : start + CHECKED + 1]  # the next chunk's first, too
         if bool((chunk[1:] <= chunk[:-1]).any()):
             return "its offsets do not give every filled row a value"
     return None
@@ -433,8 +432,8 @@ def _wrong_offsets(parts: Parts) -> str | None:
 def _wrong_columns(parts: Parts, width: int) -> str | None:
     # Offsets are good by now. Columns grow within a row, so each drop must be where a row begins.
     columns, begins = parts.columns, parts.offsets
-    for start in range(0, len(columns), CHUNK):
-        chunk = columns[start : start + CHUNK + 1].long()  # the next chunk's first, too
+    for start in range(0, len(columns), CHECKED):
+        chunk = columns[start : start + CHECKED + 1].long()  # the next chunk's first, too
         if bool((chunk < 0).any()) or bool((chunk >= width).any()):
             return f"it names columns beyond its width of {width}"
         drops = (chunk[1:] <= chunk[:-1]).nonzero().view(-1).add_(start + 1)
@@ -445,7 +444,7 @@ def _wrong_columns(parts: Parts, width: int) -> str | None:
 
 
 def _wrong_bits(parts: Parts, width: int) -> str | None:
-    offsets, at_once = parts.offsets, max(1, CHUNK // parts.columns.shape[1])
+    offsets, at_once = parts.offsets, max(1, CHECKED // parts.columns.shape[1])
     for start in range(0, len(parts.columns), at_once):
         kept = unpack_bits(parts.columns[start : start + at_once])
         if bool(kept[:, width:].any()):
@@ -523,7 +522,7 @@ def _table(about: dict[str, str], tensors: dict[str, Tensor]) -> PackedTable:
     if about.get("kind") != KIND:
         raise ValueError(f"it does not call itself a {KIND}")
     scale = tensors.pop("scale", None)
-    if set(tensors) != set(PARTS):
+    if set(tensors) != set(Parts._fields):
         raise ValueError(f"it has the parts {sorted(tensors)}")
     shape = Shape(
         _whole_number(about.get("rows", "")),

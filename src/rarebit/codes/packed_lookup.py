@@ -145,13 +145,6 @@ def rows_before(filled: Tensor) -> Tensor:
 
 
 SOURCE = Path(__file__).with_name("packed_kernel.cpp")
-IDS = (c_void_p, c_int64, c_int, c_void_p)
-"""ids, their number, threads, rows to write"""
-SIZES = (c_int64, c_int64, c_int64, c_int64)
-"""rows of the table, those that are not empty, values, width"""
-PARTS = (c_void_p, c_void_p, c_void_p, c_void_p, c_int, c_void_p, c_int, c_float)
-"""filled, rank directory, offsets, columns, bytes of a column, values, bytes of a value, scale"""
-
 _log = logging.getLogger(__name__)
 
 
@@ -172,8 +165,14 @@ class PackedKernel:
 
     def __init__(self, library: ctypes.CDLL) -> None:
         self._fill = library.rarebit_packed_rows
-        self._fill.argtypes = (*IDS, *SIZES, *PARTS)
         self._fill.restype = c_int64
+        self._fill.argtypes = (
+            *(c_void_p, c_int64, c_int, c_void_p),  # ids, their number, threads, rows to write
+            *(c_int64, c_int64, c_int64, c_int64),  # rows, those not empty, values, width
+            *(c_void_p, c_void_p, c_void_p),  # filled, rank directory, offsets
+            *(c_void_p, c_int, c_void_p, c_int),  # columns and values, and the bytes of each
+            c_float,  # scale
+        )
 
     def rows(
         self,
@@ -200,7 +199,8 @@ class PackedKernel:
             *(shape[0], len(offsets) - 1, len(values), shape[1]),
             *(filled.data_ptr(), before.data_ptr(), offsets.data_ptr()),
             *(columns.data_ptr(), 0 if parts.has_bitmaps else columns.itemsize),
-            *(values.data_ptr(), values.itemsize, 1.0 if scale is None else float(scale)),
+            *(values.data_ptr(), values.itemsize),
+            1.0 if scale is None else float(scale),
         )
         return rows if done == len(ids) else None
 
