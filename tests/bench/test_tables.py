@@ -8,8 +8,7 @@ from capabilities import reason
 from torch import nn
 
 from rarebit.bench import _frame, tables
-from rarebit.codes.packed import Pack, save_packed
-from rarebit.codes.packed_lookup import packed_kernel
+from rarebit.codes.packed import Pack, packed_kernel, save_packed
 from rarebit.training.optimizers import row_kernel
 
 

@@ -10,9 +10,8 @@ import torch
 from capabilities import needs
 from torch import nn
 
-from rarebit.codes import packed_lookup as module
-from rarebit.codes.packed import Pack, PackedTable
-from rarebit.codes.packed_lookup import load_packed_kernel, packed_kernel
+from rarebit.codes import packed as module
+from rarebit.codes.packed import Pack, PackedTable, load_packed_kernel, packed_kernel
 from rarebit.tables import compiler as compiled
 from rarebit.tables.compiler import COMPILERS
 from rarebit.training.optimizers import load_row_kernel

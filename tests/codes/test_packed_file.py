@@ -15,9 +15,8 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.testing import assert_close
 
-from rarebit.codes import packed as packed_check
-from rarebit.codes.packed import Pack, load_packed, problem_of, save_packed
-from rarebit.codes.packed_lookup import find_entries, pack_rows
+from rarebit.codes import packed
+from rarebit.codes.packed import Pack, find_entries, load_packed, pack_rows, problem_of, save_packed
 from rarebit.errors import ModelFileError
 
 
@@ -53,7 +52,6 @@ def test_a_table_takes_the_state_of_one_with_other_entries(kept, bits):
         other(torch.arange(90)).sum().backward()
     other.load_state_dict(table.state_dict())
     assert torch.equal(other.weight, table.weight)
-    assert other.longest == table.longest
     assert set(table.state_dict()) == {*table.parts._fields, *(["scale"] if bits else [])}
     if bits is None:
         other(torch.arange(90)).sum().backward()
@@ -113,13 +111,13 @@ def changed(part: Tensor, at: int, value: int) -> Tensor:
 )
 @pytest.mark.parametrize("chunk", [3, 1 << 20])
 def test_parts_that_do_not_fit_each_other_are_found(parts, message, chunk, monkeypatch):
-    monkeypatch.setattr(packed_check, "CHUNK", chunk)
+    monkeypatch.setattr(packed, "CHECKED", chunk)
     assert message in problem_of(parts, rows=90, width=9, padding=None)
 
 
 @pytest.mark.parametrize("chunk", [3, 1 << 20])
 def test_one_column_or_offset_out_of_order_is_found_wherever_it_is(chunk, monkeypatch):
-    monkeypatch.setattr(packed_check, "CHUNK", chunk)
+    monkeypatch.setattr(packed, "CHECKED", chunk)
     columns, offsets = PARTS.columns.tolist(), PARTS.offsets.tolist()
     within = [at for at in range(1, len(columns)) if at not in offsets]
     assert len(within) > 10
@@ -134,7 +132,7 @@ def test_one_column_or_offset_out_of_order_is_found_wherever_it_is(chunk, monkey
 @given(weight=weights, chunk=st.sampled_from([2, 7, 1 << 20]))
 def test_parts_that_we_made_fit(weight, chunk):
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(packed_check, "CHUNK", chunk)
+        patch.setattr(packed, "CHECKED", chunk)
         shape = {"rows": len(weight), "width": weight.shape[1]}
         assert problem_of(pack_rows(weight), **shape, padding=None) is None
 

@@ -14,9 +14,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from rarebit.codes.packed import Pack, PackedTable
-from rarebit.codes.packed_lookup import (
+from rarebit.codes.packed import (
+    Pack,
     PackedKernel,
+    PackedTable,
     Parts,
     load_packed_kernel,
     pack_bits,

@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rarebit.data.counter_random import random_bits, uniform
-from rarebit.transfer.batch import Draws
-from rarebit.transfer.group import Listed
+from rarebit.transfer.losses import Draws
+from rarebit.transfer.running import Listed
 
 CPU = torch.device("cpu")
 

@@ -6,7 +6,7 @@ from torch import nn
 
 import rarebit as rb
 from rarebit.diagnosis.report import Diagnosis
-from rarebit.transfer.ledger_text import explain_ledger
+from rarebit.transfer.ledger import explain_ledger
 
 
 def table(**changes):

@@ -12,15 +12,16 @@ from torch.nn import functional as F
 from torch.testing import assert_close
 
 from rarebit.errors import SettingsError, TrainingError
-from rarebit.transfer.batch import Draws, TransferBatch
 from rarebit.transfer.losses import (
     MMD,
     Adversarial,
     CosReg,
+    Draws,
     LossTables,
     Moments,
     Relatives,
     SlicedWasserstein,
+    TransferBatch,
 )
 
 CPU, DOUBLE = torch.device("cpu"), torch.float64

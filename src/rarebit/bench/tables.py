@@ -15,8 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from rarebit.bench._frame import BenchResult, Say, compare, run_python
-from rarebit.codes.packed import Pack, load_packed, save_packed
-from rarebit.codes.packed_lookup import packed_kernel
+from rarebit.codes.packed import Pack, load_packed, packed_kernel, save_packed
 from rarebit.methods.quantize import Quantize
 from rarebit.tables.find import table_bytes
 from rarebit.tables.rows import lookups_of

@@ -2,23 +2,42 @@
 
     e(i)[c] = values[k]    where k is the position of the entry (i, c), and 0 where there is none
 
-A row is the same as that of the dense table, to the last bit. `packed_lookup.py` describes the stored parts and
-how rows are found.
+    values    (V,)              the entries that are not zero, row by row
+    columns   (V,)              the column of each: a byte, or more where rows are wider than 256
+              (R, ceil(D / 8))  or a bit for each column of a row that has any, whichever is smaller
+    offsets   (R + 1,)          where each row that has any begins among the values
+    filled    (ceil(N / 64),)   a bit for each row of the table: whether it has any
 
-The values are one parameter: a packed table is trained in place, by any optimizer, and its zeros have neither
-gradient nor state. With 8 bits the values are integers with one scale per table, and frozen.
+    id ─► word of `filled` ─► its bit, and the bits below it + rank directory ─► row ─► offsets ─► run
+
+A run is the part of `values` that belongs to an id; an empty row has an empty run. A lookup lays the runs of its
+ids end to end; each entry has a position in `values`, and a place in the rows that are returned. These are the
+rows of the dense table, to the last bit.
+
+On the CPU, where nothing is trained, a small C++ kernel (`packed_kernel.cpp`, compiled on first use by
+`tables/compiler.py`) writes the same rows in one pass. Without a compiler a warning is logged once, and plain
+torch does it, slower.
+
+The values are one parameter: any optimizer trains a packed table in place, and its zeros have neither gradient
+nor state. With 8 bits the values are integers with one scale per table, and frozen.
 
 A packed table can be stored in one safetensors file, which is mapped into memory: a lookup reads only what it
 touches. Parts that come from elsewhere may hold anything, so `problem_of` reads all of them but the values once,
 in chunks. After this check no lookup reads beyond a part, and no two entries share a place.
+
+Shapes: N rows of the table, D its width, R rows that are not empty, V entries that are not zero, U ids,
+E entries of their rows.
 """
 
-import importlib
+import ctypes
+import functools
+import logging
 import os
 from collections.abc import Mapping
+from ctypes import c_float, c_int, c_int64, c_void_p
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, Literal, NoReturn
+from typing import Any, ClassVar, Literal, NamedTuple, NoReturn
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -27,25 +46,14 @@ from torch.jit import is_tracing  # type: ignore[attr-defined]  # it is, but tor
 from torch.nn import functional as F
 from torch.optim import Optimizer
 
-from rarebit.codes.packed_lookup import (
-    WORD,
-    Parts,
-    column_type,
-    count_bits,
-    find_entries,
-    find_runs,
-    pack_rows,
-    packed_kernel,
-    pick,
-    rows_before,
-    unpack_bits,
-)
-from rarebit.errors import MissingExtraError, ModelFileError, UnsupportedTableError
+from rarebit.errors import ModelFileError, UnsupportedTableError
 from rarebit.settings import check_types
 from rarebit.storage.files import DISK, write_file
 from rarebit.tables.apply import TableChanges, Where, put_tables, reported
+from rarebit.tables.compiler import is_plain, is_switched_off, load_compiled
 from rarebit.tables.find import Site, find_sites, refuse_wrapped_model
 from rarebit.tables.table import (
+    CHUNK,
     AnyTable,
     Method,
     Table,
@@ -58,24 +66,268 @@ from rarebit.tables.table import (
 )
 from rarebit.technique import Rank
 
-__all__ = [
-    "Pack",
-    "PackedTable",
-    "load_packed",
-    "pack_",
-    "problem_of",
-    "save_packed",
-    "take_packed_",
-]
+__all__ = ["Pack", "PackedTable", "load_packed", "pack_", "save_packed", "take_packed_"]
 
+WORD = 64
+"""Bits of a word that marks filled rows."""
+PAIRS, FOURS, BYTES = 0x5555555555555555, 0x3333333333333333, 0x0F0F0F0F0F0F0F0F
+ALL_BYTES = 0x0101010101010101
+LANES = 4
+"""Parts of a list that are gathered at once: torch gathers one list with one thread."""
 LOOKED_UP = 1 << 15
 """Ids that are looked up at once: few enough for the caches."""
-LARGEST_CODE = 127
 CHECKED = 1 << 20
 """Numbers that are checked at once."""
+LARGEST_CODE = 127
 WIDEST = 1 << 31
 KIND = "rarebit packed table 1"
 MAX_DIGITS = 18
+SOURCE = Path(__file__).with_name("packed_kernel.cpp")
+
+_log = logging.getLogger(__name__)
+
+
+class Parts(NamedTuple):
+    """The tensors of a packed table."""
+
+    values: Tensor
+    columns: Tensor
+    offsets: Tensor
+    filled: Tensor
+
+    @property
+    def has_bitmaps(self) -> bool:
+        """Whether columns are bits, not numbers."""
+        return self.columns.dim() == 2
+
+
+def pack_rows(weight: Tensor) -> Parts:
+    """Return the parts of a dense table `(N, D)`, built in chunks of bounded memory."""
+    weight, width = weight.detach(), weight.shape[1]
+    counts = torch.cat([(chunk != 0).sum(dim=1) for chunk in weight.split(CHUNK)])  # (N,)
+    filled = counts > 0
+    ends = counts[filled].cumsum(0)
+    offsets = F.pad(ends, (1, 0))
+    small = int(offsets[-1]) <= torch.iinfo(torch.int32).max
+    numbers = int(offsets[-1]) * column_type(width).itemsize  # bytes of columns as numbers
+    bitmaps = len(ends) * -(-width // 8)  # and as bits
+    values, columns = [], []
+    for chunk in weight.split(CHUNK):
+        kept = chunk != 0
+        values.append(chunk[kept])
+        if bitmaps < numbers:
+            columns.append(pack_bits(kept[kept.any(dim=1)]))
+        else:
+            columns.append(kept.nonzero()[:, 1].to(column_type(width)))
+    words = F.pad(filled, (0, -len(filled) % WORD))
+    return Parts(
+        torch.cat(values),
+        torch.cat(columns),
+        offsets.to(torch.int32 if small else torch.int64),
+        pack_bits(words.view(1, -1)).view(-1).view(torch.int64),
+    )
+
+
+def column_type(width: int) -> torch.dtype:
+    """Return the smallest type that holds any column number."""
+    if width <= 1 << 8:
+        return torch.uint8
+    return torch.int16 if width <= 1 << 15 else torch.int32
+
+
+def pack_bits(kept: Tensor) -> Tensor:
+    """Return booleans `(R, D)` as bits, `(R, ceil(D / 8))`: the first column is the lowest bit."""
+    padded = F.pad(kept, (0, -kept.shape[1] % 8)).view(torch.uint8)
+    shifts = torch.arange(8, dtype=torch.uint8, device=kept.device)
+    bits = padded.view(len(kept), padded.shape[1] // 8, 8) << shifts  # (R, ceil(D / 8), 8)
+    return bits.sum(dim=-1, dtype=torch.uint8)
+
+
+def unpack_bits(bits: Tensor) -> Tensor:
+    """Return bits `(R, C)` as booleans `(R, 8 C)`."""
+    # the eight booleans of a byte are one number of eight bytes, found by one lookup
+    numbers = torch.arange(256, dtype=torch.uint8, device=bits.device).unsqueeze(1)
+    shifts = torch.arange(8, dtype=torch.uint8, device=bits.device)
+    eights = ((numbers >> shifts) & 1).view(torch.int64).view(-1)  # (256,)
+    spread = eights.index_select(0, bits.reshape(-1).int()).view(torch.bool)
+    return spread.view(bits.shape[0], 8 * bits.shape[1])
+
+
+def count_bits(words: Tensor) -> Tensor:
+    """Return the number of bits set in each word."""
+    twos = words - ((words >> 1) & PAIRS)
+    fours = (twos & FOURS).add_((twos >> 2).bitwise_and_(FOURS))
+    eights = fours.add_(fours >> 4).bitwise_and_(BYTES)
+    return eights.mul_(ALL_BYTES).bitwise_right_shift_(56)  # all bytes added up in the highest
+
+
+def rows_before(filled: Tensor) -> Tensor:
+    """Return the rank directory: the number of filled rows before each word."""
+    counts = count_bits(filled)
+    before = counts.cumsum(0).sub_(counts)
+    small = not len(before) or int(before[-1]) < torch.iinfo(torch.int32).max - WORD
+    return before.to(torch.int32) if small else before
+
+
+@functools.cache
+def packed_kernel() -> "PackedKernel | None":
+    """Return the kernel, compiled and loaded at the first call; None where that is not possible."""
+    kernel = load_packed_kernel(os.environ)
+    if kernel is None and not is_switched_off(os.environ):
+        _log.warning(
+            "no C++ compiler made a kernel for packed tables, so lookups take up to four times as long; "
+            "install g++ or clang++, or set RAREBIT_COMPILE=0 to run without it"
+        )
+    return kernel
+
+
+class PackedKernel:
+    """The compiled function."""
+
+    def __init__(self, library: ctypes.CDLL) -> None:
+        self._fill = library.rarebit_packed_rows
+        self._fill.restype = c_int64
+        self._fill.argtypes = (
+            *(c_void_p, c_int64, c_int, c_void_p),  # ids, their number, threads, rows to write
+            *(c_int64, c_int64, c_int64, c_int64),  # rows, those not empty, values, width
+            *(c_void_p, c_void_p, c_void_p),  # filled, rank directory, offsets
+            *(c_void_p, c_int, c_void_p, c_int),  # columns and values, and the bytes of each
+            c_float,  # scale
+        )
+
+    def rows(
+        self,
+        ids: Tensor,
+        parts: Parts,
+        before: Tensor,
+        shape: tuple[int, int],
+        scale: Tensor | None = None,
+    ) -> Tensor | None:
+        """Return the rows `(U, D)` of these ids `(U,)`, out of a table of this shape.
+
+        None where the kernel cannot read the tensors, where an id has no row, and where the parts do not
+        fit each other: plain torch then does it, or raises.
+        """
+        values, columns, offsets, filled = parts
+        sizes = [len(offsets) - 1, -(-shape[1] // 8)] if parts.has_bitmaps else [len(values)]
+        is_readable = (
+            is_plain(ids, torch.int64)
+            and is_plain(values, torch.float32 if scale is None else torch.int8)
+            and is_plain(columns, torch.uint8 if parts.has_bitmaps else column_type(shape[1]))
+            and is_plain(offsets, torch.int32)
+            and is_plain(filled, torch.int64)
+            and is_plain(before, torch.int32)
+            and (scale is None or is_plain(scale, torch.float32))
+            and list(columns.shape) == sizes
+            and len(filled) == len(before) == -(-shape[0] // WORD)
+        )
+        if not is_readable:
+            return None
+        rows = torch.empty(len(ids), shape[1], dtype=torch.float32, device="cpu")
+        # In some modes torch makes tensors without storage: there is nothing to write to.
+        if not is_plain(rows, torch.float32):
+            return None
+        done = self._fill(
+            *(ids.data_ptr(), len(ids), torch.get_num_threads(), rows.data_ptr()),
+            *(shape[0], len(offsets) - 1, len(values), shape[1]),
+            *(filled.data_ptr(), before.data_ptr(), offsets.data_ptr()),
+            *(columns.data_ptr(), 0 if parts.has_bitmaps else columns.itemsize),
+            *(values.data_ptr(), values.itemsize),
+            1.0 if scale is None else float(scale),
+        )
+        return rows if done == len(ids) else None
+
+
+def load_packed_kernel(environment: Mapping[str, str]) -> PackedKernel | None:
+    """Return a kernel from the cache or the compiler of an environment; None without one."""
+    return load_compiled(SOURCE, _tried, environment)
+
+
+def _tried(library: ctypes.CDLL) -> PackedKernel | None:
+    """Return a kernel that finds the rows of two small tables, one per form, and refuses an id beyond."""
+    kernel = PackedKernel(library)
+    bits = torch.tensor([[0.0, 5.0], [0.0, 0.0], [6.0, 7.0]], dtype=torch.float32, device="cpu")
+    numbers = torch.eye(3, 20, dtype=torch.float32, device="cpu")
+    ids = torch.tensor([2, 1, 0, 2], device="cpu")
+    for weight in (bits, numbers):
+        parts, shape = pack_rows(weight), (weight.shape[0], weight.shape[1])
+        before = rows_before(parts.filled)
+        rows = kernel.rows(ids, parts, before, shape)
+        if rows is None or not torch.equal(rows, weight[ids]):
+            return None
+        if kernel.rows(ids + 1, parts, before, shape) is not None:
+            return None
+    return kernel
+
+
+class Runs(NamedTuple):
+    """Where the entries of each id lie, `(U,)` each."""
+
+    row: Tensor
+    """The number of rows before it that are not empty."""
+    here: Tensor
+    """1 where the row is not empty, else 0."""
+    start: Tensor
+    """The position of its first value."""
+    length: Tensor
+    """Its number of values."""
+
+
+class Entries(NamedTuple):
+    """All entries of a batch of ids, `(E,)` each."""
+
+    position: Tensor
+    """Where the entry is in `values`."""
+    place: Tensor
+    """Where it goes in the flat rows `(U * D,)`."""
+
+
+def find_runs(ids: Tensor, parts: Parts, before: Tensor) -> Runs:
+    """Return where the entries of int64 ids `(U,)` are; `before` is the rank directory."""
+    block, bit = ids >> 6, ids & (WORD - 1)
+    word = parts.filled.index_select(0, block)
+    here = (word >> bit).bitwise_and_(1)
+    below = word.bitwise_and_((1 << bit).sub_(1))
+    row = count_bits(below).add_(before.index_select(0, block))
+    start = parts.offsets.index_select(0, row).long()
+    # an empty row ends where it starts, so that it needs no special case
+    end = parts.offsets.index_select(0, row + here)
+    return Runs(row, here, start, end - start)
+
+
+def find_entries(ids: Tensor, parts: Parts, before: Tensor, width: int) -> Entries:
+    """Return the entries of the rows of these int64 ids `(U,)`."""
+    runs = find_runs(ids, parts, before)
+    ends = runs.length.cumsum(0)
+    total = int(ends[-1]) if len(ends) else 0
+    owner = torch.repeat_interleave(runs.length, output_size=total)  # the id of each entry
+    shift = runs.start - (ends - runs.length)
+    position = torch.arange(total, device=ids.device).add_(pick(shift, owner))
+    column = _columns_of_bits(runs, parts) if parts.has_bitmaps else pick(parts.columns, position)
+    return Entries(position, owner.mul_(width).add_(column))
+
+
+def pick(source: Tensor, positions: Tensor) -> Tensor:
+    """Return the numbers at these positions, `(E,)`, without a gradient."""
+    if source.device.type != "cpu":
+        return source.index_select(0, positions)
+    picked = torch.empty(len(positions), dtype=source.dtype)
+    even = len(positions) // LANES * LANES
+    lanes, rest = (LANES, even // LANES), slice(even, None)
+    torch.gather(
+        source.expand(LANES, -1), 1, positions[:even].view(lanes), out=picked[:even].view(lanes)
+    )
+    torch.gather(source, 0, positions[rest], out=picked[rest])
+    return picked
+
+
+def _columns_of_bits(runs: Runs, parts: Parts) -> Tensor:
+    """Return the column of each entry, from the bits of the rows that are not empty."""
+    found = runs.here.nonzero().view(-1)
+    rows = runs.row.index_select(0, found)
+    kept = unpack_bits(parts.columns.index_select(0, rows))  # (rows found, 8 C)
+    owner = torch.repeat_interleave(runs.length.index_select(0, found))
+    return kept.view(-1).nonzero().view(-1).sub_(owner.mul_(kept.shape[1]))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,7 +365,12 @@ class Pack(Method):
 
     def wrap(self, base: AnyTable) -> "PackedTable":
         """Return the rows of `base`, packed; methods that it wraps are merged first."""
-        parts, scale = pack_rows(_folded(base)), None
+        # the rows as `merge_` leaves them, the padding row zero
+        weight = full_table(base if isinstance(base, nn.Embedding) else base.merge())
+        if base.padding_idx is not None and bool(weight[base.padding_idx].any()):
+            padding = torch.tensor([base.padding_idx], device=weight.device)
+            weight = weight.index_fill(0, padding, 0.0)
+        parts, scale = pack_rows(weight), None
         if self.bits is not None:
             codes, scale = _round(parts.values)
             parts = parts._replace(values=codes)
@@ -196,47 +453,6 @@ class PackedTable(Table):
             rows = self._served_rows(self._checked(ids))
         return rows.view(*ids.shape, self.embedding_dim)
 
-    def padded_rows(self, ids: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the values and their columns, `(...)` to `(..., L)` each; L is the longest row's length.
-
-        Shorter rows are filled up with zeros in column 0. No size depends on the ids.
-        """
-        shape = (*ids.shape, self.longest)
-        if not self.longest:
-            return self._floats(self.values.new_zeros(shape)), ids.new_zeros(shape).long()
-        runs = find_runs(self._checked(ids), self.parts, self.before)
-        steps = torch.arange(self.longest, device=ids.device)
-        missing = steps >= runs.length.unsqueeze(-1)  # (U, L)
-        positions = (runs.start.unsqueeze(-1) + steps).clamp_(max=len(self.values) - 1)
-        values = F.embedding(positions, self.values.unsqueeze(1)).squeeze(-1)
-        if self.parts.has_bitmaps:
-            bits = self.columns.index_select(0, runs.row.clamp(max=len(self.columns) - 1))
-            order = unpack_bits(bits).to(torch.uint8).argsort(dim=-1, descending=True, stable=True)
-            columns = order[:, : self.longest]
-        else:
-            columns = self.columns.index_select(0, positions.view(-1)).view_as(positions).long()
-        values = self._floats(values).masked_fill(missing, 0.0)
-        return values.view(shape), columns.masked_fill(missing, 0).view(shape)
-
-    def to_csr(self) -> Any:
-        """Return the table as a SciPy CSR array of shape `(N, D)`."""
-        try:
-            sparse = importlib.import_module("scipy.sparse")  # not by its name: it has no types
-        except ImportError:
-            raise MissingExtraError("scipy", "test", "a SciPy array") from None
-        values, columns = self._floats(self.values.detach()).cpu(), self.columns.cpu()
-        if values.itemsize < 4:  # SciPy has no shorter numbers
-            values = values.float()
-        if self.parts.has_bitmaps:
-            columns = unpack_bits(columns).nonzero()[:, 1]
-        filled = unpack_bits(self.filled.cpu().view(1, -1).view(torch.uint8)).view(-1)
-        counts = filled[: self.num_embeddings].long()
-        counts[counts.bool()] = self.offsets.cpu().long().diff()
-        starts = F.pad(counts.cumsum(0), (1, 0))
-        entries = (values.numpy(), columns.long().numpy(), starts.numpy())
-        shape = (self.num_embeddings, self.embedding_dim)
-        return sparse.csr_array(entries, shape=shape, copy=True)
-
     @property
     def sparse(self) -> bool:
         """Whether a plain table made from this one gets sparse gradients."""
@@ -284,13 +500,8 @@ class PackedTable(Table):
     def _load_from_state_dict(
         self, state_dict: dict[str, Any], prefix: str, *arguments: Any
     ) -> None:
-        """Load parts of any number of entries, once they are known to fit each other."""
         error_messages: list[str] = arguments[-1]
-        own = {
-            name.removeprefix(prefix): tensor
-            for name, tensor in state_dict.items()
-            if name.startswith(prefix)
-        }
+        own = _below(prefix, state_dict)
         problem = self.take(own) if own else None
         if problem is not None:
             error_messages.append(f"the packed table {prefix.rstrip('.')!r} is damaged: {problem}")
@@ -298,12 +509,9 @@ class PackedTable(Table):
         super()._load_from_state_dict(state_dict, prefix, *arguments)
 
     def _count(self) -> None:
-        """Count the rank directory and the longest row, which are not stored."""
+        """Count the rank directory, which is not stored."""
         with torch.no_grad():
-            before = rows_before(self.filled)
-            lengths = self.offsets.diff()
-        self.register_buffer("before", before, persistent=False)
-        self.longest = int(lengths.max()) if len(lengths) else 0
+            self.register_buffer("before", rows_before(self.filled), persistent=False)
 
     def _checked(self, ids: Tensor) -> Tensor:
         """Return the ids as one list, `(U,)`; raise where one has no row."""
@@ -351,14 +559,6 @@ class PackedTable(Table):
     def _floats(self, values: Tensor) -> Tensor:
         """Return stored values as numbers: integers times their scale."""
         return values.to(self.scale.dtype) * self.scale if "scale" in self._buffers else values
-
-
-def _folded(base: AnyTable) -> Tensor:
-    """Return the rows of a table as `merge_` leaves them, the padding row zero."""
-    weight = full_table(base if isinstance(base, nn.Embedding) else base.merge())
-    if base.padding_idx is None or not bool(weight[base.padding_idx].any()):
-        return weight
-    return weight.index_fill(0, torch.tensor([base.padding_idx], device=weight.device), 0.0)
 
 
 def _round(values: Tensor) -> tuple[Tensor, Tensor]:
@@ -459,11 +659,7 @@ def take_packed_(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
     """Load the packed tables of a model from the tensors of a file, once those are checked."""
     for name, module in model.named_modules():
         if isinstance(module, PackedTable):
-            start = f"{name}." if name else ""
-            own = {
-                key.removeprefix(start): t for key, t in tensors.items() if key.startswith(start)
-            }
-            problem = module.take(own)
+            problem = module.take(_below(f"{name}." if name else "", tensors))
             if problem is not None:
                 raise ModelFileError(
                     f"the packed table {name!r} is damaged: {problem}; save the model again or use "
@@ -471,11 +667,14 @@ def take_packed_(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
                 )
 
 
+def _below(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {name.removeprefix(prefix): t for name, t in tensors.items() if name.startswith(prefix)}
+
+
 def save_packed(table: PackedTable, path: str | os.PathLike[str]) -> Path:
     """Write a packed table to a file, replacing an old one, and return the file.
 
     >>> import tempfile
-    >>> from torch import nn
     >>> dense = nn.Embedding.from_pretrained(torch.tensor([[0.0, 5.0], [0.0, 0.0], [6.0, 7.0]]))
     >>> with tempfile.TemporaryDirectory() as folder:
     ...     file = save_packed(Pack().wrap(dense), Path(folder) / "items.safetensors")
@@ -483,10 +682,13 @@ def save_packed(table: PackedTable, path: str | os.PathLike[str]) -> Path:
     >>> table(torch.tensor([2]))
     tensor([[6., 7.]])
     """
-    about = {"kind": KIND, "rows": table.num_embeddings, "width": table.embedding_dim}
-    if table.padding_idx is not None:
-        about["padding"] = table.padding_idx
-    metadata = {key: str(value) for key, value in about.items()}
+    shape = {
+        "rows": table.num_embeddings,
+        "width": table.embedding_dim,
+        "padding": table.padding_idx,
+    }
+    known = {key: str(value) for key, value in shape.items() if value is not None}
+    metadata = {"kind": KIND, **known}
     return write_file(
         Path(path),
         lambda partial: DISK.save_tensors(partial, table.state_dict(), metadata),

@@ -29,8 +29,7 @@ from rarebit.tables.find import Site, TableInfo, find_sites
 from rarebit.tables.table import full_table, methods_of
 from rarebit.technique import BASELINE, Control, Technique, technique_name, technique_text
 from rarebit.text import TextTable
-from rarebit.transfer.ledger import Ledger
-from rarebit.transfer.ledger_text import explain_ledger
+from rarebit.transfer.ledger import Ledger, explain_ledger
 from rarebit.transfer.lexico import TransferRule
 from rarebit.transfer.losses import (
     MMD,

@@ -49,12 +49,15 @@ from rarebit.row_gradients.lookups import (
     WatchedTable,
     add_gradient,
     choose_sites,
+    gather_counts,
+    ignore_in_ddp,
     join_parts,
+    keep_from_ddp,
     watch_tables,
     watch_tied,
     wide,
+    world_size,
 )
-from rarebit.row_gradients.processes import gather_counts, ignore_in_ddp, keep_from_ddp, world_size
 from rarebit.row_gradients.recorded import Recorded, aside, is_recording, join
 from rarebit.tables.collection import PlainStack, take_rows
 from rarebit.tables.find import TableInfo, refuse_wrapped_model

@@ -4,7 +4,6 @@
 `StatelessLoss`, or `TransferLoss` and `RunningLoss` where it has state.
 """
 
-from rarebit.transfer.batch import TransferBatch
 from rarebit.transfer.ledger import Ledger
 from rarebit.transfer.losses import (
     MMD,
@@ -16,6 +15,7 @@ from rarebit.transfer.losses import (
     RunningLoss,
     SlicedWasserstein,
     StatelessLoss,
+    TransferBatch,
     TransferLoss,
 )
 from rarebit.transfer.running import Explanation, RunningTransfer
