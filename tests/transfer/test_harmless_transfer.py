@@ -452,7 +452,7 @@ def test_absent_rows_of_some_tables_leave_the_other_tables_alone():
     counts = {name: count.flip(0) for name, count in field_counts().items()}  # row 0 is not rare
     with started(model, counts=counts, where=lambda t: t.field == "item", update_absent=99) as t:
         t.backward(F.softplus(model(batch)).mean())
-        is_rare = t.groups[0].sides.target
+        is_rare = t.groups[0].target
     weight = dict(model.named_parameters())["backbone.tables.stacks.0.embedding.weight"]
     touched, start = set(weight.grad._indices()[0].tolist()), 0
     for table in SCHEMA.table_fields:

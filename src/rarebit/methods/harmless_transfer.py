@@ -224,8 +224,7 @@ class HarmlessTransfer(TrainingMethod):
             both=self.both,
             seed=seed,
             update_absent=update_absent,
-            compile=self.compile,
-            say=say,
+            say=say if self.compile else None,
         )
 
     def callback(self) -> "TransferCallback":
@@ -261,11 +260,9 @@ class TransferCallback(Callback):
 
     @property
     def name(self) -> str:
-        """The name of the method, and its settings."""
         return f"{technique_name(self.settings)}: {self.settings}"
 
     def start(self, model: nn.Module, data: TrainingData) -> None:
-        """Start the transfer, with counts and relatives of the training rows."""
         fields = _chosen_fields(model, self.settings.fields)
         selection = self.settings.selection_of(data, fields)
         chosen = [site for site in _wide_sites(model) if site.info.field in fields]
@@ -278,23 +275,19 @@ class TransferCallback(Callback):
             self.backward = self.transfer.backward
 
     def report(self) -> dict[str, Any]:
-        """Return the ledger, and the tables that had nothing to learn from."""
         ledger = Ledger() if self.transfer is None else self.transfer.ledger
         return ledger.read() | ({"left_out": self.left_out} if self.left_out else {})
 
     def state_dict(self) -> dict[str, Any]:
-        """Return discriminators, the number of the step, and the ledger."""
         return {} if self.transfer is None else self.transfer.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Resume from them."""
         if self.transfer is not None:
             self.transfer.load_state_dict(state)
 
     def close(self) -> None:
-        """Remove the transfer from the model; a step that an error ended is forgotten."""
         if self.transfer is not None:
-            self.transfer.discard()
+            self.transfer.discard()  # a step that an error ended
             self.transfer.close()
 
 

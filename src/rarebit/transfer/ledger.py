@@ -10,7 +10,7 @@ next step where they are:
 
 which does not depend on the learning rate: the update at the length that the rule gave it.
 
-The ledger of a transfer as tables and notes for people; `ledger.py` says what it records.
+`explain_ledger` shows it as tables and notes.
 """
 
 import math
@@ -32,6 +32,12 @@ REMEMBERED = 16
 """Rows of each table that are compared after the update."""
 CLOSE = 0.99
 """The share of phi that counts as met: updates are rounded."""
+BINS = {"0": 0.0, "below": 0.999, "alpha": 1.001, "to 2": 2.0, "above": float("inf")}
+"""Columns of the table of lambda, and where they end in multiples of alpha."""
+AT_CHANCE = 0.05
+"""A discriminator whose accuracy is this close to one half has learned nothing."""
+NEGLIGIBLE = 0.01
+"""A transfer gradient below this share of the main one changes nothing visible."""
 
 SUMS = ("rows", "opposed", "not_finite", "loss_is_barrier", "main_norm", "transfer_norm")
 STEPS = ("steps", "transfer_loss", "judged", "accuracy")
@@ -45,9 +51,10 @@ class GroupLedger:
         self.names = tuple(names)
         size = len(self.names)
         self.edges = torch.tensor(EDGES, dtype=like.dtype).to(like.device)
-        self.sums = _zeros(like, size, len(SUMS) + len(EDGES))
-        self.steps = _zeros(like, size, len(STEPS))
-        self.realised = _zeros(like, size, len(REALISED))
+        totals = like.new_zeros(0, dtype=torch.float64)
+        self.sums = totals.new_zeros(size, len(SUMS) + len(EDGES))
+        self.steps = totals.new_zeros(size, len(STEPS))
+        self.realised = totals.new_zeros(size, len(REALISED))
         # of each remembered row: its old value, its main gradient, then phi, ||mu||, and whether there is one
         self.ids = torch.zeros(REMEMBERED, size, dtype=torch.int64, device=like.device)
         self.old = like.new_zeros(size, REMEMBERED, sets, width)
@@ -173,11 +180,16 @@ def _readable(
     of_steps = dict(zip(STEPS, steps, strict=True))
     of_moved = dict(zip(REALISED, realised, strict=True))
     rows, seen, moved = of_rows["rows"], of_steps["steps"], of_moved["moved"]
+    up_to = sums[len(SUMS) :]
+    bins = zip([*EDGES, math.inf], [*up_to, rows], [0.0, *up_to], strict=True)
     return {
         "rows": int(rows),
         "steps": int(seen),
         "opposed": _mean(of_rows["opposed"], rows),
-        "lambda": _spread(sums[len(SUMS) :], rows),
+        # the share of rows in each bin, by the bin's end
+        "lambda": {f"{end:g}": (now - before) / rows for end, now, before in bins}
+        if rows
+        else None,
         "not_finite": int(of_rows["not_finite"]),
         "loss_is_barrier": _mean(of_rows["loss_is_barrier"], rows),
         "main_norm": _mean(of_rows["main_norm"], rows),
@@ -190,39 +202,12 @@ def _readable(
     }
 
 
-def _spread(up_to: Sequence[float], rows: float) -> dict[str, float] | None:
-    """Return the share of rows in each bin of lambda, by the bin's end."""
-    if rows == 0:
-        return None
-    ends = [*EDGES, math.inf]
-    bins = zip(ends, [*up_to, rows], [0.0, *up_to], strict=True)
-    return {f"{end:g}": (now - before) / rows for end, now, before in bins}
-
-
 def _mean(total: float, number: float) -> float | None:
     return total / number if number else None
 
 
-def _zeros(like: Tensor, *shape: int) -> Tensor:
-    return torch.zeros(*shape, dtype=torch.float64, device=like.device)
-
-
-BINS = {"0": 0.0, "below": 0.999, "alpha": 1.001, "to 2": 2.0, "above": float("inf")}
-"""Columns of the table of lambda, and where they end in multiples of alpha."""
-AT_CHANCE = 0.05
-"""A discriminator whose accuracy is this close to one half has learned nothing."""
-NEGLIGIBLE = 0.01
-"""A transfer gradient below this share of the main one changes nothing visible."""
-
-
 def explain_ledger(ledger: Mapping[str, Any]) -> list[TextTable | str]:
-    """Return the figures of each table, how lambda is distributed, and what looks suspicious.
-
-    >>> ledger = {"steps": 90, "main_loss": 0.5, "tables": {"user": {"rows": 7, "opposed": 0.25}}}
-    >>> table, note = explain_ledger(ledger)
-    >>> table.rows, note
-    ([['user', '7', '25 %', '-', '-', '-', '-', '-']], '90 transfer steps, mean main loss 0.5000.')
-    """
+    """Return the figures of each table, how lambda is distributed, and what looks suspicious."""
     tables = [(name.rpartition(".")[2], table) for name, table in ledger["tables"].items()]
     figures = TextTable(
         "Harmless transfer: rare rows, counted in each step they occur in",

@@ -1,27 +1,22 @@
-"""What a transfer loss sees of a step: the rows that may move, rows to move to, and random numbers.
-
-The rows are those of one group of tables (`row_gradients/lookups.py:RowGroup`), each row once, sorted by table.
-A number per row names its table, so that all tables are one operation: no loop over fields, and no size that
-depends on the ids. Means are over the rare rows of a table that are in the batch.
-
-Random numbers are drawn on the device and depend on seed, step and place alone:
-
-    bits(place) = mix(key + (step * 2^32 + place) * GOLDEN)      splitmix64, as in `data/counter_random.py`
-
-All processes draw the same numbers, whatever their device; a resumed run needs only the number of its step, and
-a recorded step draws new numbers at every replay.
-
-Shapes: U distinct rows, F tables, M embedding sets that lie side by side in a row (1 for most), D the width
-of one set, S rows sampled from each table, P rows picked from each table.
-
-Transfer losses: how far the rare rows of each table are from the frequent ones.
+"""Transfer losses: how far the rare rows of each table are from the frequent ones.
 
 A loss is settings (`TransferLoss`, frozen) that start something that runs (`RunningLoss`). A loss without state
 is both. `RunningLoss.loss` returns one number per table; the rows get the gradient of their sum. Tables share no
 space, so no loss mixes rows of two tables, nor of two embedding sets. Reductions are means over the rows of a
 table, never sums over rows.
 
-Shapes as in `transfer/losses.py`. In the formulas S are the sampled frequent rows and T the rare rows of the batch.
+A loss sees a `TransferBatch`: the distinct rows of one group of tables (`row_gradients/lookups.py:RowGroup`),
+sorted by table. A number per row names its table, so that all tables are one operation: no loop over fields, and
+no size that depends on the ids. Random numbers are drawn on the device and depend on seed, step and place alone:
+
+    bits(place) = mix(key + (step * 2^32 + place) * GOLDEN)      splitmix64, as in `data/counter_random.py`
+
+All processes draw the same numbers, whatever their device; a resumed run needs only the number of its step, and
+a recorded step draws new numbers at every replay.
+
+Shapes: U distinct rows, F tables, M embedding sets that lie side by side in a row (1 for most), D the width of
+one set, S rows sampled from each table, P rows picked from each table. In the formulas S are the sampled
+frequent rows and T the rare rows of the batch.
 """
 
 from abc import ABC, abstractmethod
@@ -31,7 +26,7 @@ from functools import cached_property
 from typing import Any, ClassVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
 
 from rarebit.errors import SettingsError, TrainingError
@@ -332,31 +327,27 @@ class Discriminators(RunningLoss):
         generator = torch.Generator().manual_seed(settings.seed)
         shape = (len(tables.names), tables.num_sets, tables.width)
         start = torch.rand(shape, generator=generator, dtype=tables.dtype) * 2 - 1
-        self.weight = nn.Parameter((start * BOUND).to(tables.device))  # (F, M, D)
-        self.bias = nn.Parameter(torch.zeros(shape[:2], dtype=tables.dtype, device=tables.device))
-        self.optimizer = torch.optim.SGD(
-            [self.weight, self.bias], lr=settings.lr, weight_decay=settings.weight_decay
-        )
+        self.weight = (start * BOUND).to(tables.device)  # (F, M, D)
+        self.bias = torch.zeros(shape[:2], dtype=tables.dtype, device=tables.device)
+        self.lr, self.weight_decay = settings.lr, settings.weight_decay
 
     def loss(self, batch: TransferBatch) -> Tensor:
-        """Return minus the discriminators' loss on the rows that move, `(F,)`."""
         losses = F.softplus(_mistake(batch, self._logits(batch, batch.rows)))  # (U, M)
         return -batch.total(losses.sum(dim=1)) / batch.divisor
 
     @torch.no_grad()
     def loss_and_gradient(self, batch: TransferBatch) -> tuple[Tensor, Tensor]:
-        """Return the same loss, and its gradient, written out: minus sigmoid(logit) w / n."""
+        # the same loss, and its gradient written out: minus sigmoid(logit) w / n
         rows = batch.rows.detach()
         mistakes = _mistake(batch, self._logits(batch, rows))  # (U, M)
         minus = -batch.divisor
         losses = batch.total(F.softplus(mistakes).sum(dim=1)) / minus
-        steps = _mistake(batch, self.weight.detach().flatten(1)) / minus.unsqueeze(1)
+        steps = _mistake(batch, self.weight.flatten(1)) / minus.unsqueeze(1)
         of_rows = (batch.member.T @ steps).reshape(rows.shape)  # zero for rows that do not move
         return losses, of_rows * torch.sigmoid(mistakes).unsqueeze(-1)
 
     @torch.no_grad()
     def learn(self, batch: TransferBatch) -> Tensor:
-        """Take one step; return the share of rows classified correctly before it, both classes alike."""
         rows = batch.rows.detach()
         moved = self._logits(batch, rows)  # (U, M)
         # the gradient of l_D, written out: autograd would sum rows one by one
@@ -365,7 +356,9 @@ class Discriminators(RunningLoss):
         share = batch.present * (-0.5 / batch.others.shape[1])
         theirs = self._sum_others(batch.others) * share.reshape(-1, 1, 1)
         both = torch.addcdiv(theirs, ours, batch.divisor.reshape(-1, 1, 1), value=0.5)
-        self._descend(both[..., :-1])
+        for own, gradient in ((self.weight, both[..., :-2]), (self.bias, both[..., -2])):
+            decayed = gradient + self.weight_decay * own if self.weight_decay else gradient
+            own.sub_(decayed, alpha=self.lr)
         # correct rare rows minus wrong frequent ones: from -1/2 to 1/2
         return both[..., -1].mean(dim=1) + 0.5
 
@@ -375,8 +368,7 @@ class Discriminators(RunningLoss):
         They are of the rows, weighted by how rare each looks; of these weights; and of wrong classifications.
         """
         flat = others.transpose(1, 2).flatten(0, 1)  # (F M, S, D)
-        weight, bias = self.weight.detach().reshape(-1, flat.shape[2], 1), self.bias.detach()
-        bias = bias.reshape(-1, 1, 1)
+        weight, bias = self.weight.reshape(-1, flat.shape[2], 1), self.bias.reshape(-1, 1, 1)
         minus = torch.baddbmm(bias, flat, weight, beta=-1, alpha=-1)  # (F M, S, 1)
         looks = torch.sigmoid(minus)
         rows = torch.bmm(looks.transpose(1, 2), flat).squeeze(1)  # (F M, D)
@@ -385,41 +377,23 @@ class Discriminators(RunningLoss):
 
     def _logits(self, batch: TransferBatch, rows: Tensor) -> Tensor:
         """Return how frequent each row looks to the discriminators of its table, `(U, M)`."""
-        weight, bias = self.weight.detach(), self.bias.detach()
         # against those of all tables, which is one product: (M, U, F)
-        logits = torch.baddbmm(bias.T.unsqueeze(1), rows.transpose(0, 1), weight.permute(1, 2, 0))
+        weight, bias = self.weight.permute(1, 2, 0), self.bias.T.unsqueeze(1)
+        logits = torch.baddbmm(bias, rows.transpose(0, 1), weight)
         table = batch.table.reshape(1, -1, 1).expand(len(logits), -1, 1)
         return logits.gather(2, table).squeeze(2).T
 
-    def _descend(self, gradient: Tensor) -> None:
-        """Take the optimizer's step of gradient descent."""
-        # by hand: on a GPU, a call of the optimizer takes as long as several of these
-        settings = self.optimizer.param_groups[0]
-        gradients = gradient[..., :-1], gradient[..., -1]
-        for parameter, own in zip((self.weight, self.bias), gradients, strict=True):
-            if settings["weight_decay"]:
-                own = own + settings["weight_decay"] * parameter  # noqa: PLW2901  # the same gradient
-            parameter.sub_(own, alpha=settings["lr"])
-
     def state_dict(self) -> dict[str, Any]:
-        """Return weights and optimizer."""
-        return {
-            "weight": self.weight.detach(),
-            "bias": self.bias.detach(),
-            "optimizer": self.optimizer.state_dict(),
-        }
+        return {"weight": self.weight, "bias": self.bias}
 
-    @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Resume from weights and optimizer of the same tables."""
-        for name, parameter in (("weight", self.weight), ("bias", self.bias)):
-            if state[name].shape != parameter.shape:
+        for name, own in (("weight", self.weight), ("bias", self.bias)):
+            if state[name].shape != own.shape:
                 raise TrainingError(
-                    f"the discriminators have a {name} of shape {tuple(parameter.shape)}, got one of shape "
+                    f"the discriminators have a {name} of shape {tuple(own.shape)}, got one of shape "
                     f"{tuple(state[name].shape)}; use the same model"
                 )
-            parameter.copy_(state[name])
-        self.optimizer.load_state_dict(dict(state["optimizer"]))
+            own.copy_(state[name])
 
 
 def _mistake(batch: TransferBatch, logits: Tensor) -> Tensor:
@@ -590,7 +564,6 @@ class RunningRelatives(RunningLoss):
         self.weights = weights / torch.where(total > 0, total, 1.0)  # w, (N, R)
 
     def loss(self, batch: TransferBatch) -> Tensor:
-        """Return half the mean squared distance of rare rows from their relatives, `(F,)`."""
         picked = batch.pick(self.sample)
         numbers = batch.ids.index_select(0, picked.index.reshape(-1)).clamp(min=0)  # (F P,)
         weights = self.weights.index_select(0, numbers)  # (F P, R)

@@ -1,15 +1,4 @@
-"""The tables behind one lookup, as a transfer sees them: who is frequent and rare, their loss, their ledger.
-
-A selection is a property of the data, by field and id (`data/selection.py`). Here it becomes masks over the rows
-of a group, and lists that a step can sample from, on the device of the tables.
-
-Parts of a step may be compiled: a few kernels in place of dozens of small ones. On a GPU each kernel costs its
-launch, and the parts of a transfer are small. Where sizes depend on the ids, as on the CPU, most steps have
-their own size and run uncompiled.
-
-Shapes: N rows of the group, F tables, U distinct rows of a step, M embedding sets, D the width of one.
-
-A running transfer: rare rows of a model learn from frequent ones as far as the main loss lets them (Gong et al.).
+"""A running transfer: rare rows of a model learn from frequent ones as far as the main loss lets them (Gong et al.).
 
     select    which rows are frequent, and which rare ones have a frequent relative    `data/selection.py`
     loss      how far rare rows are from frequent ones                                 `transfer/losses.py`
@@ -21,14 +10,18 @@ is the same in all processes. Rows outside the batch do not move unless asked fo
 no main gradient, so they get the transfer gradient. A weight that is tied to an output has a gradient for all its
 rows, so all of them take part.
 
-It works on rows, so it holds for plain, factorised and masked tables alike. Of a masked table only the
-entries that are left count. Each embedding set of a table has its own barrier and discriminator.
+It works on rows, so it holds for plain, factorised and masked tables alike. Of a masked table only the entries
+that are left count. Each embedding set of a table has its own barrier and discriminator. Not for thresholds that
+are still being learned (PEP): the transfer would move those, too.
 
-Not for thresholds that are still being learned (PEP): the transfer would move those, too.
+Parts of a step may be compiled: a few kernels in place of dozens of small ones, each of which costs its launch on
+a GPU. Where sizes depend on the ids, as on the CPU, most steps have their own size and run uncompiled.
+
+Shapes: N rows of a group of tables, F its tables, U distinct rows of a step, M embedding sets, D the width of one.
 """
 
 import types
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Concatenate, Generic, Literal, NamedTuple, ParamSpec, Self, TypeVar
 
@@ -52,7 +45,7 @@ from rarebit.transfer.ledger import REMEMBERED, GroupLedger, Ledger
 from rarebit.transfer.lexico import RULES, BarrierRule, TransferRule
 from rarebit.transfer.losses import Draws, LossTables, Picked, TransferBatch, TransferLoss
 
-__all__ = ["Explanation", "Found", "RunningTransfer", "TransferGroup", "start_groups"]
+__all__ = ["Explanation", "RunningTransfer"]
 
 ABSENT = 3 << 29
 """The first place of the random numbers that choose rare rows outside the batch."""
@@ -74,7 +67,6 @@ class Listed:
 
     @classmethod
     def of(cls, masks: Sequence[Tensor], device: torch.device | None = None) -> "Listed":
-        """Return the ids that masks hold, on a device."""
         ids = [mask.nonzero()[:, 0] for mask in masks]
         counts = torch.tensor([len(part) for part in ids])
         listed = [part if len(part) else torch.zeros(1, dtype=torch.int64) for part in ids]
@@ -99,66 +91,6 @@ class Listed:
         return torch.where(step < self.counts, ids, -1)
 
 
-@dataclass(frozen=True)
-class Sides:
-    """The frequent and the rare rows of a group."""
-
-    source: Tensor
-    """The frequent rows, `(N,)` of bools."""
-    target: Tensor
-    """The rare rows that may move, `(N,)` of bools."""
-    frequent: Listed
-    rare: Listed
-    relatives: tuple[Tensor, Tensor] | None
-    """Ids and weights of each row's frequent relatives, `(N, R)` on the CPU, where they are known.
-
-    The loss that uses them moves them: they are as large as a narrow table.
-    """
-
-    @classmethod
-    def of(
-        cls,
-        parts: Sequence[FieldSelection],
-        sites: Sequence[Site],
-        device: torch.device,
-        *,
-        skip_empty: bool,
-    ) -> "Sides":
-        """Return the sides of tables one after the other; padding and rows of zeros are on neither."""
-        sources, targets = [], []
-        for part, site in zip(parts, sites, strict=True):
-            table, name = site.table, site.info.name
-            out = torch.zeros(table.num_embeddings, dtype=torch.bool)
-            if skip_empty:
-                out = ~full_table(table).cpu().any(dim=1)
-            if table.padding_idx is not None:
-                out[table.padding_idx] = True
-            sources.append(part.source.cpu() & ~out)
-            targets.append(part.target.cpu() & ~out)
-            if not bool(sources[-1].any()):
-                raise DataError(
-                    f"{name!r} has no frequent rows that rare ones could learn from; leave it out "
-                    f"with where=lambda t: t.name != {name!r}, or check its counts"
-                )
-        widths = {part.relatives.shape[1] for part in parts}
-        if len(widths) > 1:
-            raise DataError(
-                "the tables of one stack need the same number of relatives per row, got "
-                f"{sorted(widths)}; select all fields with the same settings"
-            )
-        relatives = None
-        if widths != {0}:
-            ids = torch.cat([part.relatives.cpu() for part in parts])
-            relatives = ids, torch.cat([part.weights.cpu() for part in parts])
-        return cls(
-            torch.cat(sources).to(device),
-            torch.cat(targets).to(device),
-            Listed.of(sources, device),
-            Listed.of(targets, device),
-            relatives,
-        )
-
-
 Owner = TypeVar("Owner")
 Given = ParamSpec("Given")
 Result = TypeVar("Result")
@@ -172,7 +104,11 @@ class Part(Generic[Given, Result]):
     """
 
     def __init__(
-        self, method: Callable[Concatenate[Owner, Given], Result], owner: Owner, name: str
+        self,
+        name: str,
+        method: Callable[Concatenate[Owner, Given], Result],
+        owner: Owner,
+        say: Callable[[str], object] | None,
     ) -> None:
         self.name = name
         self._run: Callable[Given, Result] = types.MethodType(method, owner)
@@ -182,16 +118,14 @@ class Part(Generic[Given, Result]):
             method.__code__.replace(), method.__globals__, method.__name__, method.__defaults__
         )
         self._copy: Callable[Given, Result] = types.MethodType(own, owner)
-        self._say: Callable[[str], object] | None = None
+        self._say = (
+            say  # takes the line that explains why it is not compiled; None: it is not asked for
+        )
         self._last_size: int | None = None
         self._compiled: tuple[int, Callable[Given, Result]] | None = None
 
-    def compile(self, say: Callable[[str], object]) -> None:
-        """Compile it at the first suitable call; `say` takes the line that explains why not."""
-        self._say = say
-
     def __call__(self, size: int, *args: Given.args, **kwargs: Given.kwargs) -> Result:
-        """Return what the method returns; `size` is that of its tensors where it may change."""
+        # `size` is that of its tensors where it may change
         if self._say is None:
             return self._run(*args, **kwargs)
         # no compiler while a step is recorded: its own work on the device would be in the recording
@@ -223,7 +157,7 @@ class Found(NamedTuple):
 
 
 class TransferGroup:
-    """One group of `RowGradients.tables` with its sides, loss and ledger."""
+    """One group of `RowGradients.tables` with its frequent and rare rows, loss and ledger."""
 
     def __init__(
         self,
@@ -235,6 +169,7 @@ class TransferGroup:
         loss: TransferLoss,
         samples: int,
         both: bool,
+        say: Callable[[str], object] | None,
     ) -> None:
         group, table = rows.tables[number], sites[0].table
         weight, methods = next(table.parameters()), methods_of(table)
@@ -243,28 +178,63 @@ class TransferGroup:
         self.starts = group.first_rows[: len(sites)]
         self.device, self.dtype = weight.device, wide(weight.dtype)
         self.is_masked = any(method.masks_entries for method in methods)
-        self.sides = Sides.of(parts, sites, self.device, skip_empty=self.is_masked)
+        sources, targets = self._split_rows(sites)
+        self.source = torch.cat(sources).to(self.device)  # frequent rows, (N,)
+        self.target = torch.cat(targets).to(self.device)  # rare rows that may move, (N,)
+        self.frequent = Listed.of(sources, self.device)
+        self.rare = Listed.of(targets, self.device)
         self.first_rows = torch.tensor(self.starts).to(self.device)
         # embedding sets lie side by side in a row
         num_sets = next((m.num_sets for m in methods if isinstance(m, SetsMethod)), 1)
         self._shape = shape = (num_sets, group.width // num_sets)
         self._rows, self._number = rows, number
-        self._samples, self._both, self._every_row = samples, both, loss.every_row
-        tables = LossTables(self.names, *shape, self.device, self.dtype, self.sides.relatives)
-        self.running = loss.start(tables)
+        self._samples, self._flips = samples, both and not loss.every_row
+        self.running = loss.start(
+            LossTables(self.names, *shape, self.device, self.dtype, self._relatives())
+        )
         # one more, for slots without a row: their id is -1
-        moves = self.sides.target | self.sides.source if loss.every_row else self.sides.target
+        moves = self.target | self.source if loss.every_row else self.target
         self._may_move = torch.cat([moves, moves.new_zeros(1)])
         like = torch.empty(0, dtype=self.dtype, device=self.device)
         self.ledger = GroupLedger(self.names, *shape, like)
-        self._draw = Part(TransferGroup._draw_ids, self, "the sample")
-        self._find = Part(TransferGroup._find_gradient, self, "the loss")
-        self.weigh = Part(TransferGroup._weigh_gradients, self, "the barrier")
+        self._draw = Part("the sample", TransferGroup._draw_ids, self, say)
+        self._find = Part("the loss", TransferGroup._find_gradient, self, say)
+        self.weigh = Part("the barrier", TransferGroup._weigh_gradients, self, say)
 
-    def compile(self, say: Callable[[str], object]) -> None:
-        """Compile the parts of a step; `say` takes a line for each that cannot be compiled."""
-        for part in (self._draw, self._find, self.weigh):
-            part.compile(say)
+    def _split_rows(self, sites: Sequence[Site]) -> tuple[list[Tensor], list[Tensor]]:
+        """Return masks of frequent and rare rows; padding and rows of zeros are neither."""
+        sources, targets = [], []
+        for part, site in zip(self.parts, sites, strict=True):
+            table, name = site.table, site.info.name
+            out = torch.zeros(table.num_embeddings, dtype=torch.bool)
+            if self.is_masked:
+                out = ~full_table(table).cpu().any(dim=1)
+            if table.padding_idx is not None:
+                out[table.padding_idx] = True
+            sources.append(part.source.cpu() & ~out)
+            targets.append(part.target.cpu() & ~out)
+            if not bool(sources[-1].any()):
+                raise DataError(
+                    f"{name!r} has no frequent rows that rare ones could learn from; leave it out "
+                    f"with where=lambda t: t.name != {name!r}, or check its counts"
+                )
+        return sources, targets
+
+    def _relatives(self) -> tuple[Tensor, Tensor] | None:
+        """Return ids and weights of each row's frequent relatives, `(N, R)` on the CPU, where they are known.
+
+        The loss that uses them moves them: they are as large as a narrow table.
+        """
+        widths = {part.relatives.shape[1] for part in self.parts}
+        if len(widths) > 1:
+            raise DataError(
+                "the tables of one stack need the same number of relatives per row, got "
+                f"{sorted(widths)}; select all fields with the same settings"
+            )
+        if widths == {0}:
+            return None
+        ids = torch.cat([part.relatives.cpu() for part in self.parts])
+        return ids, torch.cat([part.weights.cpu() for part in self.parts])
 
     def look_up(self, ids: Tensor) -> Tensor:
         """Return rows `(n, F, M, D)` for ids `(n, F)` of each table, detached."""
@@ -290,12 +260,12 @@ class TransferGroup:
             draws=draws,
             look_up=self.look_up,
         ).with_totals()
-        flipped = self._flipped(batch) if self._both and not self._every_row else None
+        flipped = self._flipped(batch) if self._flips else None
         return batch, self._find(len(ids), batch, flipped, read[self._samples :])
 
     def absent_ids(self, draws: Draws, number: int) -> Tensor:
         """Return ids of rare rows of each table, in the batch or not, `(number, F)`."""
-        return self.sides.rare.ring(draws.uniform(len(self.names), first=ABSENT), number)
+        return self.rare.ring(draws.uniform(len(self.names), first=ABSENT), number)
 
     def _draw_ids(self, draws: Draws) -> tuple[Tensor, Tensor]:
         """Return a random number per table, `(F,)`, and ids to look up, `(n, F)`.
@@ -303,7 +273,7 @@ class TransferGroup:
         One lookup for both: a sample of frequent rows, then the ledger's remembered rows.
         """
         uniform = draws.uniform(1 + self._samples, len(self.names))
-        sampled = self.sides.frequent.sample(uniform[1:])  # (S, F)
+        sampled = self.frequent.sample(uniform[1:])  # (S, F)
         return uniform[0], torch.cat([sampled, self.ledger.ids])
 
     def _find_gradient(
@@ -341,26 +311,19 @@ class TransferGroup:
         """Return the batch with the sides exchanged: its frequent rows move to a sample of rare ones."""
         ids = batch.ids.clamp(min=0)
         uniform = batch.draws.uniform(self._samples, len(self.names), first=OTHER_SIDE)
-        others = self.look_up(self.sides.rare.sample(uniform)).transpose(0, 1)
-        has_rare = (self.sides.rare.counts > 0).index_select(0, batch.table)
-        moves = self.sides.source.index_select(0, ids) & (batch.ids >= 0) & has_rare
+        others = self.look_up(self.rare.sample(uniform)).transpose(0, 1)
+        has_rare = (self.rare.counts > 0).index_select(0, batch.table)
+        moves = self.source.index_select(0, ids) & (batch.ids >= 0) & has_rare
         return replace(batch, moves=moves, others=others, flipped=True).with_totals()
 
 
-def start_groups(
+def _selected(
     rows: RowGradients,
     chosen: Selection | CoOccurrence | FrequencySplit | None,
     counts: Mapping[str, Tensor] | Tensor | None,
     data: Dataset | Tensor | None,
-    *,
-    loss: TransferLoss,
-    samples: int,
-    both: bool,
-) -> list[TransferGroup]:
-    """Return the groups of tables of a model, each with its sides and its loss.
-
-    The selection is the one given, or made of counts and data.
-    """
+) -> list[tuple[list[Site], list[FieldSelection]]]:
+    """Return the tables of each group, and what is selected of each: as given, or by counts and data."""
     known = {site.info.name: site for site in find_sites(rows.model)}
     # of one weight under several names, the first
     groups = [[known[n] for n in g.names[: len(set(g.first_rows))]] for g in rows.tables]
@@ -379,41 +342,38 @@ def start_groups(
                 "where="
             )
         counts = {sites[0].info.name: counts}
-    if not isinstance(chosen, Selection) and counts is None:
+    if isinstance(chosen, Selection):
+        selection, names = chosen, _selection_names(sites, chosen.fields)
+    elif counts is None:
         raise DataError(
             "harmless transfer must know which rows are frequent; pass counts=dataset.counts(), or a "
             "Selection as select="
         )
-    offered = list(chosen.fields if isinstance(chosen, Selection) else counts or ())
-    names = {site.info.name: _selection_name(site, offered) for site in sites}
-    if isinstance(chosen, Selection):
-        selection = chosen
     else:
-        assert counts is not None
+        names = _selection_names(sites, counts)
         fields = list(dict.fromkeys(names.values()))
         selection = select(data, counts, chosen or FrequencySplit(), fields=fields)
-    started = []
-    for number, group in enumerate(groups):
-        parts = [selection[names[site.info.name]] for site in group]
-        for part, site in zip(parts, group, strict=True):
-            if len(part.source) != site.info.rows:
-                raise DataError(
-                    f"{site.info.name!r} has {site.info.rows} rows, but its counts have "
-                    f"{len(part.source)}; pass the counts of the data that it is trained on"
-                )
-        made = TransferGroup(rows, number, group, parts, loss=loss, samples=samples, both=both)
-        started.append(made)
-    return started
+    for site in sites:
+        size = len(selection[names[site.info.name]].source)
+        if size != site.info.rows:
+            raise DataError(
+                f"{site.info.name!r} has {site.info.rows} rows, but its counts have {size}; pass the "
+                "counts of the data that it is trained on"
+            )
+    return [(group, [selection[names[site.info.name]] for site in group]) for group in groups]
 
 
-def _selection_name(site: Site, known: Sequence[str]) -> str:
-    """Return the name of a table in counts and selections: its own, or its field's."""
-    for name in (site.info.name, site.info.field):
-        if name in known:
-            return name
-    raise DataError(
-        f"there are no counts of the table {site.info.name!r}{suggest(site.info.field, known)}"
-    )
+def _selection_names(sites: Sequence[Site], known: Collection[str]) -> dict[str, str]:
+    """Return the name of each table in counts and selections: its own, or its field's."""
+    names = {}
+    for info in (site.info for site in sites):
+        found = [name for name in (info.name, info.field) if name in known]
+        if not found:
+            raise DataError(
+                f"there are no counts of the table {info.name!r}{suggest(info.field, list(known))}"
+            )
+        names[info.name] = found[0]
+    return names
 
 
 @dataclass(frozen=True)
@@ -453,8 +413,7 @@ class RunningTransfer(Callback):
         both: bool,
         seed: int,
         update_absent: int,
-        compile: bool,
-        say: Callable[[str], object],
+        say: Callable[[str], object] | None,
     ) -> None:
         require(
             update_absent >= 0,
@@ -467,17 +426,17 @@ class RunningTransfer(Callback):
         self._loss_of_step: Tensor | None = None  # always in the same memory
         self.rows = RowGradients(model, _Asked(self), where)
         try:
-            self.groups = start_groups(
-                self.rows, select, counts, data, loss=loss, samples=samples, both=both
-            )
+            self.groups = [
+                TransferGroup(
+                    self.rows, number, *group, loss=loss, samples=samples, both=both, say=say
+                )
+                for number, group in enumerate(_selected(self.rows, select, counts, data))
+            ]
         except BaseException:
             self.rows.close()
             raise
         self.ledger.groups = [group.ledger for group in self.groups]
         self.draws = Draws(seed, self.groups[0].device)
-        if compile:
-            for group in self.groups:
-                group.compile(say)
 
     def backward(
         self, *losses: Tensor, scaler: GradScaler | None = None, last: bool = True
@@ -509,12 +468,25 @@ class RunningTransfer(Callback):
 
     def explain(self, table: str, id: int) -> Explanation:
         """Return what the transfer does with one row of a table, by its name or its field's."""
-        for group in self.groups:
-            for number, name in enumerate(group.names):
-                if table in (name, name.rpartition(".")[2]):
-                    return _explanation(group, number, id)
-        known = ", ".join(name for group in self.groups for name in group.names)
-        raise TrainingError(f"the transfer does not use a table {table!r}; it uses {known}")
+        known = [(group, number) for group in self.groups for number in range(len(group.names))]
+        for group, number in known:
+            name, part = group.names[number], group.parts[number]
+            if table not in (name, name.rpartition(".")[2]):
+                continue
+            last = len(part.counts) - 1
+            require(0 <= id <= last, f"{name!r} has ids from 0 to {last}, got {id}")
+            row = group.starts[number] + id
+            is_source, is_target = bool(group.source[row]), bool(group.target[row])
+            pairs = zip(part.relatives[id].tolist(), part.weights[id].tolist(), strict=True)
+            return Explanation(
+                table=name,
+                id=id,
+                count=int(part.counts[id]),
+                side="frequent" if is_source else "rare" if is_target else "neither",
+                relatives=tuple((other, weight) for other, weight in pairs if weight > 0),
+            )
+        names = ", ".join(group.names[number] for group, number in known)
+        raise TrainingError(f"the transfer does not use a table {table!r}; it uses {names}")
 
     def report(self) -> dict[str, Any]:
         """Return the ledger as plain values."""
@@ -597,21 +569,3 @@ class _Asked(GroupRule):
     def recording_key(self) -> Hashable:
         transfer, loss = self.transfer, self.transfer._loss_of_step  # noqa: SLF001  # as above
         return transfer.rule, transfer.alpha, transfer.scale, loss is not None and loss.data_ptr()
-
-
-def _explanation(group: TransferGroup, number: int, id: int) -> Explanation:
-    part = group.parts[number]
-    require(
-        0 <= id < len(part.counts),
-        f"{group.names[number]!r} has ids from 0 to {len(part.counts) - 1}, got {id}",
-    )
-    row = group.starts[number] + id
-    is_source, is_target = bool(group.sides.source[row]), bool(group.sides.target[row])
-    pairs = zip(part.relatives[id].tolist(), part.weights[id].tolist(), strict=True)
-    return Explanation(
-        table=group.names[number],
-        id=id,
-        count=int(part.counts[id]),
-        side="frequent" if is_source else "rare" if is_target else "neither",
-        relatives=tuple((row, weight) for row, weight in pairs if weight > 0),
-    )
