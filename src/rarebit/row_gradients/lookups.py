@@ -1,6 +1,4 @@
-"""The processes that train one model together.
-
-Watched tables: their lookups hand out leaves, so that a backward stops before the table.
+"""Watched tables: their lookups hand out leaves, so that a backward stops before the table.
 
     forward     ids ─► table ─► rows ┊ leaf ─► network ─► loss
     backward                         ┊ leaf ◄─ network ◄─ loss      the caller's; it ends at the leaf
@@ -9,7 +7,7 @@ Watched tables: their lookups hand out leaves, so that a backward stops before t
 A leaf is a copy of the rows without their history. Its gradient is what the loss wants of each row. The
 `Lookup` keeps the rows themselves, from which the way into the table's parameters is still open. A lookup
 whose leaf is dropped without a backward is forgotten with it. With several processes, all lookups of a step
-are gathered and each process looks all of them up.
+are gathered, and each process looks all of them up; DDP ignores the tables.
 
 A plain `nn.EmbeddingBag` pools its rows itself:
 
@@ -47,25 +45,7 @@ from rarebit.tables.find import FieldSite, ModuleSite, Site, TableInfo, find_sit
 from rarebit.tables.rows import NO_ROW, WATCHED, is_watched
 from rarebit.tables.table import Table
 
-__all__ = [
-    "LookedUpRows",
-    "Lookup",
-    "RowGroup",
-    "TiedTable",
-    "Watch",
-    "WatchedTable",
-    "add_gradient",
-    "choose_sites",
-    "gather_counts",
-    "gather_ranks",
-    "ignore_in_ddp",
-    "join_parts",
-    "keep_from_ddp",
-    "watch_tables",
-    "watch_tied",
-    "wide",
-    "world_size",
-]
+__all__ = ["RowGroup", "wide", "world_size"]
 
 
 def world_size() -> int:
@@ -143,9 +123,7 @@ class RowGroup:
     first_rows: tuple[int, ...]
     """The number of each table's row 0."""
     num_rows: int
-    """Rows of all its tables."""
     width: int
-    """Length of a row."""
 
 
 class Numbering:
@@ -157,7 +135,7 @@ class Numbering:
         self._is_left_out = self.first_row < 0
         self._all_chosen = not bool(self._is_left_out.any())
         self._has_padding = bool((self.padding >= 0).any())
-        self._first_rows = self.first_row.reshape(-1).tolist()
+        self.first_rows = self.first_row.reshape(-1).tolist()
 
     def keys(self, ids: Tensor, dtype: torch.dtype) -> Tensor:
         """Return the key of each id; the last axis of a stack is its slots."""
@@ -171,11 +149,11 @@ class Numbering:
             keys.masked_fill_(self._is_left_out, NO_ROW)
         return keys.masked_fill_(ids == self.padding, NO_ROW) if self._has_padding else keys
 
-    def most(self, num_lookups: int, group: RowGroup) -> int:
-        """Return the largest number of distinct keys, `NO_ROW` included, for lookups per slot."""
-        ends = [*group.first_rows[1:], group.num_rows]
-        sizes = {first: end - first for first, end in zip(group.first_rows, ends, strict=True)}
-        return 1 + sum(min(num_lookups, sizes.get(first, 0)) for first in self._first_rows)
+    def slots_of(self, group: RowGroup) -> Tensor:
+        """Return the first slot of each table of a stack; nothing for a single table."""
+        is_stack = self.first_row.dim() > 0
+        slots = [self.first_rows.index(row) for row in group.first_rows] if is_stack else []
+        return torch.tensor(slots, dtype=torch.int64)
 
 
 @dataclass(eq=False)
@@ -183,25 +161,17 @@ class PooledRows:
     """T rows that a bag pooled, and the gradient of their bags."""
 
     bag: nn.EmbeddingBag
-    ids: Tensor
-    """The row of each lookup, `(T,)`."""
+    ids: Tensor  # of each lookup, (T,), as are its bag, and its weight in the bag
     bag_of: Tensor
-    """The bag of each lookup, `(T,)`."""
     weights: Tensor
-    """The weight of each lookup in its bag, `(T,)`."""
     gradient: Tensor | None = None
     """The gradient of the bags, summed over the losses."""
 
     @classmethod
     def watch(
-        cls,
-        bag: nn.EmbeddingBag,
-        pooled: Tensor,
-        input: Tensor,
-        offsets: Tensor | None,
-        per_sample_weights: Tensor | None,
+        cls, bag: nn.EmbeddingBag, pooled: Tensor, input: Tensor, *how: Tensor | None
     ) -> "PooledRows":
-        """Return what a backward will fill in for these pooled rows."""
+        offsets, per_sample_weights = how
         ids = input.reshape(-1)
         places = torch.arange(ids.shape[0])
         if offsets is None:
@@ -220,7 +190,6 @@ class PooledRows:
         return rows
 
     def add(self, gradient: Tensor) -> None:
-        """Add the gradient of one loss."""
         self.gradient = gradient if self.gradient is None else self.gradient + gradient
 
     def continue_from(self, gradients: Tensor, keep: Tensor) -> tuple[Tensor, Tensor]:
@@ -268,10 +237,12 @@ class LookedUpRows:
     @property
     def most_keys(self) -> int:
         """The largest possible number of distinct keys, `NO_ROW` included."""
-        return self.numbering.most(len(self.ids), self.group)
+        group, num_lookups = self.group, len(self.ids)
+        ends = [*group.first_rows[1:], group.num_rows]
+        sizes = {first: end - first for first, end in zip(group.first_rows, ends, strict=True)}
+        return 1 + sum(min(num_lookups, sizes.get(first, 0)) for first in self.numbering.first_rows)
 
     def rows(self) -> list[Tensor]:
-        """Return the values of the rows, part by part."""
         return [
             _single_rows(part.bag, part.ids) if isinstance(part, PooledRows) else part.detach()
             for part in self.parts
@@ -303,7 +274,6 @@ class Lookup:
     pooled: PooledRows | None = None
 
     def begin(self, num_losses: int) -> None:
-        """Prepare for the gradients of the losses."""
         self.gradients = [None] * num_losses
         if self.pooled is not None:
             self.pooled.gradient = None
@@ -319,12 +289,9 @@ class Watch:
     """State that the watched tables of a model share."""
 
     def __init__(self) -> None:
-        self.passing = False
-        """Whether lookups are left alone: inside a backward, and after closing."""
-        self.forgotten = False
-        """Whether a backward came that nobody continued."""
-        self.unshared: list[nn.Parameter] = []
-        """Parameters that may still differ between processes."""
+        self.passing = False  # lookups are left alone: inside a backward, and after closing
+        self.forgotten = False  # a backward came that nobody continued
+        self.unshared: list[nn.Parameter] = []  # they may still differ between processes
 
     @contextmanager
     def pass_through(self) -> Iterator[None]:
@@ -379,7 +346,6 @@ class Watched:
         self.modules.append(module)
 
     def detach(self) -> None:
-        """Remove the hooks."""
         for handle in self.handles:
             handle.remove()
         WATCHED.difference_update(self.modules)
@@ -406,14 +372,12 @@ class WatchedTable(Watched):
             module.__dict__["forward"] = forward
 
     def detach(self) -> None:
-        """Remove the hooks, and forget pending lookups."""
         super().detach()
         if isinstance(self.module, nn.EmbeddingBag):
             self.module.__dict__.pop("forward", None)
         self.pending.clear()
 
     def look_up(self, ids: Tensor) -> Tensor:
-        """Return the rows of these ids as the table itself does."""
         if isinstance(self.module, nn.EmbeddingBag):
             return _single_rows(self.module, ids)
         with self.watch.pass_through():
@@ -421,7 +385,6 @@ class WatchedTable(Watched):
             return rows
 
     def begin(self, num_losses: int) -> None:
-        """Hold the leaves that a backward may reach."""
         for number, lookup in list(self.pending.items()):
             leaf = lookup.leaf()
             if leaf is not None:
@@ -429,12 +392,11 @@ class WatchedTable(Watched):
                 self.leaves.append((number, lookup, leaf))
 
     def take(self, loss: int) -> None:
-        """Take the gradient off the leaves."""
         for _, lookup, leaf in self.leaves:
             lookup.gradients[loss], leaf.grad = leaf.grad, None
 
     def end(self) -> None:
-        """Keep the lookups that the backward reached; the others wait for theirs."""
+        # lookups that the backward did not reach wait for theirs
         for number, lookup, _ in self.leaves:
             if any(gradient is not None for gradient in lookup.gradients):
                 self.pending.pop(number, None)
@@ -442,16 +404,13 @@ class WatchedTable(Watched):
         self.leaves = []
 
     def drop_step(self) -> bool:
-        """Forget the lookups of the step."""
         had, self.step = bool(self.step), []
         return had
 
     def count(self) -> int:
-        """Return the number of ids looked up, or for a stack of rows of slots."""
         return sum(len(self._flat(lookup.ids)) for lookup in self.step)
 
     def waiting(self) -> list[Lookup]:
-        """Return the lookups that a backward may reach."""
         return [lookup for lookup in self.pending.values() if lookup.leaf() is not None]
 
     def look_up_more(self, ids: Tensor, num_losses: int) -> Lookup:
@@ -463,7 +422,6 @@ class WatchedTable(Watched):
         return more
 
     def rows_of(self, lookups: Sequence[Lookup]) -> LookedUpRows:
-        """Return the rows that these lookups read."""
         device = next(self.module.parameters()).device
         flat = [self._flat(lookup.ids) for lookup in lookups]
         ids = join_parts(flat or [self._flat(torch.empty(0, dtype=torch.int64, device=device))])
@@ -563,7 +521,6 @@ class TiedTable(Watched):
             self.attach(module, self._check_lookup)
 
     def begin(self, num_losses: int) -> None:
-        """Put the existing gradient away."""
         self.before, self.weight.grad = self.weight.grad, None
         self.sums = self.sums or [None] * num_losses
 
@@ -578,11 +535,9 @@ class TiedTable(Watched):
         self.sums[loss] = gradient if earlier is None else earlier + gradient
 
     def end(self) -> None:
-        """Put the earlier gradient back."""
         self.weight.grad, self.before = self.before, None
 
     def drop_step(self) -> bool:
-        """Forget the gradients of the step."""
         had, self.sums = any(sums is not None for sums in self.sums), []
         return had
 
@@ -694,8 +649,7 @@ def _group(sites: Sequence[Site]) -> RowGroup:
 
 
 def _padding(site: Site) -> int:
-    padding = site.table.padding_idx
-    return -1 if padding is None else padding
+    return -1 if site.table.padding_idx is None else site.table.padding_idx
 
 
 def _module_of(site: ModuleSite) -> Lookable:
@@ -703,7 +657,6 @@ def _module_of(site: ModuleSite) -> Lookable:
 
 
 def _stack_of(site: FieldSite) -> tuple[Stack, int]:
-    """Return the stack that holds a field, and the field's place in it."""
     collection = site.collection
     for members, stack in zip(collection.members, collection.stacks, strict=True):
         if site.index in members:

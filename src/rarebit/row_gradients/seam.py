@@ -4,22 +4,21 @@
 
     U    distinct rows of the step          K    losses          D    width of a row          T    lookups
 
-A rule is pure and works on rows, so it holds for plain tables and for tables made by methods alike.
-It is called once per optimizer step for each group of `RowGradients.tables`, on row gradients that are
-unscaled, summed over the micro-batches and averaged over the processes: rules are not linear, and one
-called on parts would give another answer. It sees float32, or float64 where the table is that wide.
-On a GPU, where no size may depend on the ids, some slots hold no row: their id is -1, their gradients
-are zero, and what the rule returns for them is ignored. A `GroupRule` also sees which tables the rows
-belong to and their values. On a GPU it can be recorded and replayed (`row_gradients/recorded.py`); in a
-step that is recorded as a whole, what needs no gradients runs beside the backward.
+A rule is pure and works on rows, so it holds for plain tables and for tables made by methods alike. It is called
+once per optimizer step for each group of `RowGradients.tables`, on row gradients that are unscaled, summed over
+the micro-batches and averaged over the processes: rules are not linear. It sees float32, or float64 where the
+table is that wide. On a GPU, where no size may depend on the ids, some slots hold no row: their id is -1, their
+gradients are zero, and what the rule returns for them is ignored. A `GroupRule` also sees which tables the rows
+belong to and their values. On a GPU it can be recorded and replayed (`row_gradients/recorded.py`); in a step that
+is recorded as a whole, what needs no gradients runs beside the backward.
 
-Where a rule returns the sum over the losses, a row's gradient is what plain `backward()` gives: for one
-loss in one process on the CPU to the last bit, else within the rounding of a sum. In a bfloat16 model
-each lookup's gradient has 8 bits and only their sum is float32; under autocast tables are float32.
+Where a rule returns the sum over the losses, a row's gradient is what plain `backward()` gives: for one loss in
+one process on the CPU to the last bit, else within the rounding of a sum. In a bfloat16 model each lookup's
+gradient has 8 bits and only their sum is float32; under autocast tables are float32.
 
-While a rule is attached, tables hand out leaves: torch refuses to change them in place. A weight that is
-used without a module, as in `x @ table.weight.T`, adds its gradient past the rule, and so does a lookup
-inside `torch.utils.checkpoint` with `use_reentrant=True`.
+While a rule is attached, torch refuses to change rows in place. A weight that is used without a module, as in
+`x @ table.weight.T`, adds its gradient past the rule, and so does a lookup inside `torch.utils.checkpoint` with
+`use_reentrant=True`.
 
 Several processes (`DistributedDataParallel`):
 
@@ -179,7 +178,6 @@ class AskedRule:
 
     @torch.no_grad()
     def prepare(self, number: int, found: LookedUpRows) -> KnownRows:
-        """Return all that is known of a step before its gradients."""
         distinct = find_distinct(found.keys, static=self.static, most=found.most_keys)
         ids = distinct.ids.long()
         # in the compact form, lookups without a rule share the first slot
@@ -321,7 +319,7 @@ class RowGradients:
         self._watch = Watch()
         self._tables = watch_tables(self._watch, chosen)
         self._tied = watch_tied(self._watch, chosen)
-        self._slots = [_first_slots(table) for table in self._tables]
+        self._slots = [table.numbering.slots_of(table.group) for table in self._tables]
         self._recorded = [Recorded() for _ in self._tables]
         self._early: dict[int, Early] = {}
         self._always_early = False
@@ -370,12 +368,12 @@ class RowGradients:
             with self._watch.pass_through():
                 if last and self._is_early():
                     self._prepare_early(len(losses))
-                self._collect(
-                    losses if scaler is None else [_scaled(scaler, loss) for loss in losses]
-                )
+                scale: Callable[[Tensor], Tensor] | None = scaler.scale if scaler else None
+                self._collect([scale(loss) for loss in losses] if scale else losses)
                 self._num_losses = len(losses)
                 if last:
-                    self._finish(None if scaler is None else _scale_of(scaler, losses[0].device))
+                    home = losses[0].device
+                    self._finish(scale(torch.ones((), device=home)) if scale else None)
         except BaseException:
             self.discard()  # a failed step must not be part of the next one
             raise
@@ -440,7 +438,6 @@ class RowGradients:
             )
 
     def _collect(self, losses: Sequence[Tensor]) -> None:
-        """Run the backward of each loss, and keep the gradients of the leaves."""
         for table in self._all():
             table.begin(len(losses))
         try:
@@ -466,7 +463,6 @@ class RowGradients:
                 add_gradient(tensor, gradient.clone())
 
     def _finish(self, scale: Tensor | None) -> None:
-        """Ask the rule, and continue the backward into the tables."""
         assert self._num_losses is not None
         parts: list[tuple[Tensor, Tensor]] = []
         try:
@@ -571,20 +567,3 @@ class RowGradients:
         inputs = [gradients, found.ids, *rows, *last]
         gradients, keep = self._recorded[number]((key, homes), answer, inputs)
         return gradients, keep
-
-
-def _first_slots(table: WatchedTable) -> Tensor:
-    """Return the first slot of each table of a stack; nothing for a single table."""
-    if table.numbering.first_row.dim() == 0:
-        return torch.empty(0, dtype=torch.int64)
-    first_rows = table.numbering.first_row.tolist()
-    return torch.tensor([first_rows.index(first_row) for first_row in table.group.first_rows])
-
-
-def _scale_of(scaler: GradScaler, device: torch.device) -> Tensor:
-    return _scaled(scaler, torch.ones((), device=device))
-
-
-def _scaled(scaler: GradScaler, tensor: Tensor) -> Tensor:
-    scaled: Tensor = scaler.scale(tensor)
-    return scaled
