@@ -265,6 +265,7 @@ def test_resume_takes_no_other_settings_file_or_folder(call):
 
 def test_tables_can_be_trained_by_rows(call, tmp_path):
     words = ["--model", "fm", "--rows", "2000", "--epochs", "1", "--tables", "rowwise"]
+    words += ["--device", "cpu"]
     code, _, err = call("train", *words, "--out", str(tmp_path / "run"))
     assert code == 0
     assert "memory on cpu: " in err
