@@ -344,7 +344,7 @@ def test_no_large_files_data_or_machine_paths():
 @pytest.mark.parametrize(
     ("rule", "path", "source"),
     [
-        (layer_violations, "data/x.py", "from rarebit.tables.find import find_tables"),
+        (layer_violations, "data/x.py", "from rarebit.tables.apply import find_tables"),
         (layer_violations, "tables/x.py", "def f():\n    import rarebit.models"),
         (layer_violations, "serving/x.py", "import rarebit as rb"),
         (layer_violations, "__init__.py", "from rarebit.bench import x"),

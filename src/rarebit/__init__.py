@@ -41,8 +41,14 @@ from rarebit.row_gradients.seam import RowGradients, sum_losses
 from rarebit.study.plan import StudyPlan
 from rarebit.study.results import StudyResult
 from rarebit.study.study import study
-from rarebit.tables.apply import TableChanges, apply_, check_optimizer, merge_
-from rarebit.tables.find import TableInfo, find_tables
+from rarebit.tables.apply import (
+    TableChanges,
+    TableInfo,
+    apply_,
+    check_optimizer,
+    find_tables,
+    merge_,
+)
 from rarebit.tables.spectrum import information_abundance
 from rarebit.tables.table import Method, Table
 from rarebit.technique import Rank

@@ -44,9 +44,8 @@ from rarebit.models.dcn_v2 import DCNv2
 from rarebit.models.deepfm import DeepFM
 from rarebit.sets.sets import SetsMethod
 from rarebit.study.variants import CONTROLS
-from rarebit.tables.apply import apply_, end_training_, merge_
+from rarebit.tables.apply import apply_, end_training_, find_tables, merge_
 from rarebit.tables.collection import TableCollection
-from rarebit.tables.find import find_tables
 from rarebit.tables.table import AnyTable, Method, Table
 from rarebit.technique import (
     BASELINE,

@@ -9,7 +9,7 @@ import rarebit as rb
 from rarebit.codes.packed import Pack, PackedTable, pack_, take_packed_
 from rarebit.errors import ModelFileError, SettingsError, UnsupportedTableError
 from rarebit.models.fm import FM
-from rarebit.tables.find import table_bytes
+from rarebit.tables.apply import table_bytes
 
 FIELDS = (
     rb.Field(name="user", rows=300),

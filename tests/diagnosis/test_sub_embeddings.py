@@ -12,7 +12,7 @@ from rarebit.diagnosis.diagnose import diagnose
 from rarebit.models.dcn_v2 import DCNv2
 from rarebit.models.deepfm import DeepFM
 from rarebit.models.ffm import FFM
-from rarebit.tables.find import find_sites
+from rarebit.tables.apply import find_sites
 from rarebit.tables.spectrum import information_abundance
 from rarebit.tables.table import full_table
 

@@ -18,7 +18,7 @@ import rarebit as rb
 from rarebit.errors import DataError, OptimizerError, SettingsError, UnsupportedTableError
 from rarebit.methods.forgetting import Forgetting, forget_, restart_, stored_rows
 from rarebit.pruning.masked import Ticket
-from rarebit.tables.find import Site, find_sites, table_parameters
+from rarebit.tables.apply import Site, find_sites, table_parameters
 from rarebit.tables.table import full_table
 from rarebit.training.run import train_model
 from rarebit.training.settings import RunSettings

@@ -14,7 +14,7 @@ from rarebit.methods.mlet import MLET
 from rarebit.methods.quantize import Quantize, QuantizedTable
 from rarebit.models.deepfm import DeepFM
 from rarebit.models.fm import FM
-from rarebit.tables.find import table_bytes
+from rarebit.tables.apply import table_bytes
 
 both = pytest.mark.parametrize("bits", [8, 4])
 

@@ -13,7 +13,7 @@ from torch.testing import assert_close
 import rarebit as rb
 from rarebit.models.lr import LR
 from rarebit.research.frequency_decay import FrequencyDecay
-from rarebit.tables.find import find_sites
+from rarebit.tables.apply import find_sites
 
 
 def penalty(model: nn.Module, batch: rb.Batch, counts: dict[str, Tensor], c: float) -> Tensor:

@@ -13,7 +13,7 @@ import rarebit as rb
 from rarebit.errors import UnsupportedTableError
 from rarebit.models.deepfm import DeepFM
 from rarebit.research.fresh_tables import FreshTables
-from rarebit.tables.find import table_parameters
+from rarebit.tables.apply import table_parameters
 
 STEPS = 8
 """Steps of an epoch of 64 rows."""

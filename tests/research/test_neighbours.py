@@ -8,7 +8,7 @@ from torch.nn import functional as F
 import rarebit as rb
 from rarebit.callbacks import TrainingData, TrainingMethod
 from rarebit.models._base import RankingModel
-from rarebit.tables.find import find_sites
+from rarebit.tables.apply import find_sites
 from rarebit.technique import compositions, technique_names
 from rarebit.testing import small_model
 

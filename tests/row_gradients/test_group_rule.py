@@ -9,7 +9,7 @@ from torch.testing import assert_close
 import rarebit as rb
 from rarebit.models.deepfm import DeepFM
 from rarebit.row_gradients.seam import GroupRule, RowGradients
-from rarebit.tables.find import find_sites
+from rarebit.tables.apply import find_sites
 
 
 class Notes(GroupRule):

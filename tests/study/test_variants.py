@@ -17,8 +17,7 @@ from rarebit.models import model_names
 from rarebit.pruning.pruned import Pruned
 from rarebit.study.plan import StudyPlan
 from rarebit.study.variants import LR_FACTORS, variants_of
-from rarebit.tables.apply import apply_
-from rarebit.tables.find import table_bytes, table_parameters
+from rarebit.tables.apply import apply_, table_bytes, table_parameters
 from rarebit.training.run import start_model
 
 SCHEMA = Schema(

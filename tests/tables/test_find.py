@@ -8,8 +8,8 @@ from torch import nn
 
 import rarebit as rb
 from rarebit.models.deepfm import DeepFM
+from rarebit.tables.apply import table_bytes
 from rarebit.tables.collection import TableCollection
-from rarebit.tables.find import table_bytes
 
 HASHING = rb.Hashing(buckets=5)
 

@@ -11,7 +11,7 @@ from torch.testing import assert_close
 
 import rarebit as rb
 from rarebit.errors import ModelFileError, TrainingInterrupted
-from rarebit.tables.find import table_bytes
+from rarebit.tables.apply import table_bytes
 from rarebit.tables.table import full_table
 from rarebit.technique import technique_to_mapping
 from rarebit.training.fit import Silence

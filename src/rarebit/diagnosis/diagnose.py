@@ -25,7 +25,7 @@ from rarebit.diagnosis.measure import (
 from rarebit.diagnosis.report import Diagnosis, LeftAlone, find_waste
 from rarebit.diagnosis.rows import rows_of_slice, rows_of_table, scan, without
 from rarebit.errors import DataError, ModelFileError, NoTableError, SettingsError
-from rarebit.tables.find import TableInfo, find_sites
+from rarebit.tables.apply import TableInfo, find_sites
 from rarebit.tables.spectrum import abundance_of
 from rarebit.tables.table import AnyTable, methods_of
 from rarebit.technique import Rank

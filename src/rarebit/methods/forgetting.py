@@ -37,8 +37,7 @@ from rarebit.errors import UnsupportedTableError
 from rarebit.methods._counts import Counts, counts_of_rows, counts_of_table
 from rarebit.methods.hashing import HashedTable
 from rarebit.settings import check_types, require
-from rarebit.tables.apply import check_optimizer
-from rarebit.tables.find import Site, find_sites, table_parameters
+from rarebit.tables.apply import Site, check_optimizer, find_sites, table_parameters
 from rarebit.tables.table import CHUNK
 
 __all__ = ["Forgetting", "forget_", "restart_", "stored_rows"]

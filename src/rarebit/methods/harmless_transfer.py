@@ -25,7 +25,7 @@ from rarebit.data.dataset import Dataset
 from rarebit.data.selection import CoOccurrence, FrequencySplit, Selection, stored_selection
 from rarebit.errors import NoTableError
 from rarebit.settings import check_types, require, suggest
-from rarebit.tables.find import Site, TableInfo, find_sites
+from rarebit.tables.apply import Site, TableInfo, find_sites
 from rarebit.tables.table import full_table, methods_of
 from rarebit.technique import BASELINE, Control, Technique, technique_name, technique_text
 from rarebit.text import TextTable

@@ -27,7 +27,7 @@ from rarebit.pruning.masked import Ticket, row_chunks
 from rarebit.pruning.pep import thresholded_tables
 from rarebit.settings import check_types, from_mapping, to_mapping
 from rarebit.storage.files import write_files
-from rarebit.tables.find import FieldSite, Site, find_sites
+from rarebit.tables.apply import FieldSite, Site, find_sites
 from rarebit.tables.table import CHUNK, AnyTable, home_of
 
 __all__ = ["FrequencyGroups", "PruningInsight", "pruning_insight", "write_insight"]

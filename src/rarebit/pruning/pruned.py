@@ -62,9 +62,8 @@ from rarebit.pruning.pep import (
 )
 from rarebit.settings import check_types, from_mapping, require, to_mapping, updated
 from rarebit.storage.files import file_lock, write_json
-from rarebit.tables.apply import apply_, end_training_
+from rarebit.tables.apply import TableInfo, apply_, end_training_, find_sites, find_tables
 from rarebit.tables.collection import Stack
-from rarebit.tables.find import TableInfo, find_sites, find_tables
 from rarebit.tables.table import AnyTable, Method, Table, full_table, stored_tensors
 from rarebit.technique import Control, Rank, SharedStage, Technique, technique_name, technique_text
 from rarebit.training.fit import History, LineProgress, Progress, Silence, fit, measured

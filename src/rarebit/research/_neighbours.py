@@ -16,9 +16,9 @@ from rarebit.callbacks import TrainingMethod
 from rarebit.data.schema import PADDING
 from rarebit.errors import NoTableError, UnsupportedTableError
 from rarebit.methods._counts import counts_of_table
+from rarebit.tables.apply import ModuleSite, find_sites
 from rarebit.tables.bag import Bag
 from rarebit.tables.collection import TableCollection
-from rarebit.tables.find import ModuleSite, find_sites
 from rarebit.tables.table import home_of
 from rarebit.technique import Technique, technique_name
 

@@ -20,7 +20,7 @@ from rarebit.diagnosis.measure import (
     wide_rows,
 )
 from rarebit.errors import DataError
-from rarebit.tables.find import find_sites
+from rarebit.tables.apply import find_sites
 from rarebit.tables.spectrum import triangle_of
 from rarebit.tables.table import AnyTable
 

@@ -22,7 +22,7 @@ from rarebit.data.schema import PADDING, Schema
 from rarebit.errors import DataError, UnsupportedTableError
 from rarebit.research._neighbours import Neighbour
 from rarebit.settings import check_types, require
-from rarebit.tables.find import find_sites
+from rarebit.tables.apply import find_sites
 from rarebit.tables.table import home_of
 from rarebit.technique import Rank, Technique
 

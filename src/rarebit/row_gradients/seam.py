@@ -58,8 +58,8 @@ from rarebit.row_gradients.lookups import (
     world_size,
 )
 from rarebit.row_gradients.recorded import Recorded, aside, is_recording, join
+from rarebit.tables.apply import TableInfo, refuse_wrapped_model
 from rarebit.tables.collection import PlainStack, take_rows
-from rarebit.tables.find import TableInfo, refuse_wrapped_model
 from rarebit.tables.rows import Distinct, find_distinct
 
 __all__ = ["GroupRule", "RowGradients", "RowStep", "Rule", "sum_losses"]

@@ -22,8 +22,8 @@ from torch import Tensor, nn
 
 from rarebit.errors import NoTableError, UnsupportedTableError
 from rarebit.sets.sets import SetsMethod, sets_of
+from rarebit.tables.apply import find_tables
 from rarebit.tables.collection import TableCollection
-from rarebit.tables.find import find_tables
 
 __all__ = [
     "AveragedSets",

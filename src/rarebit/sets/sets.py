@@ -24,9 +24,17 @@ from torch.optim import Optimizer
 
 from rarebit.errors import OptimizerError, UnsupportedTableError
 from rarebit.settings import check_types, require
-from rarebit.tables.apply import TableChanges, put_tables, refuse_composition
+from rarebit.tables.apply import (
+    FieldSite,
+    Site,
+    TableChanges,
+    TableInfo,
+    find_sites,
+    find_tables,
+    put_tables,
+    refuse_composition,
+)
 from rarebit.tables.collection import PlainStack, Stack, TableCollection, stack_tables
-from rarebit.tables.find import FieldSite, Site, TableInfo, find_sites, find_tables
 from rarebit.tables.table import (
     AnyTable,
     Method,

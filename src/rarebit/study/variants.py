@@ -36,7 +36,7 @@ from rarebit.settings import require, updated
 from rarebit.storage.files import write_json
 from rarebit.study.plan import OWN, StudyPlan, StudySettings
 from rarebit.study.runs import UNREADABLE, run_key
-from rarebit.tables.find import find_sites, find_tables, table_bytes
+from rarebit.tables.apply import find_sites, find_tables, table_bytes
 from rarebit.tables.table import full_table
 from rarebit.technique import (
     BASELINE,

@@ -32,7 +32,7 @@ from rarebit.data.dataset import Splits
 from rarebit.errors import DataError, RarebitError, TrainingInterrupted
 from rarebit.machine import commit
 from rarebit.study.runs import RunFolder, RunRecord, run_key
-from rarebit.tables.find import find_sites, table_bytes
+from rarebit.tables.apply import find_sites, table_bytes
 from rarebit.tables.spectrum import information_abundance
 from rarebit.tables.table import full_table, methods_of
 from rarebit.technique import Rank

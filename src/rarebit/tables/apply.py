@@ -1,13 +1,18 @@
-"""Change the tables of a model in place: `apply_` a method, `merge_` it back to plain tables.
+"""Find the tables of a model and change them in place: `apply_` a method, `merge_` it back to plain tables.
+
+    find_tables    what each table looks like (`TableInfo`), and why one cannot be changed
+    find_sites     the tables with the places in the model that hold them
+    apply_         wrap the chosen tables by a method; all of them or, on an error, none
+    merge_         turn them back into plain torch tables with the same rows
 
 An optimizer that is passed along holds the new parameters afterwards, with the state that still fits.
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import reduce
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -15,18 +20,8 @@ from torch.optim import Optimizer
 
 from rarebit.errors import NoTableError, OptimizerError, UnsupportedTableError
 from rarebit.settings import suggest
-from rarebit.tables.bag import Bag, bag_like
+from rarebit.tables.bag import Bag, bag_like, table_of_bag
 from rarebit.tables.collection import RowMove, TableCollection
-from rarebit.tables.find import (
-    FieldSite,
-    ModuleSite,
-    Site,
-    TableInfo,
-    find_sites,
-    find_tables,
-    refuse_wrapped_model,
-    table_parameters,
-)
 from rarebit.tables.table import (
     AnyTable,
     Method,
@@ -34,6 +29,8 @@ from rarebit.tables.table import (
     Table,
     is_trainable,
     methods_of,
+    num_weights,
+    stored_tensors,
     unsuited,
     wrap,
 )
@@ -41,131 +38,100 @@ from rarebit.technique import refusal
 
 __all__ = [
     "Exchange",
+    "FieldSite",
+    "ModuleSite",
+    "Site",
     "TableChanges",
+    "TableInfo",
     "apply_",
     "check_optimizer",
     "end_training_",
     "exchange_parameters",
+    "find_sites",
+    "find_tables",
+    "lookup_refusal",
     "merge_",
     "put_tables",
     "refuse_composition",
+    "refuse_wrapped_model",
     "reported",
     "restore_tables",
+    "table_bytes",
+    "table_parameters",
 ]
 
-
-class Exchange(NamedTuple):
-    """Old parameters, the new ones in their place, and plain rows that moved between them."""
-
-    old: Sequence[nn.Parameter]
-    new: Sequence[nn.Parameter]
-    moves: Sequence[RowMove]
-
-
-def check_optimizer(model: nn.Module, optimizer: Optimizer) -> None:
-    """Raise when a trainable table parameter is in no group of the optimizer.
-
-    An optimizer built before `apply_` holds the old tables: it would train nothing, silently.
-
-    >>> model = nn.Sequential(nn.Embedding(9, 4))
-    >>> check_optimizer(model, torch.optim.SGD(model.parameters(), lr=0.1))
-    """
-    held = {id(p) for group in optimizer.param_groups for p in group["params"]}
-    missing = [
-        name
-        for name, parameter in table_parameters(model).items()
-        if parameter.requires_grad and id(parameter) not in held
-    ]
-    if missing:
-        raise OptimizerError(
-            f"the optimizer does not hold {', '.join(missing[:3])}"
-            + (f" and {len(missing) - 3} more table parameters" if len(missing) > 3 else "")
-            + ", so training would not change them. Build the optimizer after apply_ and merge_, "
-            "or pass it to them as optimizer="
-        )
-
-
-def exchange_parameters(
-    optimizer: Optimizer, exchanges: Iterable[Exchange], model: nn.Module
-) -> None:
-    """Replace old table parameters by new ones in the optimizer's groups.
-
-    State is kept for a parameter that stayed, and for one all of whose rows came from parameters
-    with state (a stack that was split); every other new parameter starts fresh.
-    """
-    names = {id(parameter): name for name, parameter in model.named_parameters()}
-    for given in exchanges:
-        stay = {id(p) for p in given.new}
-        # old parameters that other tables of the model still have are no part of the exchange
-        exchange = given._replace(old=[p for p in given.old if id(p) in stay or id(p) not in names])
-        gone = [p for p in exchange.old if id(p) not in stay]
-        wanted = {id(p) for p in gone or exchange.old}
-        groups = optimizer.param_groups
-        group = next((g for g in groups if any(id(p) in wanted for p in g["params"])), None)
-        if group is None:
-            continue
-        held = {id(p) for g in optimizer.param_groups for p in g["params"]}
-        arrived = [p for p in exchange.new if id(p) not in held]
-        for parameter in arrived:
-            state = _carried_state(optimizer, parameter, exchange.moves)
-            if not state and isinstance(optimizer, torch.optim.Adagrad):
-                # torch makes this state with the optimizer, not later
-                options = {key: group[key] for key in optimizer.defaults}
-                state = dict(torch.optim.Adagrad([parameter], **options).state[parameter])
-            if state:
-                optimizer.state[parameter] = state
-        for parameter in gone:
-            optimizer.state.pop(parameter, None)
-        for other in optimizer.param_groups:
-            _exchange_in(other, exchange, arrived if other is group else [], names)
-
-
-def _exchange_in(
-    group: dict[str, Any],
-    exchange: Exchange,
-    arrived: Sequence[nn.Parameter],
-    names: Mapping[int, str],
-) -> None:
-    """Put the new parameters where the old ones stood, in the model's order.
-
-    A saved state goes by position: in another order it would be read into other parameters.
-    """
-    old = list(group["params"])
-    ours = {id(p) for p in (*exchange.old, *exchange.new)}
-    here = {id(p) for p in (*old, *arrived)}
-    new = [p for p in exchange.new if id(p) in here]
-    others = [p for p in old if id(p) not in ours]
-    place = next((index for index, p in enumerate(old) if id(p) in ours), 0)
-    # in place: an optimizer may hold on to the list itself, as LBFGS does
-    group["params"][:] = [*others[:place], *new, *others[place:]]
-    if "param_names" in group:
-        known = dict(zip(map(id, old), group["param_names"], strict=True))
-        known |= {id(p): names[id(p)] for p in new}
-        group["param_names"] = [known[id(p)] for p in group["params"]]
-
-
-def _carried_state(
-    optimizer: Optimizer, parameter: nn.Parameter, moves: Sequence[RowMove]
-) -> dict[str, Any]:
-    """Return the state of rows that moved into this parameter, empty unless it covers all of them."""
-    moves = [move for move in moves if move.target is parameter]
-    moves = [move for move in moves if optimizer.state.get(move.source)]
-    if sum(move.target_rows.stop - move.target_rows.start for move in moves) != len(parameter):
-        return {}
-    state: dict[str, Any] = {}
-    for key, value in optimizer.state[moves[0].source].items():
-        if isinstance(value, Tensor) and value.shape[:1] == moves[0].source.shape[:1]:
-            state[key] = value.new_empty(len(parameter), *value.shape[1:])
-            for move in moves:
-                state[key][move.target_rows] = optimizer.state[move.source][key][move.source_rows]
-        else:
-            state[key] = value.clone() if isinstance(value, Tensor) else value
-    return state
-
-
-Where: TypeAlias = Callable[[TableInfo], bool]
-
+Kind: TypeAlias = Literal["embedding", "bag", "field"]
+TableModule: TypeAlias = nn.Embedding | nn.EmbeddingBag | Table | Bag
+Where: TypeAlias = Callable[["TableInfo"], bool]
+MODULE_HOOKS = (
+    *("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"),
+    *("_state_dict_hooks", "_state_dict_pre_hooks"),
+    *("_load_state_dict_pre_hooks", "_load_state_dict_post_hooks"),
+)
+"""Where a module keeps what it calls besides itself."""
 MAX_LINES = 8
+
+
+@dataclass(frozen=True)
+class TableInfo:
+    """What a table is, for choosing it: `where=lambda t: t.rows > 100 and t.field == "user"`."""
+
+    name: str
+    """Where the table is in the model, such as `backbone.tables.user`."""
+    rows: int
+    """How many ids it has a row for."""
+    width: int
+    """How long a row is."""
+    kind: Kind
+    """An `nn.Embedding`, an `nn.EmbeddingBag`, or one field of a stacked table."""
+    methods: tuple[str, ...]
+    """The methods applied to it, in order."""
+    trainable: bool
+    """Whether training changes it."""
+    num_parameters: int
+    """Weights it stores, however few bits each of them has."""
+    num_bytes: int
+    """Bytes of all that it stores."""
+    refusal: str | None
+    """Why no method can be applied to it; None when one can."""
+
+    @property
+    def field(self) -> str:
+        """The last part of the name: the field or attribute it is called by."""
+        return self.name.rpartition(".")[2]
+
+
+@dataclass(frozen=True)
+class ModuleSite:
+    """A table that is a module of its own, and every place in the model that holds it."""
+
+    module: TableModule
+    places: list[tuple[nn.Module, str]]
+    info: TableInfo
+    tie: str | None = None
+    """Which other part of the model uses its weight; None when no other does."""
+
+    @property
+    def table(self) -> AnyTable:
+        """The table, out of its bag."""
+        if isinstance(self.module, nn.EmbeddingBag | Bag):
+            return table_of_bag(self.module)
+        return self.module
+
+
+@dataclass(frozen=True)
+class FieldSite:
+    """A table that is one field of a collection."""
+
+    collection: TableCollection
+    index: int
+    table: AnyTable = field(repr=False)
+    info: TableInfo
+    tie: str | None = None
+    """Which other part of the model uses a weight of the collection; None when no other does."""
+
+
+Site: TypeAlias = ModuleSite | FieldSite
 
 
 @dataclass(frozen=True)
@@ -225,6 +191,63 @@ class TableChanges:
             + (f" and {len(names) - 3} more" if len(names) > 3 else "")
             for reason, names in by_reason.items()
         ]
+
+
+def _shorten(lines: list[str]) -> list[str]:
+    if len(lines) <= MAX_LINES:
+        return lines
+    return [*lines[: MAX_LINES - 1], f"  and {len(lines) - MAX_LINES + 1} more"]
+
+
+def find_tables(model: nn.Module) -> list[TableInfo]:
+    """Return every table of a model: each `nn.Embedding` and `nn.EmbeddingBag`, each field of a stack.
+
+    >>> [(table.name, table.rows, table.width) for table in find_tables(nn.Sequential(nn.Embedding(9, 4)))]
+    [('0', 9, 4)]
+    """
+    return [site.info for site in find_sites(model)]
+
+
+def find_sites(model: nn.Module) -> list[Site]:
+    """Return every table with the place it can be replaced at."""
+    owners = _owners(model)
+    sites: list[Site] = []
+    for names, module in _table_modules(model):
+        tie = _tie_refusal(names, module, owners)
+        if isinstance(module, TableCollection):
+            # a collection stays where it is: its stacks are replaced
+            refusal = tie or _hook_refusal(module.stacks)
+            start = f"{names[0]}." if names[0] else ""
+            for index, table in enumerate(module.tables()):
+                info = _info(start + module.fields[index].name, table, "field", refusal)
+                sites.append(FieldSite(module, index, table, info, tie))
+        else:
+            kind: Kind = "bag" if isinstance(module, nn.EmbeddingBag | Bag) else "embedding"
+            stored = module.table if isinstance(module, Bag) else module
+            info = _info(names[0], stored, kind, _refusal(names, module, tie))
+            parts = [name.rpartition(".") for name in names if name]
+            places = [(model.get_submodule(parent), attribute) for parent, _, attribute in parts]
+            sites.append(ModuleSite(module, places, info, tie))
+    return sites
+
+
+def table_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
+    """Return the parameters of all tables by name, each once."""
+    return {
+        name: parameter
+        for names, module in _table_modules(model)
+        for name, parameter in module.named_parameters(prefix=names[0])
+    }
+
+
+def table_bytes(model: nn.Module) -> int:
+    """Return the bytes of everything that a model's tables store."""
+    stored = {
+        id(tensor): tensor.nbytes
+        for _, module in _table_modules(model)
+        for tensor in stored_tensors(module)
+    }
+    return sum(stored.values())
 
 
 def apply_(
@@ -337,12 +360,6 @@ def end_training_(model: nn.Module) -> None:
     put_tables(model, sites, [_merged(table, table.served()) for table in tables])
 
 
-def _merged(old: Table, new: AnyTable) -> AnyTable:
-    for method in old.methods:
-        new = method.after_merge(new)
-    return new
-
-
 def restore_tables(
     model: nn.Module, methods: Mapping[str, Sequence[Method]], frozen: Collection[str]
 ) -> None:
@@ -371,12 +388,45 @@ def restore_tables(
     put_tables(model, changed, tables)
 
 
-def _reason_to_skip(site: Site, method: Method, where: Where | None, min_width: int) -> str | None:
-    if site.info.width < min_width:
-        return f"narrower than min_width={min_width}"
-    if where is not None and not where(site.info):
-        return "not chosen"
-    return unsuited(site.table, method)
+def check_optimizer(model: nn.Module, optimizer: Optimizer) -> None:
+    """Raise when a trainable table parameter is in no group of the optimizer.
+
+    An optimizer built before `apply_` holds the old tables: it would train nothing, silently.
+
+    >>> model = nn.Sequential(nn.Embedding(9, 4))
+    >>> check_optimizer(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    """
+    held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    missing = [
+        name
+        for name, parameter in table_parameters(model).items()
+        if parameter.requires_grad and id(parameter) not in held
+    ]
+    if missing:
+        raise OptimizerError(
+            f"the optimizer does not hold {', '.join(missing[:3])}"
+            + (f" and {len(missing) - 3} more table parameters" if len(missing) > 3 else "")
+            + ", so training would not change them. Build the optimizer after apply_ and merge_, "
+            "or pass it to them as optimizer="
+        )
+
+
+def refuse_wrapped_model(model: nn.Module) -> None:
+    """Raise when the model is compiled, scripted or wrapped: its tables can no longer be replaced."""
+    for name, module in model.named_modules():
+        kind = type(module).__name__
+        if kind == "OptimizedModule" or getattr(module, "_compiled_call_impl", None) is not None:
+            reason = "is compiled, and a compiled module keeps calling its old tables"
+        elif isinstance(module, torch.jit.ScriptModule):
+            reason = "is a TorchScript module, whose parts cannot be replaced"
+        elif kind in ("DistributedDataParallel", "FullyShardedDataParallel", "DataParallel"):
+            reason = f"is wrapped in {kind}, which has already registered its parameters"
+        else:
+            continue
+        where = f"{name!r} in the model" if name else "the model"
+        raise UnsupportedTableError(
+            f"{where} {reason}; change the tables first, then compile or wrap it"
+        )
 
 
 def refuse_composition(site: Site, method: Method) -> None:
@@ -387,6 +437,27 @@ def refuse_composition(site: Site, method: Method) -> None:
             raise UnsupportedTableError(
                 f"{method} cannot be applied to {site.info.name!r} after {earlier}: {reason}"
             )
+
+
+def _reason_to_skip(site: Site, method: Method, where: Where | None, min_width: int) -> str | None:
+    if site.info.width < min_width:
+        return f"narrower than min_width={min_width}"
+    if where is not None and not where(site.info):
+        return "not chosen"
+    return unsuited(site.table, method)
+
+
+def _merged(old: Table, new: AnyTable) -> AnyTable:
+    for method in old.methods:
+        new = method.after_merge(new)
+    return new
+
+
+def reported(changes: TableChanges, verbose: bool) -> TableChanges:
+    """Print the changes if wanted, and return them."""
+    if verbose:
+        print(changes)  # noqa: T201  # the caller wants to see what changed
+    return changes
 
 
 def put_tables(
@@ -428,7 +499,7 @@ def _share(model: nn.Module, tables: Iterable[AnyTable]) -> None:
                 setattr(part, name, held.setdefault(key, child))
 
 
-def _replace_module(site: ModuleSite, table: AnyTable) -> Exchange:
+def _replace_module(site: ModuleSite, table: AnyTable) -> "Exchange":
     old = site.module
     new: nn.Module = table
     if isinstance(old, nn.EmbeddingBag | Bag):
@@ -439,14 +510,187 @@ def _replace_module(site: ModuleSite, table: AnyTable) -> Exchange:
     return Exchange(list(old.parameters()), list(new.parameters()), [])
 
 
-def reported(changes: TableChanges, verbose: bool) -> TableChanges:
-    """Print the changes if wanted, and return them."""
-    if verbose:
-        print(changes)  # noqa: T201  # the caller wants to see what changed
-    return changes
+class Exchange(NamedTuple):
+    """Old parameters, the new ones in their place, and plain rows that moved between them."""
+
+    old: Sequence[nn.Parameter]
+    new: Sequence[nn.Parameter]
+    moves: Sequence[RowMove]
 
 
-def _shorten(lines: list[str]) -> list[str]:
-    if len(lines) <= MAX_LINES:
-        return lines
-    return [*lines[: MAX_LINES - 1], f"  and {len(lines) - MAX_LINES + 1} more"]
+def exchange_parameters(
+    optimizer: Optimizer, exchanges: Iterable[Exchange], model: nn.Module
+) -> None:
+    """Replace old table parameters by new ones in the optimizer's groups.
+
+    State is kept for a parameter that stayed, and for one all of whose rows came from parameters
+    with state (a stack that was split); every other new parameter starts fresh.
+    """
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    for given in exchanges:
+        stay = {id(p) for p in given.new}
+        # old parameters that other tables of the model still have are no part of the exchange
+        exchange = given._replace(old=[p for p in given.old if id(p) in stay or id(p) not in names])
+        gone = [p for p in exchange.old if id(p) not in stay]
+        wanted = {id(p) for p in gone or exchange.old}
+        groups = optimizer.param_groups
+        group = next((g for g in groups if any(id(p) in wanted for p in g["params"])), None)
+        if group is None:
+            continue
+        held = {id(p) for g in optimizer.param_groups for p in g["params"]}
+        arrived = [p for p in exchange.new if id(p) not in held]
+        for parameter in arrived:
+            state = _carried_state(optimizer, parameter, exchange.moves)
+            if not state and isinstance(optimizer, torch.optim.Adagrad):
+                # torch makes this state with the optimizer, not later
+                options = {key: group[key] for key in optimizer.defaults}
+                state = dict(torch.optim.Adagrad([parameter], **options).state[parameter])
+            if state:
+                optimizer.state[parameter] = state
+        for parameter in gone:
+            optimizer.state.pop(parameter, None)
+        for other in optimizer.param_groups:
+            _exchange_in(other, exchange, arrived if other is group else [], names)
+
+
+def _exchange_in(
+    group: dict[str, Any],
+    exchange: Exchange,
+    arrived: Sequence[nn.Parameter],
+    names: Mapping[int, str],
+) -> None:
+    """Put the new parameters where the old ones stood, in the model's order.
+
+    A saved state goes by position: in another order it would be read into other parameters.
+    """
+    old = list(group["params"])
+    ours = {id(p) for p in (*exchange.old, *exchange.new)}
+    here = {id(p) for p in (*old, *arrived)}
+    new = [p for p in exchange.new if id(p) in here]
+    others = [p for p in old if id(p) not in ours]
+    place = next((index for index, p in enumerate(old) if id(p) in ours), 0)
+    # in place: an optimizer may hold on to the list itself, as LBFGS does
+    group["params"][:] = [*others[:place], *new, *others[place:]]
+    if "param_names" in group:
+        known = dict(zip(map(id, old), group["param_names"], strict=True))
+        known |= {id(p): names[id(p)] for p in new}
+        group["param_names"] = [known[id(p)] for p in group["params"]]
+
+
+def _carried_state(
+    optimizer: Optimizer, parameter: nn.Parameter, moves: Sequence[RowMove]
+) -> dict[str, Any]:
+    """Return the state of rows that moved into this parameter, empty unless it covers all of them."""
+    moves = [move for move in moves if move.target is parameter]
+    moves = [move for move in moves if optimizer.state.get(move.source)]
+    if sum(move.target_rows.stop - move.target_rows.start for move in moves) != len(parameter):
+        return {}
+    state: dict[str, Any] = {}
+    for key, value in optimizer.state[moves[0].source].items():
+        if isinstance(value, Tensor) and value.shape[:1] == moves[0].source.shape[:1]:
+            state[key] = value.new_empty(len(parameter), *value.shape[1:])
+            for move in moves:
+                state[key][move.target_rows] = optimizer.state[move.source][key][move.source_rows]
+        else:
+            state[key] = value.clone() if isinstance(value, Tensor) else value
+    return state
+
+
+def _table_modules(
+    model: nn.Module,
+) -> Iterator[tuple[list[str], TableModule | TableCollection]]:
+    """Yield each table or collection once, with all its names; never what lies inside one."""
+    names: dict[nn.Module, list[str]] = {}
+    inside: tuple[str, ...] = ()
+    for name, module in model.named_modules(remove_duplicate=False):
+        if inside and name.startswith(inside):
+            continue
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag | Table | Bag | TableCollection):
+            names.setdefault(module, []).append(name)
+            inside = (*inside, f"{name}." if name else "")
+    for module, found in names.items():
+        assert isinstance(module, nn.Embedding | nn.EmbeddingBag | Table | Bag | TableCollection)
+        yield found, module
+
+
+def _owners(model: nn.Module) -> dict[nn.Parameter, list[str]]:
+    """For each parameter, every name it goes by: more than one means tied weights."""
+    owners: dict[nn.Parameter, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        owners.setdefault(parameter, []).append(name)
+    return owners
+
+
+def _info(
+    name: str, table: AnyTable | nn.EmbeddingBag, kind: Kind, refusal: str | None
+) -> TableInfo:
+    methods = () if isinstance(table, nn.EmbeddingBag) else methods_of(table)
+    return TableInfo(
+        name=name,
+        rows=table.num_embeddings,
+        width=table.embedding_dim,
+        kind=kind,
+        methods=tuple(map(str, methods)),
+        trainable=is_trainable(table),
+        num_parameters=num_weights(table),
+        num_bytes=sum(tensor.nbytes for tensor in stored_tensors(table)),
+        refusal=refusal,
+    )
+
+
+def _refusal(names: list[str], module: TableModule, tie: str | None) -> str | None:
+    """Return why this table cannot be changed; None when it can."""
+    if names == [""]:
+        return "it is the whole model, so there is nothing to replace it in: put it in a module"
+    return lookup_refusal(module) or tie or _hook_refusal(module) or _padding_refusal(module)
+
+
+def lookup_refusal(module: TableModule) -> str | None:
+    """Return what this table does besides looking rows up; None when nothing."""
+    if isinstance(module, Table | Bag):
+        return None
+    exact = nn.Embedding if isinstance(module, nn.Embedding) else nn.EmbeddingBag
+    if type(module) is not exact:
+        return (
+            f"it is a {type(module).__name__}, a subclass of nn.{exact.__name__} "
+            "that may look rows up in its own way"
+        )
+    if module.max_norm is not None:
+        return f"max_norm={module.max_norm:g} rewrites rows at every lookup"
+    if module.scale_grad_by_freq:
+        return "scale_grad_by_freq=True rescales the gradient of a plain table only"
+    weight = module.weight
+    if type(weight) is not nn.Parameter or weight.is_meta:
+        return f"its weight is a {type(weight).__name__} on {weight.device}, no ordinary parameter"
+    return None
+
+
+def _tie_refusal(
+    names: list[str], module: nn.Module, owners: dict[nn.Parameter, list[str]]
+) -> str | None:
+    own = tuple(f"{name}." if name else "" for name in names)
+    shared = {id(part.value) for part in module.modules() if isinstance(part, Shared)}
+    for parameter in module.parameters():
+        for name in owners[parameter]:
+            if id(parameter) not in shared and not name.startswith(own):
+                return f"its weight is tied to {name!r}, which would keep the old one"
+    return None
+
+
+def _hook_refusal(module: nn.Module) -> str | None:
+    if any(getattr(part, kind, None) for part in module.modules() for kind in MODULE_HOOKS):
+        return "it has hooks, which a replacement would not run: remove them first"
+    gradients = ("_backward_hooks", "_post_accumulate_grad_hooks")
+    for parameter in module.parameters():
+        if any(getattr(parameter, kind, None) for kind in gradients):
+            return "its weight has gradient hooks, which a replacement would not run"
+    return None
+
+
+def _padding_refusal(module: TableModule) -> str | None:
+    # A bag leaves padding out, whatever its row holds; an embedding hands the row out.
+    if not isinstance(module, nn.Embedding) or module.padding_idx is None:
+        return None
+    if bool(module.weight[module.padding_idx].any()):
+        return f"its padding row {module.padding_idx} is not zero; set it to zero first"
+    return None

@@ -63,7 +63,7 @@ from rarebit.storage.files import (
     open_folder,
 )
 from rarebit.storage.folder import StateDecoder, StateEncoder
-from rarebit.tables.find import find_sites, find_tables
+from rarebit.tables.apply import find_sites, find_tables
 from rarebit.tables.table import methods_of
 from rarebit.training.optimizers import row_kernel
 from rarebit.training.settings import Training

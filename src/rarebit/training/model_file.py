@@ -23,8 +23,7 @@ from rarebit.models import build_model, model_names
 from rarebit.models._base import RankingModel
 from rarebit.sets.sets import SetsMethod, sets_of
 from rarebit.storage.folder import TensorFolder, place_of
-from rarebit.tables.apply import restore_tables
-from rarebit.tables.find import find_sites, find_tables
+from rarebit.tables.apply import find_sites, find_tables, restore_tables
 from rarebit.tables.table import Method, methods_of
 from rarebit.technique import technique_class, technique_from_mapping, technique_to_mapping
 from rarebit.training.memory import OBJECT_BYTES, AllocationLimit
@@ -226,8 +225,8 @@ def _check_fields(folder: Path, into: RankingModel, description: Mapping[str, An
 
 def _describe_sets(model: nn.Module) -> dict[str, Any] | None:
     """Return the method that gave a model its sets as plain values, None where it has none."""
-    method = sets_of(model)
-    if method is None:
+    method = getattr(getattr(model, "backbone", None), "made_by", None)
+    if not isinstance(method, SetsMethod):
         return None
     return {**technique_to_mapping(method.stored), PROJECTED: method.stored != method}
 

@@ -41,9 +41,9 @@ from torch.optim import Optimizer
 
 from rarebit.errors import DataError, OptimizerError, SettingsError
 from rarebit.settings import require, suggest
+from rarebit.tables.apply import table_parameters
 from rarebit.tables.collection import take_rows
 from rarebit.tables.compiler import is_plain, load_compiled
-from rarebit.tables.find import table_parameters
 from rarebit.tables.rows import find_distinct, lookups_of, set_row_gradients
 
 __all__ = [

@@ -30,8 +30,7 @@ from rarebit.errors import ModelFileError
 from rarebit.models import build_model
 from rarebit.models._base import RankingModel
 from rarebit.storage.files import write_json
-from rarebit.tables.apply import apply_, end_training_
-from rarebit.tables.find import find_tables, table_bytes, table_parameters
+from rarebit.tables.apply import apply_, end_training_, find_tables, table_bytes, table_parameters
 from rarebit.tables.table import Method
 from rarebit.technique import SharedStage, Technique
 from rarebit.training.fit import History, Progress, fit_started, training_data

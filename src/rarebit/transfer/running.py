@@ -38,7 +38,7 @@ from rarebit.row_gradients.recorded import is_recording
 from rarebit.row_gradients.seam import GroupRule, RowGradients, RowStep
 from rarebit.sets.sets import SetsMethod
 from rarebit.settings import require, suggest
-from rarebit.tables.find import Site, TableInfo, find_sites
+from rarebit.tables.apply import Site, TableInfo, find_sites
 from rarebit.tables.table import full_table, methods_of
 from rarebit.technique import technique_name
 from rarebit.transfer.ledger import REMEMBERED, GroupLedger, Ledger
