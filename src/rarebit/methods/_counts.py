@@ -24,8 +24,8 @@ from rarebit.errors import DataError, NoTableError
 from rarebit.methods.hashing import HashedTable
 from rarebit.sets.sets import SplitSetsTable
 from rarebit.settings import check_types, require
-from rarebit.tables.collection import Stack, stack_tables
 from rarebit.tables.apply import find_sites
+from rarebit.tables.collection import Stack, stack_tables
 from rarebit.tables.table import AnyTable, Method, Table, home_of, num_weights, wrap
 
 __all__ = ["CountedMethod", "CountedStack", "CountedTable", "Counts", "Evidence", "set_counts_"]
