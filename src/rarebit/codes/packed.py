@@ -49,9 +49,16 @@ from torch.optim import Optimizer
 from rarebit.errors import ModelFileError, UnsupportedTableError
 from rarebit.settings import check_types
 from rarebit.storage.files import DISK, write_file
-from rarebit.tables.apply import TableChanges, Where, put_tables, reported
+from rarebit.tables.apply import (
+    Site,
+    TableChanges,
+    Where,
+    find_sites,
+    put_tables,
+    refuse_wrapped_model,
+    reported,
+)
 from rarebit.tables.compiler import is_plain, is_switched_off, load_compiled
-from rarebit.tables.apply import Site, find_sites, refuse_wrapped_model
 from rarebit.tables.table import (
     CHUNK,
     AnyTable,

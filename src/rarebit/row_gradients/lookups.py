@@ -39,9 +39,9 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 
 from rarebit.errors import NoTableError, TrainingError, UnsupportedTableError
+from rarebit.tables.apply import FieldSite, ModuleSite, Site, TableInfo, find_sites, lookup_refusal
 from rarebit.tables.bag import Bag, pool_rows
 from rarebit.tables.collection import Stack
-from rarebit.tables.apply import FieldSite, ModuleSite, Site, TableInfo, find_sites, lookup_refusal
 from rarebit.tables.rows import NO_ROW, WATCHED, is_watched
 from rarebit.tables.table import Table
 
