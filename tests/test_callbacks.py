@@ -397,7 +397,7 @@ def _rows(model):
 
 
 def test_tables_that_are_not_trained_again_have_no_place_for_a_transfer():
-    with pytest.raises(SettingsError, match="start='trained' leaves that out; use start='ticket'"):
+    with pytest.raises(SettingsError, match="does not retrain them; use start='ticket'"):
         train(rb.Pruned(keep=3000, start="trained"), HarmlessTransfer())
 
 
@@ -435,7 +435,9 @@ def test_a_rising_threshold_leaves_no_room_for_tables_with_a_callback():
         def callback(self):
             return Noted(Toy())
 
-    message = "Shrinking acts around training, .* no room for that; use pruned with by='magnitude'"
+    message = (
+        "Shrinking acts around training, .* does not support that; use pruned with by='magnitude'"
+    )
     with pytest.raises(SettingsError, match=message):
         train(Shrinking(), PRUNED)
 

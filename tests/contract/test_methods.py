@@ -174,7 +174,7 @@ METHODS = {
             ({"schedule": "linear"}, "schedule must be .*, got 'linear'"),
             (
                 {"schedule": "given", "granularity": "global"},
-                "granularity and init are of learned thresholds, and schedule='given' has none",
+                "granularity and init are for learned thresholds, and schedule='given' has none",
             ),
         ),
     ),
