@@ -177,7 +177,7 @@ class Selection:
         return self.fields[name]
 
     def explain(self, field: str, item: int, words: Sequence[str] | None = None) -> str:
-        """Return in words what was decided on an item; `words` has a name for each id, if there are any.
+        """Return the decision on an item as a sentence; `words` has a name for each id, if given.
 
         >>> tokens = torch.tensor([0, 1, 0, 2, 0, 1, 0, 3])
         >>> chosen = select(tokens, {"word": tokens.bincount()}, CoOccurrence(split=FrequencySplit(top=0.5)))

@@ -377,7 +377,7 @@ def test_a_log_that_tells_nothing_is_refused():
     with pytest.raises(DataError, match="column 2 of the log has no name"):
         infer_schema(pl.DataFrame({"click": [1], "": [1]}), "click")
     with pytest.raises(
-        DataError, match=r"no column beside the label 'click' looks useful .*\(none\)"
+        DataError, match=r"no column besides the label 'click' looks useful .*\(none\)"
     ):
         infer_schema(pl.DataFrame({"click": [1, 0]}), "click")
     with pytest.raises(

@@ -67,7 +67,7 @@ FIRST_TIME, LAST_TIME = 631_152_000, 2_240_611_200  # 1990 and 2041 in seconds
 EXACT = 1 << 53
 
 INDEX = r"__index_level_[0-9]+__|Unnamed: [0-9]+(?:\.[0-9]+)?"
-"""Names of an index that pandas wrote beside the columns."""
+"""Names of an index that pandas wrote next to the columns."""
 MISSING_WORDS = ("NULL", "Null", "null", "NaN", "nan", "NA", "N/A", "n/a", "None", "none", r"\N")
 ISO_TIME = (
     r"^[0-9]{4}-[0-9]{2}-[0-9]{2}"
@@ -174,7 +174,7 @@ def infer_schema(sample: pl.DataFrame, label: str, *, split: Split | None = None
     if all(column.kind in ("time", "ignored") for column in columns):
         found = "; ".join(f"{name}: {reason}" for name, reason in reasons.items()) or "none"
         raise DataError(
-            f"no column beside the label {label!r} looks useful for a model ({found}); "
+            f"no column besides the label {label!r} looks useful for a model ({found}); "
             "write the schema by hand if one is"
         )
     schema = LogSchema(label=label, columns=tuple(columns), split=split, missing=missing)
@@ -194,7 +194,7 @@ def _check(sample: pl.DataFrame, label: str, split: Split) -> None:
     if split.column and (split.column not in names or split.column == label):
         others = [name for name in names if name != label]
         raise DataError(
-            f"a split by {split.kind} needs the column {split.column!r}, and the log has none beside "
+            f"a split by {split.kind} needs the column {split.column!r}, and the log has none besides "
             f"its label{suggest(split.column, others)}"
         )
 
