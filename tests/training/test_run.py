@@ -10,12 +10,12 @@ from torch import nn
 from torch.testing import assert_close
 
 import rarebit as rb
-from rarebit.errors import ModelFileError, TrainingInterrupted
+from rarebit.errors import DataError, ModelFileError, TrainingInterrupted
 from rarebit.tables.apply import table_bytes
 from rarebit.tables.table import full_table
 from rarebit.technique import technique_to_mapping
 from rarebit.training.fit import Silence
-from rarebit.training.run import finish_model, num_parameters, start_model
+from rarebit.training.run import finish_model, num_parameters, start_model, train_model
 from rarebit.training.settings import RunSettings
 
 SCHEMA = rb.Schema((rb.Field(name="user", rows=30), rb.Field(name="item", rows=20)))
@@ -234,3 +234,12 @@ def test_a_folder_with_a_first_stage_is_refused_before_anything_of_it_is_changed
     with pytest.raises(ModelFileError, match="holds a run already"):
         rb.run(settings, folder=tmp_path / "run", progress=False, say=silence)
     assert (tmp_path / "run" / "run.json").read_bytes() == before
+
+
+def test_a_run_refuses_labels_of_one_class():
+    rows = {"user": [0, 1, 2, 1] * 5}
+    train = rb.Dataset.from_columns(rows, label=[0, 1, 0, 1] * 5)
+    valid = rb.Dataset.from_columns(rows, label=[0] * 20)
+    settings = RunSettings.from_mapping({"model": {"name": "fm", "dim": 2}})
+    with pytest.raises(DataError, match="labels of the validation data are of one class"):
+        train_model(settings, train, valid, progress=False, say=len)

@@ -249,7 +249,7 @@ def test_where_scores_cannot_go_is_told(tmp_path, model):
     for out in (log, tmp_path / "link.csv"):
         with pytest.raises(DataError, match="the scores would replace the log"):
             score_log(model, log, out=out)
-    with pytest.raises(SettingsError, match="set aside in a file beside the scores"):
+    with pytest.raises(SettingsError, match="written to a file next to the scores"):
         score_log(model, log, bad_rows="aside")
     assert log.read_bytes() == before
 

@@ -4,12 +4,10 @@
 
     backbone_1                  the backbone itself, with the weights it has
     backbone_2, ..., backbone_M copies with weights drawn anew
-    project_m                   a projection a set, where one is asked for
+    project_m                   a projection per set, if the user gives one
 
-The mean is taken tensor by tensor. Copies that are equal get equal gradients and stay equal for good, so
-a weight that cannot be drawn anew is an error.
-
-What all methods of several embedding sets share: the model they change, and what goes with them.
+The mean is taken tensor by tensor. Copies that are equal get equal gradients and stay equal, so a weight that cannot be
+drawn anew is an error.
 """
 
 import copy
@@ -37,7 +35,7 @@ __all__ = [
 
 
 class AveragedSets(nn.Module):
-    """The mean of what several backbones make of the same input."""
+    """The mean of the features of several backbones."""
 
     def __init__(
         self, sets: Sequence[nn.Module], made_by: object, projections: Sequence[nn.Module] = ()
@@ -45,7 +43,7 @@ class AveragedSets(nn.Module):
         super().__init__()
         self.sets = nn.ModuleList(sets)
         self.projections = nn.ModuleList(projections)
-        """What follows each of the sets; none where nothing does."""
+        """One per set, or none."""
         self.made_by = made_by
         """The method that made the sets."""
 

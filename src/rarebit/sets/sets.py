@@ -4,11 +4,11 @@
 
     SetsTable            plain sets, M K columns of one table: one lookup, whatever M is
     └── nn.Embedding
-    SplitSetsTable       a table a set, for methods that mix the columns of a row
+    SplitSetsTable       a table per set, for methods that mix the columns of a row
     └── M tables
 
-Each set is a table of its own (Guo et al., 2024), so factors and scales belong to one set. Methods that
-look at each entry by itself take all sets at once.
+Each set is a table (Guo et al., 2024), so factors and scales belong to one set. Methods that treat each entry by itself take
+all sets at once.
 
 Shapes: M sets, K the width of one, N rows of a table.
 """
@@ -129,7 +129,7 @@ class SetsMethod(Method):
         return self
 
     def stack(self, tables: Sequence[Table], lengths: Sequence[int]) -> Stack:
-        """Return plain sets of all fields behind one lookup, others behind one a set."""
+        """Return plain sets of all fields behind one lookup, others behind one per set."""
         plain = [table for table in tables if isinstance(table, SetsTable)]
         split = [table for table in tables if isinstance(table, SplitSetsTable)]
         if plain:
@@ -221,7 +221,7 @@ class SplitSetsTable(Table):
         return unsuited(self.tables[0], method)
 
     def served(self) -> AnyTable:
-        """Return the sets as they are served: plain ones lie in one table again."""
+        """Return the sets for inference: plain ones lie in one table again."""
         assert isinstance(self.method, SetsMethod)
         served = [table.served() if isinstance(table, Table) else table for table in self.tables]
         if all(isinstance(table, nn.Embedding) for table in served):
@@ -254,7 +254,7 @@ class SetsStack(PlainStack):
 
 
 class SplitSetsStack(Stack):
-    """Sets that are tables of their own, of several fields: a stack a set."""
+    """Sets that are tables of their own, of several fields: a stack per set."""
 
     def __init__(
         self, method: SetsMethod, tables: Sequence[SplitSetsTable], lengths: Sequence[int]

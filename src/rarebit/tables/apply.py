@@ -136,7 +136,7 @@ Site: TypeAlias = ModuleSite | FieldSite
 
 @dataclass(frozen=True)
 class TableChanges:
-    """What a call changed, and what it left alone and why. False when nothing changed."""
+    """What a call changed, and what it skipped and why. False when nothing changed."""
 
     title: str
     """The call."""
@@ -145,7 +145,7 @@ class TableChanges:
     after: tuple[TableInfo, ...]
     """The same tables as they are now."""
     skipped: tuple[tuple[str, str], ...]
-    """The tables left alone: name and reason."""
+    """The skipped tables: name and reason."""
 
     def __bool__(self) -> bool:
         return bool(self.after)
@@ -261,11 +261,10 @@ def apply_(
 ) -> TableChanges:
     """Apply a method to the tables of a model, in place, and return what changed.
 
-    `where` chooses tables by name, rows or width. Tables narrower than `min_width` are left alone:
-    first-order weights have width 1, and few methods are for them, which say so. With `optimizer`, its
-    parameters are exchanged for the new ones and the state that still fits is kept; without, build the
-    optimizer after this call. A table with a method that this one must not follow is refused, with the
-    reason. Either all chosen tables change or, on an error, none.
+    `where` chooses tables by name, rows or width. Tables narrower than `min_width` are skipped, as first-order weights of
+    width 1 are by default. With `optimizer`, its parameters are exchanged for the new ones and the state that still fits
+    is kept; without, build the optimizer after this call. A table with a method that this one must not follow is an
+    error. Either all chosen tables change or, on an error, none.
 
     >>> model = nn.Sequential(nn.Embedding(1000, 8))
     >>> from rarebit import Hashing

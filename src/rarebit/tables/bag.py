@@ -23,7 +23,7 @@ class Bag(nn.Module):
     def forward(
         self, input: Tensor, offsets: Tensor | None = None, per_sample_weights: Tensor | None = None
     ) -> Tensor:
-        """Return one pooled row a bag. Arguments as for `nn.EmbeddingBag`."""
+        """Return one pooled row per bag. Arguments as for `nn.EmbeddingBag`."""
         return pool_rows(self, self.table(input.reshape(-1)), input, offsets, per_sample_weights)
 
     @property
@@ -58,7 +58,7 @@ def pool_rows(
     offsets: Tensor | None = None,
     per_sample_weights: Tensor | None = None,
 ) -> Tensor:
-    """Return one pooled row a bag, from rows `(T, D)` that were looked up for the T ids of `input`."""
+    """Return one pooled row per bag, from rows `(T, D)` that were looked up for the T ids of `input`."""
     # torch's own kernel pools the rows that were looked up as if they were a table of T rows,
     # so every mode, offset and weight means exactly what it means there.
     positions = torch.arange(rows.shape[0], device=input.device).view_as(input)

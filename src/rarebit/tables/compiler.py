@@ -173,5 +173,5 @@ def _processor() -> str:
     except OSError:
         lines = []
     kinds = ("vendor", "cpu family", "model", "stepping", "flags", "features", "cpu part", "isa")
-    told = [line for line in lines if line.lower().startswith(kinds)]
-    return "\n".join([platform.system(), platform.machine(), platform.processor(), *told])
+    found = [line for line in lines if line.lower().startswith(kinds)]
+    return "\n".join([platform.system(), platform.machine(), platform.processor(), *found])

@@ -54,7 +54,7 @@ class EMA:
         require(0.0 <= decay < 1.0, f"decay must lie in [0, 1), got decay={decay}")
         self.model, self.decay = model, decay
         parameters = _trained_parameters(model, optimizer)
-        # one count a device, so that a step never waits for another one
+        # one count per device, so that a step never waits for another one
         self._counts = {
             device: torch.zeros((), dtype=torch.int32, device=device)
             for device in {parameter.device for parameter in parameters.values()}
@@ -236,7 +236,7 @@ class _Average:
         self.weight, self.count, self.decay = weight, count, decay
         self.value = torch.zeros_like(weight, requires_grad=False)
         self.behind: Tensor | None = torch.full_like(count, NEVER)
-        """The step it was brought up to, one for all or one a row; None: it follows every step."""
+        """The step it was brought up to, one for all or one per row; None: it follows every step."""
 
     def check_raw(self, name: str, value: Tensor, behind: Tensor | None) -> None:
         """Raise where these cannot be the average of this parameter and how far it is behind."""
@@ -298,7 +298,7 @@ class _Average:
             )
 
     def _share(self, step: Tensor, like: Tensor) -> Tensor:
-        """Return the weight's share, 1 - d^k for k steps behind, as a column beside the rows."""
+        """Return the weight's share, 1 - d^k for k steps behind, as a column next to the rows."""
         share = 1.0 - torch.pow(self.decay, (self.count - step).double())
         share.masked_fill_(step == NEVER, 1.0)
         return share.to(like.dtype).view(-1, *[1] * (like.dim() - 1))
@@ -312,7 +312,7 @@ class _Average:
 
 
 def _trained_parameters(model: nn.Module, optimizer: Optimizer) -> dict[str, nn.Parameter]:
-    """Return the parameters that this optimizer moves; another one has an average of its own."""
+    """Return the parameters that this optimizer moves; another optimizer needs its own EMA."""
     held = {id(p) for group in optimizer.param_groups for p in group["params"]}
     found = {
         name: parameter

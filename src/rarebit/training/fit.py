@@ -73,6 +73,7 @@ __all__ = [
     "Progress",
     "Silence",
     "TrainingLoop",
+    "check_data",
     "fit",
     "fit_started",
     "measured",
@@ -219,7 +220,7 @@ def fit(
         )
     settings = updated(settings, overrides)
     require(not resume or folder is not None, "resume=True needs the folder of the checkpoints")
-    _check_data(model, train, valid, settings, loss)
+    check_data(model, train, valid, settings, loss)
     with started(callbacks, model, training_data(settings, train, valid)) as given:
         group = given
         if backward is not None:
@@ -242,8 +243,12 @@ def fit(
         )
 
 
-def _check_data(
-    model: nn.Module, train: Dataset, valid: Dataset | None, settings: Training, loss: Loss
+def check_data(
+    model: nn.Module,
+    train: Dataset,
+    valid: Dataset | None,
+    settings: Training,
+    loss: Loss = F.binary_cross_entropy_with_logits,
 ) -> None:
     """Raise for data that the model cannot be trained or validated on."""
     is_bce = loss is F.binary_cross_entropy_with_logits

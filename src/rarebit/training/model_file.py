@@ -39,7 +39,7 @@ FOLDER = TensorFolder(
     older=("weights.safetensors", ENCODER),
 )
 PROJECTED = "projected"
-"""The key that says that the sets have projections, which a file cannot hold."""
+"""The key of a flag: the sets have projections, which a file cannot hold."""
 SLOT_BYTES = 64
 """What the tables keep for each slot of a batch: a few whole numbers."""
 

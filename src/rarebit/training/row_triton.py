@@ -2,7 +2,7 @@
 
 The same equations as `PlainRows`, which takes a dozen kernels and their memory traffic for them.
 Slots without a row, which keep all sizes known in advance, are skipped. Triton comes with torch's CUDA
-builds; without it, `suits` says no and plain torch does the work.
+builds; without it, `suits` is false and plain torch does the work.
 """
 
 import math

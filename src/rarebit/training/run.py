@@ -33,7 +33,7 @@ from rarebit.storage.files import write_json
 from rarebit.tables.apply import apply_, end_training_, find_tables, table_bytes, table_parameters
 from rarebit.tables.table import Method
 from rarebit.technique import SharedStage, Technique
-from rarebit.training.fit import History, Progress, fit_started, training_data
+from rarebit.training.fit import History, Progress, check_data, fit_started, training_data
 from rarebit.training.metrics import Evaluation, evaluate
 from rarebit.training.model_file import save_model
 from rarebit.training.settings import PreparedLog, RunSettings, Training, load_splits
@@ -123,6 +123,7 @@ class TrainingJob:
     ) -> Trained:
         """Train a model that has the tables of its methods, with the callbacks of these methods."""
         training = training or self.settings.training
+        check_data(model, self.train, self.valid, training)
         with started(list(methods), model, self.data(training)) as callbacks:
             history = fit_started(
                 model,

@@ -112,7 +112,7 @@ def _check_out(log: Path, out: Path | None, bad_rows: str) -> None:
     if out is None:
         if bad_rows == "aside":
             raise SettingsError(
-                "bad rows are set aside in a file beside the scores; name one for the scores "
+                "malformed rows are written to a file next to the scores; name a file for the scores "
                 "(--out scores.csv)"
             )
         return
