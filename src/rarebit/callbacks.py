@@ -30,7 +30,7 @@ from rarebit.data.dataset import Dataset
 from rarebit.errors import CheckpointError, SettingsError
 from rarebit.technique import Rank, Technique, technique_text
 
-__all__ = ["Callback", "Callbacks", "TrainingData", "TrainingMethod", "started"]
+__all__ = ["Callback", "TrainingData", "TrainingMethod", "started"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -134,45 +134,37 @@ class Callbacks(Callback):
             self.backward = self.callbacks[with_backward[0]].backward
 
     def parameter_groups(self, groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """Let each change the groups in turn."""
         for callback in self.callbacks.values():
             groups = callback.parameter_groups(groups)
         return groups
 
     def after_step(self, num_steps: int) -> bool:
-        """Call all of them; return whether any wants to end training."""
-        wanted = [callback.after_step(num_steps) for callback in self.callbacks.values()]
+        wanted = [callback.after_step(num_steps) for callback in self.callbacks.values()]  # all act
         return any(wanted)
 
     def between_epochs(self, epoch: int, optimizer: Optimizer) -> None:
-        """Call all of them."""
         for callback in self.callbacks.values():
             callback.between_epochs(epoch, optimizer)
 
     def end(self) -> None:
-        """Call all of them."""
         for callback in self.callbacks.values():
             callback.end()
 
     @property
     def changes_model_at_end(self) -> bool:
-        """Whether any of them has something to do after training."""
         return any(type(one).end is not Callback.end for one in self.callbacks.values())
 
     def report(self) -> dict[str, Any]:
-        """Return the reports that are not empty, by name."""
         reports = {name: callback.report() for name, callback in self.callbacks.items()}
         return {name: report for name, report in reports.items() if report}
 
     def state_dict(self) -> dict[str, Any]:
-        """Return state and settings of each, by name."""
         return {
             name: {"settings": self.settings[name], "state": callback.state_dict()}
             for name, callback in self.callbacks.items()
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Resume all of them; raise where the checkpoint has others."""
         was = {name: part["settings"] for name, part in state.items()}
         if was != self.settings:
             raise CheckpointError(
@@ -190,12 +182,6 @@ def started(
     """Start callbacks, and those of techniques that have one; close them however training ends.
 
     Random numbers that they draw do not change those of training.
-
-    >>> train = Dataset.from_columns({"user": [0, 1]}, label=[0, 1])
-    >>> data = TrainingData(train=train, valid=None, batch_size=2, steps_per_epoch=1, seed=0)
-    >>> with started([], nn.Embedding(2, 4), data) as group:
-    ...     group.backward, group.report()
-    (None, {})
     """
     found: dict[str, Callback] = {}
     settings: dict[str, str] = {}

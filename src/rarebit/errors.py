@@ -22,26 +22,6 @@ A message says what was expected, what came and what to do. The command line pri
 paragraph and exits with code 2.
 """
 
-__all__ = [
-    "CheckpointError",
-    "DataError",
-    "MissingExtraError",
-    "ModelFileError",
-    "NewerFormatError",
-    "NoTableError",
-    "NotEnoughMemoryError",
-    "NotFiniteError",
-    "OptimizerError",
-    "RarebitError",
-    "SettingsError",
-    "StudyError",
-    "StudyInterrupted",
-    "TableError",
-    "TrainingError",
-    "TrainingInterrupted",
-    "UnsupportedTableError",
-]
-
 
 class RarebitError(Exception):
     """Base of all errors that Rarebit raises on purpose."""

@@ -3,9 +3,8 @@
     .NAME.PID.writing     being written, or left by a process that died
     .NAME.PID.removing    making way for a new folder, or left in the same way
 
-A file or folder is written under a hidden name beside its target, synced, and renamed. Everything that Rarebit stores changes the
-disk through `Disk`, so that a test can make any operation fail, or kill the process there. Locks, opens that do not follow
-links, and plain explanations of the system's errors are here as well.
+A file or folder is written under a hidden name beside its target, synced, and renamed. Rarebit changes the disk through `Disk`
+alone, so that a test can make any operation fail, or kill the process there.
 """
 
 import errno
@@ -26,27 +25,6 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from rarebit.errors import CheckpointError, RarebitError
-
-__all__ = [
-    "DISK",
-    "OWN_CHECKSUM",
-    "Disk",
-    "explain",
-    "file_checksum",
-    "file_lock",
-    "fresh_folder",
-    "hidden",
-    "is_alive",
-    "is_own_checksum",
-    "leftovers",
-    "make_folder",
-    "open_file",
-    "open_folder",
-    "own_checksum",
-    "write_file",
-    "write_files",
-    "write_json",
-]
 
 
 class Disk:
@@ -152,29 +130,27 @@ def file_lock(path: Path, *, wait: bool = False) -> Iterator[None]:
     """
     import fcntl
 
-    def refused(reason: str) -> CheckpointError:
-        return CheckpointError(f"cannot lock {str(path.parent)!r}: {reason}")
-
-    try:
-        lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644)
-    except OSError as error:
-        raise refused(explain(error)) from None
+    lock, reason = None, ""
     try:
         try:
+            lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644)
             fcntl.flock(lock, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
+            assert lock is not None
             holder = re.match(rb"[0-9]{1,9}\n", os.pread(lock, 16, 0))
             who = f"process {int(holder[0])}" if holder else "another process"
-            advice = "wait until it has ended, or choose another folder"
-            raise refused(f"it is in use by {who}; {advice}") from None
+            reason = f"it is in use by {who}; wait until it has ended, or choose another folder"
         except OSError as error:
-            raise refused(explain(error)) from None
+            reason = explain(error)
+        if lock is None or reason:
+            raise CheckpointError(f"cannot lock {str(path.parent)!r}: {reason}")
         with suppress(OSError):  # the number is only for a message: a full disk does not matter
             os.ftruncate(lock, 0)
             os.pwrite(lock, f"{os.getpid()}\n".encode(), 0)
         yield
     finally:
-        os.close(lock)
+        if lock is not None:
+            os.close(lock)
 
 
 def explain(error: Exception, needed: int = 0) -> str:
@@ -199,9 +175,8 @@ def explain(error: Exception, needed: int = 0) -> str:
 def is_alive(process: int) -> bool:
     """Return whether a process with this number runs on this machine."""
     try:
-        os.kill(process, 0)
-    except PermissionError:  # another user's
-        return True
+        with suppress(PermissionError):  # another user's
+            os.kill(process, 0)
     except (ProcessLookupError, OverflowError):
         return False
     return True
@@ -214,8 +189,7 @@ HIDDEN = re.compile(r"\.(.+)\.([0-9]{1,9})\.(?:writing|removing|partial|partial\
 
 def write_json(path: Path, values: Mapping[str, Any], *, error: type[RarebitError]) -> Path:
     """Write a JSON file atomically; raise `error` where that is impossible."""
-    text = json.dumps(values, indent=1) + "\n"
-    return write_file(path, text.encode(), error=error)
+    return write_file(path, f"{json.dumps(values, indent=1)}\n".encode(), error=error)
 
 
 def write_file(
@@ -309,11 +283,10 @@ def leftovers(folder: Path, name: str | None = None) -> list[Path]:
     found = []
     for path in list(folder.iterdir()) if folder.exists() else ():
         match = HIDDEN.fullmatch(path.name)
-        if match is None or name not in {None, match[1]}:
-            continue
-        process = int(match[2])
-        if process == os.getpid() or not is_alive(process):
-            found.append(path)
+        if match and name in {None, match[1]}:
+            process = int(match[2])
+            if process == os.getpid() or not is_alive(process):
+                found.append(path)
     return found
 
 

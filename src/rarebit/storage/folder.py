@@ -4,9 +4,8 @@
     STEM-<hash>.safetensors     the tensors
     PART-<hash>/                more files, such as the vocabulary of a model
 
-`TensorFolder` writes data first, under names that depend on its content, so it never replaces the data of an older description.
-Renaming the description commits the save: until then the folder holds the old content, from then on the new. Data that no
-description names is removed afterwards.
+`TensorFolder` writes data first, under names that depend on its content, so it never replaces older data. Renaming the description
+commits the save: until then the folder holds the old content, from then on the new. Data without a description is removed last.
 
 `StateEncoder` and `StateDecoder` turn nested states into JSON values and numbered tensors, and back to the bit. Plain values
 and lists stand for themselves. Every JSON object has exactly one key, which names its kind, so a user's dictionary is never
@@ -98,23 +97,19 @@ class StateEncoder:
 
     def _number(self, tensor: Tensor, path: tuple[Any, ...]) -> str:
         """Return the number that a tensor is stored under; the same for the same memory."""
-        _check_tensor(tensor, path)
+        has_data = type(tensor) in {Tensor, nn.Parameter} and not tensor.is_meta
+        is_dense = tensor.layout is torch.strided and not tensor.is_neg()
+        if not has_data or not is_dense or tensor.dtype not in DTYPES:
+            raise CheckpointError(
+                f"{_dotted(path)} is {_kind(tensor)} of {tensor.dtype}, {tensor.layout}, on "
+                f"{tensor.device}, which a checkpoint cannot hold; make it an ordinary tensor first"
+            )
         place = place_of(tensor)
         if tensor.numel() and place in self._numbers:
             return self._numbers[place]
         number = self._numbers[place] = str(len(self.tensors))
         self.tensors[number] = tensor
         return number
-
-
-def _check_tensor(tensor: Tensor, path: tuple[Any, ...]) -> None:
-    has_data = type(tensor) in {Tensor, nn.Parameter} and not tensor.is_meta
-    is_dense = tensor.layout is torch.strided and not tensor.is_neg()
-    if not has_data or not is_dense or tensor.dtype not in DTYPES:
-        raise CheckpointError(
-            f"{_dotted(path)} is {_kind(tensor)} of {tensor.dtype}, {tensor.layout}, on "
-            f"{tensor.device}, which a checkpoint cannot hold; make it an ordinary tensor first"
-        )
 
 
 def _encode_plain(value: Any, path: tuple[Any, ...]) -> Any:
@@ -157,7 +152,10 @@ class StateDecoder:
     def _decode_object(self, content: dict[str, Any], depth: int) -> Any:
         match content if len(content) == 1 else None:
             case {"dict": list(pairs)}:
-                return self._decode_dict(pairs, depth + 1)
+                decoded = {self.decode(k, depth + 1): self.decode(v, depth + 1) for k, v in pairs}
+                if len(decoded) != len(pairs) or not {type(key) for key in decoded} <= {str, int}:
+                    raise ValueError("the state has a dictionary with wrong keys")
+                return decoded
             case {"tuple": list(items)}:
                 return tuple(self.decode(items, depth))
             case {"tensor": str(number)} if number in self.tensors:
@@ -172,12 +170,6 @@ class StateDecoder:
         raise ValueError(
             "the state has a value of an unknown kind or names a tensor that is missing"
         )
-
-    def _decode_dict(self, pairs: list[Any], depth: int) -> dict[Any, Any]:
-        decoded = {self.decode(key, depth): self.decode(inner, depth) for key, inner in pairs}
-        if len(decoded) != len(pairs) or not {type(key) for key in decoded} <= {str, int}:
-            raise ValueError("the state has a dictionary with wrong keys")
-        return decoded
 
 
 def _dotted(path: tuple[Any, ...]) -> str:
@@ -205,7 +197,6 @@ class TensorFolder:
     description: str
     """The file name of the description."""
     error: type[RarebitError]
-    """What is raised."""
     when_damaged: str
     """What to do about a damaged folder."""
     stem: str = "tensors"
@@ -232,16 +223,19 @@ class TensorFolder:
             make_folder(folder, disk)
             data = self._write(folder, description, tensors, parts, disk)
         except (OSError, SafetensorError) as error:
-            raise self._unwritable(folder, explain(error, needed)) from None
+            reason = explain(error, needed)
+            raise self.error(f"cannot write the {self.what} to {str(folder)!r}: {reason}") from None
         except (TypeError, ValueError) as error:  # what JSON cannot hold, or an error of a part
-            raise self._unwritable(folder, str(error)) from None
+            raise self.error(f"cannot write the {self.what} to {str(folder)!r}: {error}") from None
         finally:
             with suppress(OSError):
                 for path in leftovers(folder):
                     disk.remove(path)
+        kinds = [rf"{self.stem}-{HASH}\.safetensors", *(f"{part}-{HASH}" for part in parts)]
+        is_data = re.compile("|".join([*kinds, *map(re.escape, self.older)])).fullmatch
         with suppress(OSError):  # the save is complete
             for path in list(folder.iterdir()):
-                if self._is_data(path.name, parts) and path not in data:
+                if is_data(path.name) and path not in data:
                     disk.remove(path)
         return folder
 
@@ -278,10 +272,6 @@ class TensorFolder:
         text = json.dumps(described, indent=1) + "\n"
         write_file(folder / self.description, text.encode(), error=self.error, disk=disk)
         return [place for _, place in places]
-
-    def _is_data(self, name: str, parts: Mapping[str, object]) -> bool:
-        kinds = [rf"{self.stem}-{HASH}\.safetensors", *(f"{part}-{HASH}" for part in parts)]
-        return name in self.older or any(re.fullmatch(kind, name) for kind in kinds)
 
     def read(self, folder: str | os.PathLike[str]) -> tuple[dict[str, Any], dict[str, Tensor]]:
         """Return the description and the tensors, after checking every file against its checksum."""
@@ -387,9 +377,6 @@ class TensorFolder:
         if status.st_size > most_bytes:
             raise self.error(f"{str(path)!r} is too large to be the description of a {self.what}")
 
-    def _unwritable(self, folder: Path, reason: str) -> RarebitError:
-        return self.error(f"cannot write the {self.what} to {str(folder)!r}: {reason}")
-
 
 def _fill_part(
     place: Path, fill: Callable[[Path], object], disk: Disk
@@ -415,13 +402,10 @@ def _names_its_files(description: Mapping[str, Any]) -> bool:
     match description:
         case {"tensors": str(tensors), "files": dict(files), "parts": dict(parts)}:
             folders = [
-                isinstance(name, str) and re.fullmatch(NAME, name) for name in parts.values()
+                isinstance(part, str) and re.fullmatch(NAME, part) for part in parts.values()
             ]
-            return (
-                tensors in files
-                and all(folders)
-                and all(re.fullmatch(f"(?:{NAME}/)?{NAME}", name) for name in files)
-            )
+            names = [re.fullmatch(f"(?:{NAME}/)?{NAME}", name) for name in files]
+            return tensors in files and all(folders) and all(names)
     return False
 
 
