@@ -50,7 +50,7 @@ LAYERS = [*TOP_LEVEL, *FOLDERS, "__init__", "testing", "bench", "cli", "__main__
 
 # Inside data/, a file imports only from files above it; a folder's `__init__` counts as a file.
 DATA_ORDER = [
-    *("schema", "log_schema", "counter_random", "order", "prepared", "dataset"),
+    *("schema", "log_schema", "order", "prepared", "dataset"),
     *("co_occurrence", "selection", "synthetic"),
     *("raw", "raw.rows", "raw.text_files", "raw.readers", "raw.infer"),
     *("raw.coding", "raw.encoder", "raw.encode"),

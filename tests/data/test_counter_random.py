@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rarebit.data.counter_random import bell, random_bits, stream_key, uniform
+from rarebit.data.order import bell, random_bits, stream_key, uniform
 
 MASK = 2**64 - 1
 COUNTERS = np.arange(20_000, dtype=np.uint64)

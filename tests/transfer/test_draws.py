@@ -6,7 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rarebit.data.counter_random import random_bits, uniform
+from rarebit.data.order import random_bits, uniform
 from rarebit.transfer.losses import Draws
 from rarebit.transfer.running import Listed
 

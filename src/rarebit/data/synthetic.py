@@ -44,8 +44,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from rarebit.data.counter_random import bell, random_bits, stream_key, uniform
 from rarebit.data.dataset import Dataset, Splits
+from rarebit.data.order import bell, random_bits, stream_key, uniform
 from rarebit.data.schema import FIRST_VALUE, MISSING, PADDING, UNKNOWN, Field, Schema
 from rarebit.settings import check_types, require
 

@@ -45,8 +45,8 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from rarebit.data.counter_random import random_bits, stream_key
 from rarebit.data.dataset import Dataset
+from rarebit.data.order import random_bits, stream_key
 from rarebit.errors import CheckpointError, NewerFormatError, RarebitError, TrainingInterrupted
 from rarebit.settings import to_mapping
 from rarebit.storage.files import (

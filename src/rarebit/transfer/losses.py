@@ -9,7 +9,7 @@ A loss sees a `TransferBatch`: the distinct rows of one group of tables (`row_gr
 sorted by table. A number per row names its table, so that all tables are one operation: no loop over fields, and
 no size that depends on the ids. Random numbers are drawn on the device and depend on seed, step and place alone:
 
-    bits(place) = mix(key + (step * 2^32 + place) * GOLDEN)      splitmix64, as in `data/counter_random.py`
+    bits(place) = mix(key + (step * 2^32 + place) * GOLDEN)      splitmix64, as in `data/order.py`
 
 All processes draw the same numbers, whatever their device; a resumed run needs only the number of its step, and
 a recorded step draws new numbers at every replay.

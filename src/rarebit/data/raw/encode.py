@@ -22,9 +22,9 @@ import numpy as np
 import polars as pl
 from numpy.typing import NDArray
 
-from rarebit.data.counter_random import random_bits, stream_key
 from rarebit.data.dataset import Dataset
 from rarebit.data.log_schema import SPLIT_NAMES, Column, LogSchema, Split
+from rarebit.data.order import random_bits, stream_key
 from rarebit.data.prepared import (
     BAD_ROWS,
     ENCODER,

@@ -18,8 +18,8 @@ import numpy as np
 import polars as pl
 from numpy.typing import NDArray
 
-from rarebit.data.counter_random import random_bits, stream_key
 from rarebit.data.log_schema import Column, LogSchema, Split, TextFormat
+from rarebit.data.order import random_bits, stream_key
 from rarebit.data.raw.readers import FileProgress, read_raw
 from rarebit.data.raw.rows import BadRows, Place, RawChunk
 from rarebit.data.sources._base import FileFacts, Source, skip_wrong
