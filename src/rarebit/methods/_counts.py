@@ -140,13 +140,6 @@ class Evidence(nn.Module):
         strength = next(base.parameters()).detach().new_full((1,), c)
         return cls(counts, strength, is_known=False)
 
-    @classmethod
-    def joined(cls, parts: Sequence["Evidence"]) -> Self:
-        """Return the evidence of several tables as one."""
-        counts = torch.cat([part.counts for part in parts])
-        strength = torch.cat([part.strength for part in parts])
-        return cls(counts, strength, is_known=all(part.is_known for part in parts))
-
     def split(self, sizes: Sequence[int]) -> list["Evidence"]:
         """Return the evidence of each table; memory is shared, not copied."""
         parts = zip(self.counts.split(list(sizes)), self.strength.split(1), strict=True)
@@ -212,7 +205,11 @@ class CountedStack(Stack):
         self.method = method
         self.sizes = [table.num_embeddings for table in tables]
         self.inner = stack_tables([table.inner for table in tables], lengths)
-        self.evidence = Evidence.joined([table.evidence for table in tables])
+        every = [table.evidence for table in tables]
+        counts, strength = (
+            torch.cat([getattr(e, k) for e in every]) for k in ("counts", "strength")
+        )
+        self.evidence = Evidence(counts, strength, is_known=all(e.is_known for e in every))
         first_rows = torch.tensor([0, *accumulate(self.sizes)][:-1])
         self.register_buffer("offsets", first_rows[self.field_of_slot], persistent=False)
 

@@ -17,9 +17,6 @@ and what a method learns besides rows, such as a prior, continue.
 Where `fresh-tables` resets all rows alike, this is `shrinkage` between epochs, with the same weight n / (n + c). Both
 work together. Not for training in one pass, nor where training stops after a few epochs: rows must relearn what they forget,
 and the best epoch comes up to four times later in our studies.
-
-    stored_rows     the rows of a model's tables, in the memory that training updates: plain tables, factors, buckets
-    restart_        resets the optimizer state of rows
 """
 
 import math

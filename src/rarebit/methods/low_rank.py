@@ -86,7 +86,11 @@ class LowRank(Method):
     def wrap(self, base: AnyTable) -> "LowRankTable":
         """Return the closest table of this rank."""
         weight = full_table(base if isinstance(base, nn.Embedding) else base.merge())
-        vectors = _right_singular_vectors(weight)[:, : self.rank].to(weight.dtype)  # (D, r)
+        # The triangular factor has the same right singular vectors. No matrix is larger than the table, and unlike the
+        # D x D Gram matrix it does not square the error.
+        triangle = torch.linalg.qr(weight.double(), mode="r").R
+        right_vectors = torch.linalg.svd(triangle, full_matrices=False).Vh.T  # (D, min(N, D))
+        vectors = right_vectors[:, : self.rank].to(weight.dtype)  # (D, r)
         right = nn.Parameter(vectors.T.contiguous(), requires_grad=is_trainable(base))
         inner = plain_like(base, weight @ vectors, padding_idx=base.padding_idx)
         return LowRankTable(self, inner, right)
@@ -135,14 +139,3 @@ class LowRankStack(Stack):
         rights = [nn.Parameter(right, requires_grad=trained) for right in self.right.detach()]
         parts = zip(self.inner.split(), rights, strict=True)
         return [LowRankTable(self.method, *part) for part in parts]
-
-
-def _right_singular_vectors(weight: Tensor) -> Tensor:
-    """Return the right singular vectors as columns `(D, min(N, D))`, largest value first.
-
-    The small triangular factor has the same ones: no matrix is larger than the table, and unlike the D x D Gram matrix
-    it does not square the error.
-    """
-    triangle = torch.linalg.qr(weight.double(), mode="r").R
-    vectors: Tensor = torch.linalg.svd(triangle, full_matrices=False).Vh.T
-    return vectors

@@ -11,13 +11,10 @@ A wide embedding collapses into few directions; sets with separate interactions 
 makes M sets more than one wide set: without a nonlinearity before the mean they are equivalent, so models whose score is
 linear in each embedding are refused.
 
-In your own model the sets are copies of its `.backbone`, which run one after the other; the head gets the mean of their
-features. Where the backbone is linear in its embeddings, `project` creates a module with a nonlinearity for each set,
-which returns features of the same shapes.
+In your own model the sets are copies of its `.backbone`, and the head gets the mean of their features. Where the backbone is
+linear in its embeddings, `project` creates a module with a nonlinearity for each set, which keeps the shapes.
 
-The sets stay: merging only merges other methods on them.
-
-Not for models that do not gain from wider tables: the sets cost as much as those.
+Merging keeps the sets. Not for models that do not gain from wider tables: the sets cost as much as those.
 """
 
 from collections.abc import Callable

@@ -388,6 +388,18 @@ def take_ticket(model: nn.Module, **facts: Any) -> Ticket:
     return Ticket(kept, facts=facts)
 
 
+def check_budgets(budgets: Sequence[int], total: int) -> list[int]:
+    """Return the distinct budgets, the largest first, or raise unless all are below the entries of the tables."""
+    require(bool(budgets), "pruning needs at least one budget: how many entries to keep")
+    least, most = min(budgets), max(budgets)
+    require(least >= 1, f"a budget must be at least 1 entry, got {least}")
+    require(
+        most < total,
+        f"a budget must be below the {total:,} entries that the tables have, got {most:,}",
+    )
+    return sorted(set(budgets), reverse=True)
+
+
 class TablePruner(Callback, ABC):
     """A callback that scans tables every few steps, takes tickets, and ends training after the last budget.
 
@@ -416,14 +428,7 @@ class TablePruner(Callback, ABC):
         """The tickets taken so far, by budget."""
         tables = thresholded_tables(model).values()
         self.total = sum(table.num_embeddings * table.embedding_dim for table in tables)
-        self.budgets = sorted(set(budgets), reverse=True)
-        require(bool(budgets), "pruning needs at least one budget: how many entries to keep")
-        least, most = self.budgets[-1], self.budgets[0]
-        require(least >= 1, f"a budget must be at least 1 entry, got {least}")
-        require(
-            most < self.total,
-            f"a budget must be below the {self.total:,} entries that the tables have, got {most:,}",
-        )
+        self.budgets = check_budgets(budgets, self.total)
         require(self.every >= 1, f"every must be at least 1 step, got every={self.every}")
 
     @abstractmethod

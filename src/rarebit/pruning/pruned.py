@@ -56,6 +56,7 @@ from rarebit.pruning.masked import (
 from rarebit.pruning.pep import (
     PEP,
     LearnedPruner,
+    check_budgets,
     pruner_of,
     threshold_parameters,
     thresholded_tables,
@@ -612,12 +613,7 @@ class PruneSettings:
             f"tables of {rows:,} rows take {empty:,.0f} bytes before the first entry is kept; allow more "
             "bytes",
         )
-        require(min(found) >= 1, f"a budget must be at least 1 entry, got {min(found)}")
-        require(
-            max(found) < total,
-            f"a budget must be below the {total:,} entries that the tables have, got {max(found):,}",
-        )
-        return tuple(sorted(set(found), reverse=True))
+        return tuple(check_budgets(found, total))
 
 
 @dataclass(frozen=True)

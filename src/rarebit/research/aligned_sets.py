@@ -52,16 +52,21 @@ class AlignedSets(SetsMethod):
 
     def change_(self, model: nn.Module) -> TableCollection | None:
         """Give a model its sets, in place, and return its tables."""
-        found = _cross_weight(model.with_sets(1)) if isinstance(model, ModelWithSets) else None
-        if found is None or not isinstance(model, ModelWithSets):
+        names, num_fields = [], 0
+        if isinstance(model, ModelWithSets):
+            one: Any = model.with_sets(1)
+            num_fields = len(one.schema.fields)
+            shape = (num_fields * one.backbone.tables.dim,) * 2
+            weights = one.backbone.interaction.named_parameters()
+            names = [name for name, w in weights if w.ndim == 4 and w.shape[-2:] == shape]
+        if not names or not isinstance(model, ModelWithSets):
             raise UnsupportedTableError(
                 f"{self} needs a cross network with a matrix for each pair of fields, as dcn_v2 has, got "
                 f"a {type(model).__name__}"
             )
         tables = model.take_sets_(self.num_sets, self)
-        name, num_fields = found
         backbone: Any = model.backbone
-        aligned = AlignedInteraction(backbone.interaction, name, num_fields, self.weight)
+        aligned = AlignedInteraction(backbone.interaction, names[0], num_fields, self.weight)
         backbone.interaction = aligned.train(backbone.training)
         return tables
 
@@ -121,14 +126,3 @@ def pattern_variance(weight: Tensor, num_fields: int) -> Tensor:
     if len(weight) == 1:
         return weight.sum() * 0.0
     return squared_patterns(weight, num_fields).var(dim=0).mean()
-
-
-def _cross_weight(model: nn.Module) -> tuple[str, int] | None:
-    """Return the name of the cross network's weight in the interaction, and its number of fields."""
-    backbone: Any = model.backbone
-    num_fields = len(model.schema.fields)  # type: ignore[union-attr, arg-type]  # models of ours have a schema
-    width = num_fields * backbone.tables.dim
-    for name, parameter in backbone.interaction.named_parameters():
-        if parameter.ndim == 4 and parameter.shape[-2:] == (width, width):
-            return name, num_fields
-    return None
