@@ -124,7 +124,7 @@ def test_plots_are_made_where_they_can_be(call):
 
 
 WRONG = {
-    "no budget": ([], "pruning needs to know how far"),
+    "no budget": ([], "pruning needs one of budgets"),
     "two kinds": (["--budgets", "9", "--sparsity", "0.9"], "got budgets and sparsity"),
     "too large": (["--budgets", TOTAL], f"a budget must be below the {TOTAL:,} entries"),
     "none left": (["--budgets", "0"], "a budget must be at least 1 entry, got 0"),
@@ -138,7 +138,7 @@ WRONG = {
     "no epochs": (["--budgets", "9", "--prune-epochs", "0"], "epochs must be at least 1"),
     "two methods": (["--budgets", "9", "--methods", "mlet,pep"], "takes one combination"),
     "unsized": (["--budgets", "9", "--methods", "low-rank"], "low-rank needs its size here"),
-    "pruned": (["--budgets", "9", "--methods", "pruned:keep=5"], "leave pruned out"),
+    "pruned": (["--budgets", "9", "--methods", "pruned:keep=5"], "leave it out"),
 }
 
 
