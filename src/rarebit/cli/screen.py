@@ -170,15 +170,12 @@ class RunBars(_Bars):
             self.stage(f"{name}, rows", done, total)
 
     def start_epoch(self, epoch: int, epochs: int, rows: int) -> None:
-        """Show a new bar for an epoch."""
         self.task = self.bars.add_task(f"epoch {epoch}/{epochs}", total=rows, note="")
 
     def advance(self, rows: int) -> None:
-        """Move the bar of the epoch."""
         self.bars.advance(self.task, rows)
 
     def finish_epoch(self, record: EpochRecord) -> None:
-        """Write the loss and the validation AUC next to the bar."""
         note = f"loss {record.train_loss:.4f}"
         if record.valid is not None:
             note += f", valid AUC {auc_text(record.valid.auc)}"
@@ -196,18 +193,15 @@ class StudyBars(_Bars, StudyLines):
         self.under_way: dict[str, TaskID] = {}
 
     def plan(self, runs: int, there: int) -> None:
-        """Show a bar for the runs of a stage."""
         super().plan(runs, there)
         if self.all is not None:
             self.bars.remove_task(self.all)
         self.all = self.bars.add_task("runs", total=runs, completed=there, note="")
 
     def start(self, name: str) -> None:
-        """Show a bar for a run."""
         self.under_way[name] = self.bars.add_task(name, total=None, note="")
 
     def epoch(self, name: str, values: Mapping[str, Any]) -> None:
-        """Move the bar of a run by an epoch."""
         auc = values["valid_auc"]
         self.bars.update(
             self.under_way[name],
@@ -217,12 +211,10 @@ class StudyBars(_Bars, StudyLines):
         )
 
     def finish(self, name: str, record: RunRecord) -> None:
-        """Print the result of a run and remove its bar."""
         super().finish(name, record)
         self._end(name)
 
     def fail(self, name: str, why: str) -> None:
-        """Print why a run failed and remove its bar."""
         super().fail(name, why)
         self._end(name)
 

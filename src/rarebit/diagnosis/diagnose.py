@@ -60,6 +60,7 @@ def diagnose(
     triangles: dict[str, Tensor | None] = {}
     left_alone: list[LeftAlone] = []
     used: set[str] = set()
+    masked: set[str] = set()
     for site in find_sites(model):
         reason = _unreadable(site.table)
         if reason is not None:
@@ -67,6 +68,8 @@ def diagnose(
             continue
         name = site.info.name if site.info.name in known else site.info.field
         used.add(name)
+        if any(method.masks_entries for method in methods_of(site.table)):
+            masked.add(site.info.name)
         table, triangles[site.info.name] = _measure(site.table, site.info, known.get(name))
         tables.append(table)
     if not tables and not left_alone:
@@ -79,7 +82,7 @@ def diagnose(
     return Diagnosis(
         tables=tuple(tables),
         sub_embeddings=find_sub_embeddings(model, triangles),
-        findings=find_waste(tables),
+        findings=find_waste(tables, masked),
         left_alone=tuple(left_alone),
     )
 

@@ -40,7 +40,6 @@ from rarebit.interactions.cross import CrossNetwork
 from rarebit.interactions.field_pairs import FieldAwareMachine
 from rarebit.models._base import Backbone, RankingModel
 from rarebit.settings import to_mapping
-from rarebit.tables.collection import TableCollection
 from rarebit.tables.spectrum import abundance_of, random_abundance, stable_rank_of, triangle_of
 from rarebit.tables.table import AnyTable, Table
 
@@ -273,15 +272,15 @@ class TableDiagnosis:
         seen = self.rows - self.never_trained_rows
         return self.seen_once_rows / seen if seen else None
 
-    def directions(self, share: float = 0.99) -> int | None:
-        """Return how many directions hold this share of the squared length of all rows together."""
+    @property
+    def directions(self) -> int | None:
+        """How many directions hold 99 % of the squared length of all rows together."""
         if self.spectrum is None:
             return None
         squares = torch.tensor(self.spectrum, dtype=torch.float64).square()
         if not squares.sum():
             return 0
-        held = squares.cumsum(0) / squares.sum()
-        return int((held < share).sum()) + 1
+        return int((squares.cumsum(0) / squares.sum() < 0.99).sum()) + 1
 
     def to_mapping(self) -> dict[str, Any]:
         """Return all figures as plain values."""
@@ -289,7 +288,7 @@ class TableDiagnosis:
             **to_mapping(self),
             "abundance_ratio": self.abundance_ratio,
             "seen_once_share": self.seen_once_share,
-            "directions": self.directions(),
+            "directions": self.directions,
             "reweighting": None if self.reweighting is None else self.reweighting.to_mapping(),
         }
 
@@ -398,11 +397,12 @@ def find_sub_embeddings(
 
     `triangles` are the R of the tables, by the tables' names.
     """
-    found: list[SubEmbeddings] = []
-    for name, ranking in model.named_modules():
-        if isinstance(ranking, RankingModel) and isinstance(ranking.backbone, Backbone):
-            found += _of_model(f"{name}." if name else "", ranking, ranking.backbone, triangles)
-    return tuple(found)
+    return tuple(
+        found
+        for name, ranking in model.named_modules()
+        if isinstance(ranking, RankingModel) and isinstance(ranking.backbone, Backbone)
+        for found in _of_model(f"{name}." if name else "", ranking, ranking.backbone, triangles)
+    )
 
 
 def _of_model(
@@ -410,46 +410,38 @@ def _of_model(
 ) -> Iterator[SubEmbeddings]:
     tables = backbone.tables
     fields = tuple(field.name for field in tables.fields)
-    own = [  # (k, M * D) each, M embedding sets
-        _projected(tables, index, triangles.get(f"{prefix}backbone.tables.{name}"))
-        for index, name in enumerate(fields)
-    ]
+    own = [triangles.get(f"{prefix}backbone.tables.{name}") for name in fields]  # (k, M * D) each
+    for index, projection in tables.projections.items():  # to the width of the model
+        triangle = own[int(index)]
+        if triangle is not None:
+            own[int(index)] = triangle @ projection.detach().double()
     others = (*fields, *(field.name for field in model.schema.numeric_fields))
     for name, part in backbone.interaction.named_modules(prefix=f"{prefix}backbone.interaction"):
         if isinstance(part, FieldAwareMachine):
-            abundance = _field_aware(own, len(others), part.dim)
+            kind, matrices = "FFM", [_field_aware(own, len(others), part.dim)]
+        elif isinstance(part, CrossNetwork):
+            kind, matrices = "DCN-V2", list(_crossed(own, part.weight, len(others)))
+        else:
+            continue
+        has_sets = isinstance(part, CrossNetwork) and part.num_sets is not None
+        for number, abundance in enumerate(matrices):
             yield SubEmbeddings(
-                name=name, kind="FFM", fields=fields, others=others, abundance=abundance
+                name=name,
+                kind=kind,
+                embedding_set=number if has_sets else None,
+                fields=fields,
+                others=others,
+                abundance=abundance,
             )
-        if isinstance(part, CrossNetwork):
-            for number, abundance in enumerate(_crossed(own, part.weight, len(others))):
-                yield SubEmbeddings(
-                    name=name,
-                    kind="DCN-V2",
-                    embedding_set=None if part.num_sets is None else number,
-                    fields=fields,
-                    others=others,
-                    abundance=abundance,
-                )
-
-
-def _projected(tables: TableCollection, index: int, triangle: Tensor | None) -> Tensor | None:
-    """Return the R of a field as the interaction meets it: in the model's width."""
-    if triangle is None or str(index) not in tables.projections:
-        return triangle
-    projection: Tensor = tables.projections[str(index)].detach().double()
-    return triangle @ projection
 
 
 def _field_aware(own: Sequence[Tensor | None], num_fields: int, dim: int) -> Matrix:
-    matrix: list[tuple[float | None, ...]] = []
-    for i, triangle in enumerate(own):
-        if triangle is None:
-            matrix.append((None,) * num_fields)
-            continue
-        row = _abundances(triangle.unflatten(1, (num_fields, dim)).transpose(0, 1))  # (F, k, D)
-        matrix.append(tuple(None if i == j else value for j, value in enumerate(row)))
-    return tuple(matrix)
+    def row(i: int, triangle: Tensor) -> tuple[float | None, ...]:
+        found = _abundances(triangle.unflatten(1, (num_fields, dim)).transpose(0, 1))  # (F, k, D)
+        return *found[:i], None, *found[i + 1 :]
+
+    unknown = (None,) * num_fields
+    return tuple(unknown if one is None else row(i, one) for i, one in enumerate(own))
 
 
 def _crossed(own: Sequence[Tensor | None], weight: Tensor, num_fields: int) -> Iterator[Matrix]:

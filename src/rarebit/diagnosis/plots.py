@@ -45,7 +45,10 @@ def draw_plots(
     for number, matrix in enumerate(matrices):
         name = "sub_embeddings.png" if len(matrices) == 1 else f"sub_embeddings_{number}.png"
         figures[name] = _draw_matrix(matrix, tables)
-    return {name: _as_png(figure) for name, figure in figures.items()}
+    images = {name: io.BytesIO() for name in figures}
+    for name, figure in figures.items():
+        figure.savefig(images[name], format="png")
+    return {name: image.getvalue() for name, image in images.items()}
 
 
 def _new_figure(width: float, height: float, *, arrange: bool = True) -> "Figure":
@@ -62,12 +65,6 @@ def _new_figure(width: float, height: float, *, arrange: bool = True) -> "Figure
     return figure
 
 
-def _as_png(figure: "Figure") -> bytes:
-    image = io.BytesIO()
-    figure.savefig(image, format="png")
-    return image.getvalue()
-
-
 def _draw_spectra(tables: Sequence[TableDiagnosis]) -> "Figure":
     least = min(min(_normalised(table.spectrum or ())[1], default=1.0) for table in tables)
     lowest = 10.0 ** max(math.floor(math.log10(least)), LOWEST_POWER)
@@ -75,12 +72,8 @@ def _draw_spectra(tables: Sequence[TableDiagnosis]) -> "Figure":
     def panel(axes: "Axes", table: TableDiagnosis) -> str:
         assert table.spectrum is not None
         chance = random_singular_values(table.rows, table.width).tolist()
-        axes.plot(
-            *_normalised(chance), color=RANDOM, marker=".", markersize=4, label="random table"
-        )
-        axes.plot(
-            *_normalised(table.spectrum), color=TRAINED, marker=".", markersize=4, label="table"
-        )
+        axes.plot(*_normalised(chance), ".-", color=RANDOM, label="random table")
+        axes.plot(*_normalised(table.spectrum), ".-", color=TRAINED, label="table")
         axes.set_yscale("log")
         axes.yaxis.minorticks_off()
         axes.set_ylim(min(lowest, 0.1), 1.6)
@@ -101,14 +94,9 @@ def _draw_norms(tables: Sequence[TableDiagnosis]) -> "Figure":
 
     def panel(axes: "Axes", table: TableDiagnosis) -> str:
         seen = [norm for norm in table.norm_by_count if norm.least]
-        axes.plot(
-            [math.sqrt(norm.least * norm.most) for norm in seen],
-            [norm.mean_norm for norm in seen],
-            color=TRAINED,
-            marker=".",
-            markersize=5,
-            label="seen in training",
-        )
+        places = [math.sqrt(norm.least * norm.most) for norm in seen]
+        norms = [norm.mean_norm for norm in seen]
+        axes.plot(places, norms, ".-", color=TRAINED, label="seen in training")
         if table.norm_by_count[0].least == 0:
             never = table.norm_by_count[0].mean_norm
             axes.axhline(never, color=RANDOM, linestyle="--", label="never seen")
@@ -137,7 +125,7 @@ def _draw_reweighting(tables: Sequence[TableDiagnosis]) -> "Figure":
         }
         for label, (values, color) in both.items():
             places, squares = range(1, len(values) + 1), [value**2 for value in values]
-            axes.plot(places, squares, color=color, marker=".", markersize=4, label=label)
+            axes.plot(places, squares, ".-", color=color, label=label)
         # the factor of each direction of a plain table
         axes.axhline(1.0, color=RANDOM, linestyle="--", label="plain table")
         longest = max(1.0, *found.projection_values, *found.wide_values)
@@ -181,6 +169,8 @@ def _draw_panels(
     for axes, table, name in zip(panels, chosen, short_names(chosen), strict=False):
         caption = ", ".join(filter(None, [f"{table.rows:,} x {table.width}", panel(axes, table)]))
         axes.set_title(f"{_shortened(name)}\n{caption}", fontsize=8)
+        for line in axes.get_lines():
+            line.set_markersize(4)
         axes.tick_params(labelsize=7)
         _quieten(axes)
     for axes in panels[len(chosen) :]:
@@ -188,9 +178,8 @@ def _draw_panels(
     figure.suptitle(title, fontsize=12, y=1 - 0.15 / height, va="top")
     figure.supxlabel(x_label, fontsize=9, y=0.12 / height)
     figure.supylabel(y_label, fontsize=9, x=0.1 / width)
-    drawn = {
-        str(line.get_label()): line for axes in panels[: len(chosen)] for line in axes.get_lines()
-    }
+    lines = [line for axes in panels[: len(chosen)] for line in axes.get_lines()]
+    drawn = {str(line.get_label()): line for line in lines}
     figure.legend(
         list(drawn.values()),
         list(drawn),
@@ -240,7 +229,8 @@ def _draw_matrix(matrix: SubEmbeddings, tables: Sequence[TableDiagnosis]) -> "Fi
     # a field without a table comes first: its single vector has an abundance of 1
     rows = sorted(range(len(matrix.fields)), key=lambda i: own[matrix.fields[i]])
     columns = sorted(range(len(matrix.others)), key=lambda j: own.get(matrix.others[j], 1.0))
-    values = [[_or_nan(matrix.abundance[i][j]) for j in columns] for i in rows]
+    found = [[matrix.abundance[i][j] for j in columns] for i in rows]
+    values = [[math.nan if value is None else value for value in row] for row in found]
     height, width = max(0.26 * len(rows), 2.0), max(0.26 * len(columns), 3.0)  # of the matrix
     figure = _new_figure(width + 3.7, height + 3.3)
     ratios = {"width_ratios": [width, 1.2], "height_ratios": [1.0, height]}
@@ -286,10 +276,6 @@ def _normalised(values: Sequence[float]) -> tuple[list[int], list[float]]:
 def _shortened(name: str) -> str:
     """Return the end of a long name, which tells fields apart better than its beginning."""
     return name if len(name) <= LONGEST_NAME else f"…{name[1 - LONGEST_NAME :]}"
-
-
-def _or_nan(value: float | None) -> float:
-    return math.nan if value is None else value
 
 
 def _quieten(axes: "Axes") -> None:

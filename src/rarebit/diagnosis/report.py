@@ -11,7 +11,7 @@ only. Findings that would save less than a hundredth of the bytes of all tables 
 
 import json
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -35,8 +35,6 @@ RARE_FROM = 1 / 3
 DEAD_FROM = 0.05
 LEAST_SAVING = 0.01
 """Findings that would save less than this share of all bytes are left out."""
-ZEROS_ARE_WANTED = ("Masked(", "PEP(", "Pack(", "Pruned(")
-"""Methods that make rows zero on purpose."""
 NARROWER = 0.8
 """A smaller table is worth trying if it has at most this share of the width, or of the rows."""
 NOTHING_WRONG = (
@@ -76,15 +74,24 @@ class Finding:
     def __str__(self) -> str:
         return f"{self.table}: {self.problem}. {self.advice}."
 
-    def to_mapping(self) -> dict[str, Any]:
-        """Return the finding as plain values."""
-        return to_mapping(self)
 
+def find_waste(
+    tables: Sequence[TableDiagnosis], masked: Collection[str] = ()
+) -> tuple[Finding, ...]:
+    """Return the problems of tables, the worst first: wrong numbers, then the most bytes.
 
-def find_waste(tables: Sequence[TableDiagnosis]) -> tuple[Finding, ...]:
-    """Return the problems of tables, the worst first: wrong numbers, then the most bytes."""
+    `masked` are the names of the tables with a method that makes entries zero on purpose.
+    """
     least = LEAST_SAVING * sum(table.num_bytes for table in tables)
-    found = [(table, finding) for table in tables for finding in _findings(table)]
+    found = [
+        (table, finding)
+        for table in tables
+        for rule in (
+            (_not_finite, _dead) if table.methods else (_not_finite, _collapsed, _rare, _dead)
+        )
+        if (finding := rule(table)) is not None
+        if finding.kind != "dead" or table.name not in masked
+    ]
     of_wide = {(table.field, finding.kind) for table, finding in found if table.width > 1}
     worth = [
         finding
@@ -94,14 +101,6 @@ def find_waste(tables: Sequence[TableDiagnosis]) -> tuple[Finding, ...]:
         if table.width > 1 or (table.field, finding.kind) not in of_wide
     ]
     return tuple(sorted(worth, key=lambda f: (f.kind != "not finite", -f.wasted_bytes)))
-
-
-def _findings(table: TableDiagnosis) -> Iterator[Finding]:
-    rules = [_not_finite, _dead] if table.methods else [_not_finite, _collapsed, _rare, _dead]
-    for rule in rules:
-        finding = rule(table)
-        if finding is not None:
-            yield finding
 
 
 def _not_finite(table: TableDiagnosis) -> Finding | None:
@@ -118,7 +117,7 @@ def _not_finite(table: TableDiagnosis) -> Finding | None:
 
 
 def _collapsed(table: TableDiagnosis) -> Finding | None:
-    ratio, used = table.abundance_ratio, table.directions()
+    ratio, used = table.abundance_ratio, table.directions
     if ratio is None or used is None or ratio >= COLLAPSED_BELOW or not used:
         return None
     if used > NARROWER * min(table.rows, table.width):
@@ -161,8 +160,6 @@ def _rare(table: TableDiagnosis) -> Finding | None:
 
 
 def _dead(table: TableDiagnosis) -> Finding | None:
-    if any(method.startswith(ZEROS_ARE_WANTED) for method in table.methods):
-        return None
     if not table.rows or table.dead_rows < DEAD_FROM * table.rows:
         return None
     wasted = round(table.num_bytes * table.dead_rows / table.rows)
@@ -267,11 +264,6 @@ class Diagnosis:
         """The tables with rows of several numbers: all but first-order weights."""
         return tuple(table for table in self.tables if table.width > 1)
 
-    @property
-    def counts_known(self) -> bool:
-        """Whether the training counts of any table are known."""
-        return any(table.never_trained_rows is not None for table in self.tables)
-
     def sections(self, *, wide: bool) -> list[TextTable | str]:
         """Return all tables for people, and the notes of the methods' reports."""
         sections: list[TextTable | str] = []
@@ -302,7 +294,7 @@ class Diagnosis:
         if self.left_alone:
             names = ", ".join(thing.name for thing in self.left_alone)
             notes.append(f"Skipped, because they are no tables or cannot be read: {names}.")
-        if self.tables and not self.counts_known:
+        if self.tables and all(table.never_trained_rows is None for table in self.tables):
             notes.append(NO_COUNTS)
         if self.tables and not self.findings:
             notes.append(NOTHING_WRONG)
@@ -318,7 +310,7 @@ class Diagnosis:
             "format": FORMAT,
             "tables": [table.to_mapping() for table in self.tables],
             "sub_embeddings": [matrix.to_mapping() for matrix in self.sub_embeddings],
-            "findings": [finding.to_mapping() for finding in self.findings],
+            "findings": [to_mapping(finding) for finding in self.findings],
             "left_alone": [to_mapping(thing) for thing in self.left_alone],
             **({"reports": dict(self.reports)} if self.reports else {}),
         }

@@ -96,7 +96,6 @@ class Linear(nn.Linear):
     """A linear layer that is fast at any width."""
 
     def forward(self, input: Tensor) -> Tensor:
-        """Return W x + b."""
         return affine(input, self.weight, self.bias)
 
 
@@ -124,7 +123,6 @@ class Block(nn.Module):
         self.dropout = nn.Dropout(dropout)
 
     def forward(self, features: Tensor) -> Tensor:
-        """Return the layer's output."""
         out = affine(features, self.weight, self.bias)
         activated: Tensor = self.dropout(F.relu(self.norm(out)))
         return activated
@@ -137,7 +135,6 @@ class SetBatchNorm(nn.BatchNorm1d):
         super().__init__(width * (num_sets or 1))
 
     def forward(self, features: Tensor) -> Tensor:
-        """Return the features, each with the same mean and spread over the batch."""
         if features.ndim == 2:
             return super().forward(features)
         channels = super().forward(features.transpose(0, 1).flatten(1))  # one per set and feature
@@ -171,7 +168,6 @@ class Concatenation(nn.Module):
     """All fields in one vector, `(..., F, D)` to `(..., F * D)`."""
 
     def forward(self, embeddings: Tensor) -> Tensor:
-        """Return the fields side by side."""
         return embeddings.flatten(-2)
 
 
@@ -183,7 +179,6 @@ class Parallel(nn.Module):
         self.branches = nn.ModuleList(interactions)
 
     def forward(self, embeddings: Tensor) -> tuple[Tensor, ...]:
-        """Return the features of every branch."""
         return tuple(branch(embeddings) for branch in self.branches)
 
 
@@ -210,7 +205,6 @@ class TwoStreams(nn.Module):
         )
 
     def forward(self, embeddings: Tensor) -> tuple[Tensor, Tensor]:
-        """Return x and y."""
         fields = embeddings.flatten(-2)  # (..., F * D)
         return self.first(fields), self.second(fields)
 
@@ -219,7 +213,6 @@ class FactorizationMachine(nn.Module):
     """Sum of the elementwise products of all pairs of fields, `(..., F, D)` to `(..., D)`."""
 
     def forward(self, embeddings: Tensor) -> Tensor:
-        """Return the pooled pairwise products."""
         square_of_sum = embeddings.sum(dim=-2).square()
         sum_of_squares = embeddings.square().sum(dim=-2)
         return 0.5 * (square_of_sum - sum_of_squares)
@@ -248,7 +241,6 @@ class InnerProducts(nn.Module):
         self.out_width = num_kept * dim + len(rows)
 
     def forward(self, embeddings: Tensor) -> Tensor:
-        """Return the kept fields and the products."""
         squared = (embeddings @ embeddings.mT).flatten(-2)  # (..., F * F)
         products = squared.index_select(-1, self.places)
         if not self.num_kept:

@@ -69,7 +69,6 @@ class CompressedInteraction(nn.Module):
         self.out_width = sum(layers) - (sum(kept) if split_half else 0)
 
     def forward(self, embeddings: Tensor) -> Tensor:
-        """Return the feature maps, each summed over D."""
         first = maps = embeddings.mT  # x^0: (..., D, F)
         pooled = []
         for layer, kept in enumerate(self.kept):

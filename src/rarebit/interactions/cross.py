@@ -43,7 +43,6 @@ class CrossNetwork(nn.Module):
             nn.init.xavier_uniform_(matrix)
 
     def forward(self, embeddings: Tensor) -> Tensor:
-        """Return the crossed features."""
         rows = as_autocast(embeddings).flatten(-2)
         first = filled_up(rows)  # x_0: (..., F * D), once for all layers
         weights, biases = filled_up(self.weight, dims=2), filled_up(self.bias)
@@ -72,7 +71,6 @@ class VectorCrossNetwork(nn.Module):
         self.bias = nn.Parameter(torch.zeros(*sets, num_layers, width))
 
     def forward(self, embeddings: Tensor) -> Tensor:
-        """Return the crossed features."""
         first = embeddings.flatten(-2)  # x_0: (..., F * D)
         # only the matrix product is in half precision, not the sums that follow
         products = (first @ self.weight.mT).to(first.dtype)  # w_l . x_0: (..., L)

@@ -41,7 +41,6 @@ class FieldAwareMachine(nn.Module):
         self.register_buffer("back", j * num_fields + i, persistent=False)
 
     def forward(self, embeddings: Tensor) -> Tensor:
-        """Return the pooled pairwise products."""
         vectors = embeddings.flatten(-2).unflatten(-1, (-1, self.dim))  # (..., F * F, D)
         met: Tensor = vectors.index_select(-2, self.forth) * vectors.index_select(-2, self.back)
         return met.sum(dim=-2)
@@ -70,7 +69,6 @@ class FieldWeightedMachine(nn.Module):
         self.strength = nn.Parameter(torch.ones(*sets_axis(num_sets), num_pairs))  # r
 
     def forward(self, embeddings: Tensor) -> Tensor:
-        """Return the pooled weighted products."""
         with_zero = nn.functional.pad(self.strength, (0, 1))
         upper = with_zero.index_select(-1, self.pair).unflatten(-1, (embeddings.shape[-2], -1))
         return _pool(embeddings, upper, self.num_sets)
@@ -89,7 +87,6 @@ class FieldWeightedPooling(nn.Module):
         self.weight = nn.Parameter(torch.randn(*sets_axis(num_sets), num_fields, num_fields))  # w
 
     def forward(self, embeddings: Tensor) -> Tensor:
-        """Return the pooled weighted products."""
         return _pool(embeddings, self.weight, self.num_sets)
 
 

@@ -54,7 +54,6 @@ class SelfAttention(nn.Module):
         )
 
     def forward(self, embeddings: Tensor) -> Tensor:
-        """Return the attended fields, side by side."""
         fields = embeddings
         for layer in self.layers:
             query, key, value, residual = layer(fields).chunk(4, dim=-1)  # (..., F, H * A)
@@ -100,7 +99,6 @@ class OneResidual(nn.Module):
         )
 
     def forward(self, embeddings: Tensor) -> Tensor:
-        """Return the attended fields, side by side."""
         fields = self.project(embeddings)  # (..., F, H * A)
         for into, out_of in zip(self.into, self.out_of, strict=True):
             query, key, value = into(fields).chunk(3, dim=-1)
@@ -136,7 +134,6 @@ class SetLinear(nn.Module):
         )
 
     def forward(self, fields: Tensor) -> Tensor:
-        """Return the images of all fields."""
         if self.num_sets is None:
             return F.linear(fields, self.weight, self.bias)
         num_fields = fields.shape[-2]

@@ -243,7 +243,6 @@ class FirstOrder(nn.Module):
         self.bias = nn.Parameter(torch.zeros(()))
 
     def forward(self, batch: Batch) -> Tensor:
-        """Return the sum of the weights of each row."""
         score: Tensor = self.tables(batch.ids).sum(dim=(1, 2)) + self.bias
         if self.numeric is None:
             return score
@@ -281,7 +280,6 @@ class MLP(nn.Module):
         self.layers = nn.Sequential(*layers, Linear(width, 1))
 
     def forward(self, features: Tensor) -> Tensor:
-        """Return one number per row."""
         score: Tensor = self.layers(features).squeeze(-1)
         return score
 

@@ -104,6 +104,5 @@ class AutoIntHead(nn.Module):
         self.mlp = mlp
 
     def forward(self, features: tuple[Tensor, ...]) -> Tensor:
-        """Return one number per row."""
         score: Tensor = self.attention(features[0]).squeeze(-1)  # (B, F * H * A)
         return score if self.mlp is None else score + self.mlp(features[1])  # (B, F * D)

@@ -70,7 +70,6 @@ class DCNHead(nn.Module):
         self.mlp = mlp
 
     def forward(self, features: tuple[Tensor, Tensor]) -> Tensor:
-        """Return one number per row."""
         crossed, fields = features  # (B, F * D) each; with sets, the second is a hidden layer
         score: Tensor = self.cross(crossed).squeeze(-1) + self.mlp(fields)
         return score

@@ -74,7 +74,6 @@ class DeepFMHead(nn.Module):
         self.mlp = mlp
 
     def forward(self, features: tuple[Tensor, Tensor]) -> Tensor:
-        """Return one number per row."""
         pairs, fields = features  # (B, D), (B, F * D)
         score: Tensor = pairs.sum(dim=-1) + self.mlp(fields)
         return score

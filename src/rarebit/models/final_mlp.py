@@ -89,7 +89,6 @@ class BilinearFusion(nn.Module):
         )
 
     def forward(self, streams: tuple[Tensor, Tensor]) -> Tensor:
-        """Return one number per row."""
         linear: Tensor = self.linear(torch.cat(streams, dim=-1)).squeeze(-1)
         x, y = (stream.unflatten(-1, (len(self.products), -1)) for stream in streams)  # (B, H, X)
         pulled = torch.einsum("bhx,hxy->bhy", x, self.products)

@@ -52,5 +52,4 @@ class SumOfFeatures(nn.Module):
     """The sum over a row's features, `(B, D)` to `(B,)`."""
 
     def forward(self, features: Tensor) -> Tensor:
-        """Return one number per row."""
         return features.sum(dim=-1)

@@ -71,6 +71,5 @@ class Evened(nn.Module):
         self.dropout = nn.Dropout(dropout)
 
     def forward(self, pooled: Tensor) -> Tensor:
-        """Return the features, each channel with the same mean and spread over the batch."""
         dropped: Tensor = self.dropout(self.norm(pooled))
         return dropped

@@ -94,7 +94,6 @@ class XDeepFMHead(nn.Module):
         self.mlp = mlp
 
     def forward(self, features: tuple[Tensor, Tensor]) -> Tensor:
-        """Return one number per row."""
         maps, fields = features  # (B, sum of H), (B, F * D)
         score: Tensor = self.maps(maps).squeeze(-1) + self.mlp(fields)
         return score

@@ -59,12 +59,10 @@ class StudyLines(StudyProgress):
         self.runs, self.done = 0, 0
 
     def plan(self, runs: int, there: int) -> None:
-        """Print how many runs there are."""
         self.runs, self.done = runs, there
         self.say(f"{runs} run{'s' if runs != 1 else ''}, {there} already finished")
 
     def finish(self, name: str, record: RunRecord) -> None:
-        """Print the result of a run."""
         self.done += 1
         self.say(
             f"{self.done} of {self.runs}: {name}: AUC {record.auc:.4f}, validation AUC "
@@ -72,7 +70,6 @@ class StudyLines(StudyProgress):
         )
 
     def fail(self, name: str, why: str) -> None:
-        """Print why a run failed."""
         self.done += 1
         self.say(f"{self.done} of {self.runs}: {name} failed: {why}")
 
