@@ -6,7 +6,6 @@ import torch
 import rarebit as rb
 from rarebit import RowGradients, sum_losses
 from rarebit.bench import steps
-from rarebit.methods.shrinkage import AUTO
 from rarebit.models import build_model, model_names
 from rarebit.pruning.pep import PEP, count_nonzero, threshold_parameters
 from rarebit.research import factorized_tables
@@ -99,7 +98,7 @@ def test_shrunk_tables_have_the_network_and_batches_of_plain_ones(log):
     variants = [steps.deepfm_step(log, method) for method in (None, rb.Shrinkage(), rb.RowRate())]
     assert_same_network_and_batches(variants)
     methods = [{info.methods for info in rb.find_tables(one.model)} for one in variants]
-    assert methods == [{()}, {(str(rb.Shrinkage(c=AUTO)),)}, {(str(rb.RowRate()),)}]
+    assert methods == [{()}, {(str(rb.Shrinkage(c="typical")),)}, {(str(rb.RowRate()),)}]
 
 
 def test_the_figures_of_shrinkage(log, quick):

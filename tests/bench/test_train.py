@@ -73,7 +73,7 @@ def test_all_variants_reach_the_same_loss_after_twenty_steps(models, data, monke
         NextStep(model, data, BATCH_SIZE, "dense"),
         NextStep(lazy, data, BATCH_SIZE),
         train._by_hand(by_hand, train._loaded(data, BATCH_SIZE)),
-        train._by_hand(tuned, train._sliced(data, BATCH_SIZE), fused=True),
+        train._by_hand(tuned, ids_and_labels(steps.sliced(data, BATCH_SIZE)), fused=True),
     ]
     for _ in range(20):
         for step in variants:

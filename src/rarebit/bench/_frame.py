@@ -27,6 +27,7 @@ __all__ = [
     "compare",
     "measure",
     "print_to_stderr",
+    "ratios",
     "result_of",
     "run_python",
     "timing_figures",
@@ -139,12 +140,24 @@ def compare(
     return times, figures | timing_figures(times, suffix)
 
 
-def timing_figures(timings: Mapping[str, Timing], suffix: str = "") -> BenchResult:
-    """Return median and interquartile range of each variant in milliseconds, and the number of rounds.
+def ratios(
+    variants: Variants,
+    first: str,
+    second: str,
+    ratio_of: str,
+    *,
+    budget: float,
+    load: str = "",
+    **others: tuple[str, str],
+) -> BenchResult:
+    """Time the variants in turn; return the ratio of two of them, further ratios by name, and all figures."""
+    times, figures = compare(variants, budget=budget, load=load)
+    more = {f"ratio_{name}": times[one] / times[other] for name, (one, other) in others.items()}
+    return {"ratio": times[first] / times[second], "ratio_of": ratio_of, **more, **figures}
 
-    >>> timing_figures({"ours": Timing((0.5, 1.5))}, "_64")
-    {'ours_ms_64': 1000.0, 'ours_iqr_ms_64': 500.0, 'rounds_64': 2}
-    """
+
+def timing_figures(timings: Mapping[str, Timing], suffix: str = "") -> BenchResult:
+    """Return median and interquartile range of each variant in milliseconds, and the number of rounds."""
     figures: BenchResult = {}
     for name, timing in timings.items():
         figures[f"{name}_ms{suffix}"] = 1000 * timing.median

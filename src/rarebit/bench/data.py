@@ -9,16 +9,16 @@ peak memory, with them. This process then opens the prepared folder, and reads i
 torch thread, including the time to draw their order.
 """
 
+import itertools
 import json
 import shutil
 import tempfile
-import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from statistics import median
+from timeit import repeat
 
 import torch
 
@@ -122,25 +122,20 @@ def _figures(rows: int, work: Mapping[str, list[Work]]) -> BenchResult:
 
 def _reading(folder: Path) -> BenchResult:
     """Measure opening a prepared folder, and an epoch of its rows in shuffled batches."""
-    opening = [_seconds(lambda: Dataset.open(folder)) for _ in range(OPENINGS)]
+    opening = repeat(lambda: Dataset.open(folder), number=1, repeat=OPENINGS)
     rows, threads = Dataset.open(folder), torch.get_num_threads()
+    numbers = itertools.count()
 
-    def epoch(number: int) -> None:
-        for _ in rows.batches(BATCH_SIZE, shuffled_order(len(rows), seed=0, epoch=number)):
+    def epoch() -> None:
+        for _ in rows.batches(BATCH_SIZE, shuffled_order(len(rows), seed=0, epoch=next(numbers))):
             pass
 
     torch.set_num_threads(1)
     try:
-        epochs = [_seconds(partial(epoch, number)) for number in range(EPOCHS)]
+        epochs = repeat(epoch, number=1, repeat=EPOCHS)
     finally:
         torch.set_num_threads(threads)
     return {
         "open_ms": 1000 * median(opening),
         "batches_rows_per_second": round(len(rows) / median(epochs)),
     }
-
-
-def _seconds(work: Callable[[], object]) -> float:
-    start = time.perf_counter()
-    work()
-    return time.perf_counter() - start

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
-from rarebit.bench._frame import BenchResult, OtherLoad, Say, compare, measure
+from rarebit.bench._frame import BenchResult, OtherLoad, Say, compare, measure, ratios
 from rarebit.data.dataset import Batch, Dataset
 from rarebit.data.order import shuffled_order
 from rarebit.data.synthetic import SyntheticLog, generate
@@ -133,13 +133,9 @@ def ema(say: Say, *, budget: float = 20.0) -> BenchResult:
         torchs()
         averaged.update_parameters(torchs.model)
 
-    times, figures = compare({"plain": plain, "ema": ours, "torch": by_torch}, budget=budget)
-    return {
-        "ratio": times["torch"] / times["ema"],
-        "ratio_of": "time of a step averaged by torch / time of a step averaged by ours",
-        "ratio_plain": times["ema"] / times["plain"],
-        **figures,
-    }
+    variants = {"plain": plain, "ema": ours, "torch": by_torch}
+    meaning = "time of a step averaged by torch / time of a step averaged by ours"
+    return ratios(variants, "torch", "ema", meaning, budget=budget, plain=("ema", "plain"))
 
 
 def forgetting(say: Say, *, budget: float = 20.0) -> BenchResult:
@@ -227,13 +223,11 @@ def multi_embedding(say: Say, *, budget: float = 60.0) -> BenchResult:
     data = criteo_log()
     say(f"multi-embedding: two variants, {budget:.0f} s")
     steps = {"single": sets_step(data, num_sets=1), "multi": sets_step(data, num_sets=NUM_SETS)}
-    times, figures = compare(steps, budget=budget, load="steps")
+    meaning = "time of a step with ten embedding sets / time of a step with one as wide, lazy Adam"
+    figures = ratios(steps, "multi", "single", meaning, budget=budget, load="steps")
     weights = {name: list(step.model.parameters()) for name, step in steps.items()}
-    return {
-        "ratio": times["multi"] / times["single"],
-        "ratio_of": "time of a step with ten embedding sets / time of a step with one as wide, lazy Adam",
-        **figures,
-        **{f"{name}_weights": sum(p.numel() for p in held) for name, held in weights.items()},
+    return figures | {
+        f"{name}_weights": sum(p.numel() for p in own) for name, own in weights.items()
     }
 
 
@@ -259,14 +253,12 @@ def pep(say: Say, *, budget: float = 40.0) -> BenchResult:
         "learned": deepfm_step(data, PEP(init=PEP_INIT), dim=dim),
     }
     variants: dict[str, Callable[[], None]] = {**steps, "scheduled": rising(steps["scheduled"])}
-    times, figures = compare(variants, budget=budget, load="steps")
-    return {
-        "ratio": times["scheduled"] / times["plain"],
-        "ratio_of": "time of a step with a given threshold / time of a plain step, both with lazy Adam",
-        "ratio_learned": times["learned"] / times["plain"],
-        **figures,
-        **{f"{name}_bytes": step.table_bytes for name, step in steps.items()},
-    }
+    meaning = "time of a step with a given threshold / time of a plain step, both with lazy Adam"
+    learned = ("learned", "plain")
+    figures = ratios(
+        variants, "scheduled", "plain", meaning, budget=budget, load="steps", learned=learned
+    )
+    return figures | {f"{name}_bytes": step.table_bytes for name, step in steps.items()}
 
 
 def rising(step: NextStep) -> Callable[[], None]:
@@ -287,12 +279,8 @@ def row_gradients(say: Say, *, budget: float = 20.0) -> BenchResult:
     data = criteo_log()
     plain, rule = (deepfm_step(data, batch_size=SMALL_BATCH) for _ in range(2))
     rule.step.backward = RowGradients(rule.model, sum_losses).backward
-    times, figures = compare({"plain": plain, "rule": rule}, budget=budget)
-    return {
-        "ratio": times["rule"] / times["plain"],
-        "ratio_of": "time of a step with the sum rule / time of a plain step",
-        **figures,
-    }
+    meaning = "time of a step with the sum rule / time of a plain step"
+    return ratios({"plain": plain, "rule": rule}, "rule", "plain", meaning, budget=budget)
 
 
 def shrinkage(say: Say, *, budget: float = 30.0) -> BenchResult:
@@ -304,13 +292,9 @@ def shrinkage(say: Say, *, budget: float = 30.0) -> BenchResult:
         "shrunk": deepfm_step(data, Shrinkage()),
         "row_rate": deepfm_step(data, RowRate()),
     }
-    times, figures = compare(steps, budget=budget, load="steps")
-    return {
-        "ratio": times["shrunk"] / times["plain"],
-        "ratio_of": "time of a step of shrunk tables / time of a plain step, both with lazy Adam",
-        "ratio_row_rate": times["row_rate"] / times["plain"],
-        **figures,
-    }
+    meaning = "time of a step of shrunk tables / time of a plain step, both with lazy Adam"
+    by_rate = ("row_rate", "plain")
+    return ratios(steps, "shrunk", "plain", meaning, budget=budget, load="steps", row_rate=by_rate)
 
 
 def transfer(say: Say, *, budget: float = 30.0) -> BenchResult:
@@ -324,9 +308,5 @@ def transfer(say: Say, *, budget: float = 30.0) -> BenchResult:
     model = steps["transfer"].model
     running = HarmlessTransfer().start(model, counts=data.counts())
     steps["transfer"].step.backward = running.backward
-    times, figures = compare(steps, budget=budget, load="steps")
-    return {
-        "ratio": times["transfer"] / times["plain"],
-        "ratio_of": "time of a step with harmless transfer / time of a plain step, both with lazy Adam",
-        **figures,
-    }
+    meaning = "time of a step with harmless transfer / time of a plain step, both with lazy Adam"
+    return ratios(steps, "transfer", "plain", meaning, budget=budget, load="steps")

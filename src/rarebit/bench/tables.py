@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from rarebit.bench._frame import BenchResult, Say, compare, run_python
+from rarebit.bench._frame import BenchResult, Say, compare, ratios, run_python
 from rarebit.codes.packed import Pack, load_packed, packed_kernel, save_packed
 from rarebit.methods.quantize import Quantize
 from rarebit.tables.apply import table_bytes
@@ -163,14 +163,11 @@ def quantize(
     tables = {"int8": Quantize(bits=8).wrap(plain), "int4": Quantize(bits=4).wrap(plain)}
     variants = {name: _lookups(table, batches) for name, table in tables.items()}
     variants["plain"] = _lookups(lambda ids: F.embedding(ids, plain.weight), batches)
-    times, figures = compare(variants, budget=budget)
+    meaning = "time of a lookup out of int8 / time of F.embedding in float32"
+    num_bytes = {name: table_bytes(table) for name, table in {"plain": plain, **tables}.items()}
     return {
-        "ratio": times["int8"] / times["plain"],
-        "ratio_of": "time of a lookup out of int8 / time of F.embedding in float32",
-        "ratio_int4": times["int4"] / times["plain"],
-        "plain_bytes": table_bytes(plain),
-        **{f"{name}_bytes": table_bytes(table) for name, table in tables.items()},
-        **figures,
+        **ratios(variants, "int8", "plain", meaning, budget=budget, int4=("int4", "plain")),
+        **{f"{name}_bytes": count for name, count in num_bytes.items()},
     }
 
 
@@ -251,11 +248,7 @@ def spectrum(say: Say, *, num_rows: int = MILLION, budget: float = 20.0) -> Benc
         "ours": lambda: singular_values(weight),
         "torch": lambda: torch.linalg.svdvals(weight.double()),
     }
-    times, figures = compare(variants, budget=budget)
+    meaning = "time of torch.linalg.svdvals of a float64 copy / time of ours"
+    figures = ratios(variants, "torch", "ours", meaning, budget=budget)
     ours, torchs = (values() for values in variants.values())
-    return {
-        "ratio": times["torch"] / times["ours"],
-        "ratio_of": "time of torch.linalg.svdvals of a float64 copy / time of ours",
-        "relative_difference": float(((ours - torchs).abs() / torchs).max()),
-        **figures,
-    }
+    return figures | {"relative_difference": float(((ours - torchs).abs() / torchs).max())}

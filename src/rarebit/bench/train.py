@@ -55,9 +55,10 @@ def train(say: Say) -> BenchResult:
     }
     for end, batch_size in BATCH_SIZES.items():
         say(f"train: batch size {batch_size}, {BUDGET:.0f} s")
+        slices = ((batch.ids, batch.label) for batch in sliced(data, batch_size))
         variants: dict[str, Callable[[], None]] = {
             "reference": _by_hand(by_hand[0], _loaded(data, batch_size)),
-            "tuned": _by_hand(by_hand[1], _sliced(data, batch_size), fused=True),
+            "tuned": _by_hand(by_hand[1], slices, fused=True),
             "ours": NextStep(models[0], data, batch_size),
             "dense": NextStep(models[1], data, batch_size, "dense"),
             "mlp": _mlp(len(data.schema.fields) * DIM, batch_size),
@@ -159,7 +160,3 @@ def _loaded(data: Dataset, batch_size: int) -> Iterator[tuple[Tensor, Tensor]]:
     loader = DataLoader(rows, batch_size=batch_size, shuffle=True)
     while True:
         yield from loader
-
-
-def _sliced(data: Dataset, batch_size: int) -> Iterator[tuple[Tensor, Tensor]]:
-    return ((batch.ids, batch.label) for batch in sliced(data, batch_size))
