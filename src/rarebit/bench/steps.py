@@ -133,7 +133,7 @@ def ema(say: Say, *, budget: float = 20.0) -> BenchResult:
         torchs()
         averaged.update_parameters(torchs.model)
 
-    variants = {"plain": plain, "ema": ours, "torch": by_torch}
+    variants: dict[str, Callable[[], None]] = {"plain": plain, "ema": ours, "torch": by_torch}
     meaning = "time of a step averaged by torch / time of a step averaged by ours"
     return ratios(variants, "torch", "ema", meaning, budget=budget, plain=("ema", "plain"))
 

@@ -45,10 +45,7 @@ def draw_plots(
     for number, matrix in enumerate(matrices):
         name = "sub_embeddings.png" if len(matrices) == 1 else f"sub_embeddings_{number}.png"
         figures[name] = _draw_matrix(matrix, tables)
-    images = {name: io.BytesIO() for name in figures}
-    for name, figure in figures.items():
-        figure.savefig(images[name], format="png")
-    return {name: image.getvalue() for name, image in images.items()}
+    return {name: _as_png(figure) for name, figure in figures.items()}
 
 
 def _new_figure(width: float, height: float, *, arrange: bool = True) -> "Figure":
@@ -63,6 +60,12 @@ def _new_figure(width: float, height: float, *, arrange: bool = True) -> "Figure
     figure = Figure(figsize=(width, height), dpi=DPI, layout="constrained" if arrange else None)
     FigureCanvasAgg(figure)
     return figure
+
+
+def _as_png(figure: "Figure") -> bytes:
+    image = io.BytesIO()
+    figure.savefig(image, format="png")
+    return image.getvalue()
 
 
 def _draw_spectra(tables: Sequence[TableDiagnosis]) -> "Figure":
@@ -178,8 +181,9 @@ def _draw_panels(
     figure.suptitle(title, fontsize=12, y=1 - 0.15 / height, va="top")
     figure.supxlabel(x_label, fontsize=9, y=0.12 / height)
     figure.supylabel(y_label, fontsize=9, x=0.1 / width)
-    lines = [line for axes in panels[: len(chosen)] for line in axes.get_lines()]
-    drawn = {str(line.get_label()): line for line in lines}
+    drawn = {
+        str(line.get_label()): line for axes in panels[: len(chosen)] for line in axes.get_lines()
+    }
     figure.legend(
         list(drawn.values()),
         list(drawn),
@@ -229,8 +233,7 @@ def _draw_matrix(matrix: SubEmbeddings, tables: Sequence[TableDiagnosis]) -> "Fi
     # a field without a table comes first: its single vector has an abundance of 1
     rows = sorted(range(len(matrix.fields)), key=lambda i: own[matrix.fields[i]])
     columns = sorted(range(len(matrix.others)), key=lambda j: own.get(matrix.others[j], 1.0))
-    found = [[matrix.abundance[i][j] for j in columns] for i in rows]
-    values = [[math.nan if value is None else value for value in row] for row in found]
+    values = [[_or_nan(matrix.abundance[i][j]) for j in columns] for i in rows]
     height, width = max(0.26 * len(rows), 2.0), max(0.26 * len(columns), 3.0)  # of the matrix
     figure = _new_figure(width + 3.7, height + 3.3)
     ratios = {"width_ratios": [width, 1.2], "height_ratios": [1.0, height]}
@@ -276,6 +279,10 @@ def _normalised(values: Sequence[float]) -> tuple[list[int], list[float]]:
 def _shortened(name: str) -> str:
     """Return the end of a long name, which tells fields apart better than its beginning."""
     return name if len(name) <= LONGEST_NAME else f"…{name[1 - LONGEST_NAME :]}"
+
+
+def _or_nan(value: float | None) -> float:
+    return math.nan if value is None else value
 
 
 def _quieten(axes: "Axes") -> None:
