@@ -270,23 +270,17 @@ def _tried(library: ctypes.CDLL) -> PackedKernel | None:
 class Runs(NamedTuple):
     """Where the entries of each id lie, `(U,)` each."""
 
-    row: Tensor
-    """The number of rows before it that are not empty."""
-    here: Tensor
-    """1 where the row is not empty, else 0."""
-    start: Tensor
-    """The position of its first value."""
-    length: Tensor
-    """Its number of values."""
+    row: Tensor  # the number of rows before it that are not empty
+    here: Tensor  # 1 where the row is not empty, else 0
+    start: Tensor  # the position of its first value
+    length: Tensor  # its number of values
 
 
 class Entries(NamedTuple):
     """All entries of a batch of ids, `(E,)` each."""
 
-    position: Tensor
-    """Where the entry is in `values`."""
-    place: Tensor
-    """Where it goes in the flat rows `(U * D,)`."""
+    position: Tensor  # where the entry is in values
+    place: Tensor  # where it goes in the flat rows (U * D,)
 
 
 def find_runs(ids: Tensor, parts: Parts, before: Tensor) -> Runs:

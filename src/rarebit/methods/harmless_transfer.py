@@ -29,41 +29,26 @@ from rarebit.tables.apply import Site, TableInfo, find_sites
 from rarebit.tables.table import full_table, methods_of
 from rarebit.technique import BASELINE, Control, Technique, technique_name, technique_text
 from rarebit.text import TextTable
+from rarebit.transfer import losses
 from rarebit.transfer.ledger import Ledger, explain_ledger
 from rarebit.transfer.lexico import TransferRule
-from rarebit.transfer.losses import (
-    MMD,
-    Adversarial,
-    CosReg,
-    Moments,
-    Relatives,
-    SlicedWasserstein,
-    TransferLoss,
-)
 from rarebit.transfer.running import RunningTransfer
 
-__all__ = ["HarmlessTransfer", "TransferLossName", "TransferSelect"]
+__all__ = ["HarmlessTransfer"]
 
-TransferLossName = Literal[
-    "adversarial", "cos-reg", "mmd", "moments", "sliced-wasserstein", "relatives"
-]
-TransferSelect = Literal["co-occurrence", "frequency"]
-
-LOSSES: dict[str, Callable[[], TransferLoss]] = {
-    "adversarial": Adversarial,
-    "cos-reg": CosReg,
-    "mmd": MMD,
-    "moments": Moments,
-    "sliced-wasserstein": SlicedWasserstein,
-    "relatives": Relatives,
+LOSSES: dict[str, Callable[[], losses.TransferLoss]] = {
+    "adversarial": losses.Adversarial,
+    "cos-reg": losses.CosReg,
+    "mmd": losses.MMD,
+    "moments": losses.Moments,
+    "sliced-wasserstein": losses.SlicedWasserstein,
+    "relatives": losses.Relatives,
 }
-LR = Adversarial().lr
-SCALES = (0.01, 0.1, 1.0, 10.0)
-"""Factors of the transfer gradient that a plain sum tries; validation picks."""
-LEAST_ROWS = 100
-"""Tables with more rows than this take part by default."""
-MIN_WIDTH = 2
-"""First-order weights have width 1 and take no part."""
+SELECTIONS = {"co-occurrence": CoOccurrence, "frequency": FrequencySplit}
+LR = losses.Adversarial().lr
+SCALES = (0.01, 0.1, 1.0, 10.0)  # that a plain sum tries; validation picks
+LEAST_ROWS = 100  # tables with more rows than this take part by default
+MIN_WIDTH = 2  # first-order weights have width 1 and take no part
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,9 +77,12 @@ class HarmlessTransfer(TrainingMethod):
     )
     knobs: ClassVar[Mapping[str, tuple[object, ...]]] = {"scale": (1.0, 0.1, 10.0, 0.01)}
 
-    loss: TransferLossName | TransferLoss = "adversarial"
+    loss: (
+        Literal["adversarial", "cos-reg", "mmd", "moments", "sliced-wasserstein", "relatives"]
+        | losses.TransferLoss
+    ) = "adversarial"
     """How the distance of rare rows from frequent ones is measured; in your own loop also a `TransferLoss`."""
-    select: TransferSelect = "co-occurrence"
+    select: Literal["co-occurrence", "frequency"] = "co-occurrence"
     """"co-occurrence": rare ids that meet what frequent ones meet learn; "frequency": all rare ids do."""
     rule: TransferRule = "lexico"
     """"lexico": a barrier for each row; "global": one for all rows; "sum": none, both gradients are added."""
@@ -118,14 +106,11 @@ class HarmlessTransfer(TrainingMethod):
         if not isinstance(self.fields, str) and len(self.fields) == 1:
             # one form for one field, so that a study gives it one name
             object.__setattr__(self, "fields", self.fields[0])
-        require(
-            0 <= self.scale < math.inf,
-            f"scale must be 0 or more and finite, got scale={self.scale}",
-        )
-        require(
-            0 < self.alpha < math.inf, f"alpha must be above 0 and finite, got alpha={self.alpha}"
-        )
-        require(0 < self.lr < math.inf, f"lr must be above 0 and finite, got lr={self.lr}")
+        for name in ("alpha", "lr"):
+            value = getattr(self, name)
+            require(0 < value < math.inf, f"{name} must be above 0 and finite, got {name}={value}")
+        is_scale = 0 <= self.scale < math.inf
+        require(is_scale, f"scale must be 0 or more and finite, got scale={self.scale}")
         require(self.samples >= 1, f"samples must be at least 1, got samples={self.samples}")
         require(
             self.loss == "adversarial" or self.lr == LR,
@@ -203,13 +188,13 @@ class HarmlessTransfer(TrainingMethod):
         if counts is None and isinstance(data, Dataset):
             counts = data.counts()
         if select is None and data is not None:
-            select = self._selection()
+            select = SELECTIONS[self.select]()
         if where is None:
             fields = _chosen_fields(model, self.fields) if self.fields else []
             where = (lambda info: info.field in fields) if fields else _is_large
         loss = LOSSES[self.loss]() if isinstance(self.loss, str) else self.loss
         if self.loss == "adversarial":
-            loss = Adversarial(lr=self.lr, seed=seed)
+            loss = losses.Adversarial(lr=self.lr, seed=seed)
         return RunningTransfer(
             model,
             counts=counts,
@@ -236,19 +221,6 @@ class HarmlessTransfer(TrainingMethod):
         """Return the ledger of a run as tables and notes for people."""
         return explain_ledger(report)
 
-    def selection_of(self, data: TrainingData, fields: Sequence[str]) -> Selection:
-        """Return which values of the training rows are frequent and rare, kept with a prepared log."""
-        return stored_selection(
-            data.train,
-            self._selection(),
-            fields=list(fields),
-            folder=data.folder,
-            data_checksum=data.checksum,
-        )
-
-    def _selection(self) -> CoOccurrence | FrequencySplit:
-        return CoOccurrence() if self.select == "co-occurrence" else FrequencySplit()
-
 
 class TransferCallback(Callback):
     """The transfer of one run; none where no table has frequent rows to learn from."""
@@ -264,7 +236,10 @@ class TransferCallback(Callback):
 
     def start(self, model: nn.Module, data: TrainingData) -> None:
         fields = _chosen_fields(model, self.settings.fields)
-        selection = self.settings.selection_of(data, fields)
+        how = SELECTIONS[self.settings.select]()
+        selection = stored_selection(
+            data.train, how, fields=fields, folder=data.folder, data_checksum=data.checksum
+        )
         chosen = [site for site in _wide_sites(model) if site.info.field in fields]
         names = {site.info.name for site in chosen if _has_frequent(site, selection)}
         self.left_out = [site.info.name for site in chosen if site.info.name not in names]

@@ -221,10 +221,8 @@ def _single_rows(bag: nn.EmbeddingBag, ids: Tensor, weights: Tensor | None = Non
 class LookedUpRows:
     """All lookups of a step, T in number, and the rows from which the backward continues."""
 
-    ids: Tensor
-    """The ids looked up, `(T,)`, or for a stack `(T / S, S)`."""
-    parts: Sequence[Tensor | PooledRows]
-    """The rows, in the order of the lookups."""
+    ids: Tensor  # the ids looked up, (T,), or for a stack (T / S, S)
+    parts: Sequence[Tensor | PooledRows]  # the rows, in the order of the lookups
     numbering: Numbering
     group: RowGroup
 

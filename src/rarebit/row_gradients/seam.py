@@ -133,20 +133,14 @@ class KnownRows:
     """What is known of the rows of a step before their gradients."""
 
     distinct: Distinct
-    ids: Tensor
-    """The row number of each slot, `(U,)`; -1 in slots without a row."""
-    is_empty: Tensor
-    """Slots without a row, `(U,)`."""
-    has_no_rule: Tensor
-    """Lookups that keep their own gradient, `(T,)`."""
+    ids: Tensor  # the row number of each slot, (U,); -1 in slots without a row
+    is_empty: Tensor  # slots without a row, (U,)
+    has_no_rule: Tensor  # lookups that keep their own gradient, (T,)
     places: Tensor | None
     """Where each lookup is summed, `(T,)`: its slot, or a place behind the last; None: by `distinct`."""
-    rows: Tensor | None
-    """The rows' values, `(U, D)`, for a `GroupRule`."""
-    skip: int
-    """Slots without a rule: in the compact form, lookups without a rule share the first."""
-    prepared: Any
-    """What the rule prepared for its slots."""
+    rows: Tensor | None  # the rows' values, (U, D), for a GroupRule
+    skip: int  # slots without a rule: in the compact form, lookups without a rule share the first
+    prepared: Any  # what the rule prepared for its slots
 
     def sum_lookups(self, gradients: Tensor) -> Tensor:
         """Return the sum of each row's lookups `(K, U, D)`, the same bits in all processes."""

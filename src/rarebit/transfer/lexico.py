@@ -35,18 +35,12 @@ BarrierRule: TypeAlias = Callable[[Tensor, Tensor, Tensor, float], "Barrier"]
 class Barrier(NamedTuple):
     """The rule's gradients for rows `(...)`, and all that it weighed."""
 
-    gradient: Tensor
-    """The gradient of each row for the optimizer, `(..., D)`: mu."""
-    coefficient: Tensor
-    """How much of the main gradient it contains: lambda."""
-    barrier: Tensor
-    """Its least inner product with the main gradient: phi."""
-    agreement: Tensor
-    """The inner product of both gradients; below zero they are opposed."""
-    square: Tensor
-    """The squared length of the main gradient."""
-    not_finite: Tensor
-    """Rows whose coefficient was not finite and was replaced by 0."""
+    gradient: Tensor  # the gradient of each row for the optimizer, (..., D): mu
+    coefficient: Tensor  # how much of the main gradient it contains: lambda
+    barrier: Tensor  # its least inner product with the main gradient: phi
+    agreement: Tensor  # the inner product of both gradients; below zero they are opposed
+    square: Tensor  # the squared length of the main gradient
+    not_finite: Tensor  # rows whose coefficient was not finite and was replaced by 0
 
 
 def row_barrier(main: Tensor, transfer: Tensor, loss: Tensor, alpha: float = 2.0) -> Barrier:

@@ -95,12 +95,9 @@ def _shifted(bits: Tensor, by: int) -> Tensor:
 class Picked:
     """At most P of each table's rows that may move."""
 
-    index: Tensor
-    """Their places among the rows, `(F, P)`; any place where a table has fewer."""
-    is_there: Tensor
-    """Which of them exist, `(F, P)`."""
-    rows: Tensor
-    """The number of rows of each table that may move, `(F,)`."""
+    index: Tensor  # their places among the rows, (F, P); any place where a table has fewer
+    is_there: Tensor  # which of them exist, (F, P)
+    rows: Tensor  # the number of rows of each table that may move, (F,)
     dtype: torch.dtype
 
     @property

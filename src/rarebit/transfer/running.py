@@ -58,12 +58,9 @@ class Listed:
     """The frequent or the rare ids of each table, one table after the other."""
 
     ids: Tensor
-    starts: Tensor
-    """Where the list of each table begins, `(F,)`."""
-    ends: Tensor
-    """Its last place, `(F,)`."""
-    counts: Tensor
-    """The number of ids of each table, `(F,)`; a table without any lists row 0."""
+    starts: Tensor  # where the list of each table begins, (F,)
+    ends: Tensor  # its last place, (F,)
+    counts: Tensor  # the number of ids of each table, (F,); a table without any lists row 0
 
     @classmethod
     def of(cls, masks: Sequence[Tensor], device: torch.device | None = None) -> "Listed":
@@ -146,14 +143,10 @@ class Part(Generic[Given, Result]):
 class Found(NamedTuple):
     """What the transfer loss wants of the rows of a step."""
 
-    gradient: Tensor
-    """The transfer gradient, `(U, M, D)`."""
-    losses: Tensor
-    """The transfer loss of each table, `(F,)`."""
-    accuracy: Tensor | None
-    """The accuracy of the discriminators, `(F,)`, where there are any."""
-    picked: Picked
-    """Rows for the ledger to remember."""
+    gradient: Tensor  # the transfer gradient, (U, M, D)
+    losses: Tensor  # the transfer loss of each table, (F,)
+    accuracy: Tensor | None  # the accuracy of the discriminators, (F,), where there are any
+    picked: Picked  # rows for the ledger to remember
 
 
 class TransferGroup:
