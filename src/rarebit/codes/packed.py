@@ -448,7 +448,7 @@ class PackedTable(Table):
         """Return the rows of these ids, `(...)` to `(..., D)`."""
         if torch.is_grad_enabled() and self.values.requires_grad:
             rows = self._trained_rows(self._checked(ids))
-        elif (found := self._compiled_rows(ids)) is not None:
+        elif (found := self._kernel_rows(ids)) is not None:
             rows = found
         else:
             rows = self._served_rows(self._checked(ids))
@@ -535,13 +535,10 @@ class PackedTable(Table):
         values = F.embedding(entries.position, self.values.unsqueeze(1)).squeeze(1)
         return values.new_zeros(len(ids) * self.embedding_dim).scatter(0, entries.place, values)
 
-    def _compiled_rows(self, ids: Tensor) -> Tensor | None:
+    def _kernel_rows(self, ids: Tensor) -> Tensor | None:
         """Return the rows `(U, D)` without a gradient, by the kernel; None where that is not possible."""
         # A traced or compiled model must consist of torch's own operations.
-        if torch.compiler.is_compiling() or is_tracing():
-            return None
-        kernel = packed_kernel()
-        if kernel is None:
+        if torch.compiler.is_compiling() or is_tracing() or (kernel := packed_kernel()) is None:
             return None
         shape, scale = (self.num_embeddings, self.embedding_dim), self._buffers.get("scale")
         return kernel.rows(ids.reshape(-1).long(), self.parts, self.before, shape, scale)

@@ -222,11 +222,11 @@ class TensorFolder:
             json.dumps(description)  # before anything is written
             make_folder(folder, disk)
             data = self._write(folder, description, tensors, parts, disk)
-        except (OSError, SafetensorError) as error:
-            reason = explain(error, needed)
+        except (OSError, SafetensorError, TypeError, ValueError) as error:
+            # else JSON cannot hold a value, or it is an error of a part
+            of_disk = isinstance(error, OSError | SafetensorError)
+            reason = explain(error, needed) if of_disk else str(error)
             raise self.error(f"cannot write the {self.what} to {str(folder)!r}: {reason}") from None
-        except (TypeError, ValueError) as error:  # what JSON cannot hold, or an error of a part
-            raise self.error(f"cannot write the {self.what} to {str(folder)!r}: {error}") from None
         finally:
             with suppress(OSError):
                 for path in leftovers(folder):

@@ -1,7 +1,7 @@
-"""Harmless transfer: its losses, and what a running transfer tells.
+"""Harmless transfer: its losses, and what a running transfer reports.
 
-`rarebit.HarmlessTransfer` holds the settings and starts a transfer. To write a loss of your own, subclass
-`StatelessLoss`, or `TransferLoss` and `RunningLoss` where it has state.
+`rarebit.HarmlessTransfer` holds the settings and starts a transfer. Your own loss subclasses `StatelessLoss`, or
+`TransferLoss` and `RunningLoss` where it has state.
 """
 
 from rarebit.transfer.ledger import Ledger

@@ -408,10 +408,8 @@ class RunningTransfer(Callback):
         update_absent: int,
         say: Callable[[str], object] | None,
     ) -> None:
-        require(
-            update_absent >= 0,
-            f"update_absent must be at least 0, got update_absent={update_absent}",
-        )
+        text = f"update_absent must be at least 0, got update_absent={update_absent}"
+        require(update_absent >= 0, text)
         self.rule, self.alpha, self.scale = rule, alpha, scale
         self.update_absent = update_absent
         self.ledger = Ledger()
