@@ -13,6 +13,7 @@ from rarebit.tables.spectrum import (
     information_abundance,
     random_abundance,
     random_singular_values,
+    rough_information_abundance,
     singular_values,
     stable_rank,
 )
@@ -90,6 +91,7 @@ def test_values_worked_by_hand():
 def test_a_table_without_anything_in_it_has_no_abundance(shape):
     assert information_abundance(torch.zeros(shape)) == 0.0
     assert stable_rank(torch.zeros(shape)) == 0.0
+    assert float(rough_information_abundance(torch.zeros(shape))) == 0.0
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
@@ -97,7 +99,7 @@ def test_every_kind_of_float_is_taken_as_it_is(dtype):
     table = torch.randn(100, 8).to(dtype).requires_grad_()
     expected = torch.linalg.svdvals(table.detach().double())
     assert torch.allclose(singular_values(table), expected, rtol=1e-12)
-    assert not singular_values(table).requires_grad
+    assert not rough_information_abundance(table).requires_grad
 
 
 def test_no_float64_copy_of_the_table_is_made(monkeypatch):
@@ -105,8 +107,26 @@ def test_no_float64_copy_of_the_table_is_made(monkeypatch):
     double = torch.Tensor.double
     monkeypatch.setattr(torch.Tensor, "double", lambda x: sizes.append(len(x)) or double(x))
     singular_values(torch.randn(10_000, 8))
-    assert max(sizes) <= 2048
-    assert sum(sizes) == 10_000
+    rough_information_abundance(torch.randn(200_000, 2))
+    assert max(sizes[:-4]) <= 2048
+    assert max(sizes) <= 65_536
+    assert sum(sizes) == 210_000
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_rough_form_is_close(kind):
+    table = make_table(kind, 3000, 32)
+    rough = rough_information_abundance(table)
+    assert rough.shape == ()
+    assert float(rough) == pytest.approx(information_abundance(table), rel=1e-4)
+
+
+def test_the_rough_form_tells_equal_singular_values_and_wide_tables():
+    table = torch.linalg.qr(torch.randn(300, 16, dtype=torch.float64)).Q
+    assert float(rough_information_abundance(1e-6 * table)) == pytest.approx(16, rel=1e-8)
+    wide = torch.randn(3, 16)
+    expected = information_abundance(wide)
+    assert float(rough_information_abundance(wide)) == pytest.approx(expected, rel=1e-8)
 
 
 @needs_cuda
@@ -118,6 +138,18 @@ def test_a_gpu_finds_the_same(kind):
     assert information_abundance(table.cuda()) == pytest.approx(
         information_abundance(table), rel=1e-10
     )
+
+
+@needs_cuda
+def test_the_rough_form_waits_for_no_gpu():
+    table = torch.randn(200_000, 32, device="cuda")
+    rough_information_abundance(table)  # what is loaded on first use may wait
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        rough = rough_information_abundance(table)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert float(rough) == pytest.approx(information_abundance(table), rel=1e-6)
 
 
 @pytest.mark.parametrize(("rows", "width"), [(40, 6), (6, 40), (5, 5), (1, 4), (4, 1)])
@@ -143,8 +175,9 @@ def test_a_random_table_of_any_size_is_drawn_at_once():
 
 @pytest.mark.parametrize("table", [torch.zeros(3), torch.zeros(3, 2, dtype=torch.int64)])
 def test_what_is_no_table_is_refused(table):
-    with pytest.raises(DataError, match="a table is two-dimensional and holds floats, got"):
-        singular_values(table)
+    for function in (singular_values, rough_information_abundance):
+        with pytest.raises(DataError, match="a table is two-dimensional and holds floats, got"):
+            function(table)
 
 
 @pytest.mark.parametrize("number", [float("nan"), float("inf"), -float("inf")])
