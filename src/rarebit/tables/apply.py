@@ -163,7 +163,9 @@ class TableChanges:
             f"  {info.name}  {info.rows:,} x {info.width}, {was:,} -> {now:,}"
             for info, was, now in zip(self.before, old, new, strict=True)
         ]
-        return "\n".join([head, *_shorten(lines), *self._reasons()])
+        if len(lines) > MAX_LINES:
+            lines[MAX_LINES - 1 :] = [f"  and {len(lines) - MAX_LINES + 1} more"]
+        return "\n".join([head, *lines, *self._reasons()])
 
     def _stored(self) -> tuple[str, list[int], list[int]]:
         """Return what to count in, and how much each table stored before and stores now."""
@@ -193,12 +195,6 @@ class TableChanges:
         ]
 
 
-def _shorten(lines: list[str]) -> list[str]:
-    if len(lines) <= MAX_LINES:
-        return lines
-    return [*lines[: MAX_LINES - 1], f"  and {len(lines) - MAX_LINES + 1} more"]
-
-
 def find_tables(model: nn.Module) -> list[TableInfo]:
     """Return every table of a model: each `nn.Embedding` and `nn.EmbeddingBag`, each field of a stack.
 
@@ -210,7 +206,9 @@ def find_tables(model: nn.Module) -> list[TableInfo]:
 
 def find_sites(model: nn.Module) -> list[Site]:
     """Return every table with the place it can be replaced at."""
-    owners = _owners(model)
+    owners: dict[nn.Parameter, list[str]] = defaultdict(list)
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        owners[parameter].append(name)  # more than one name means tied weights
     sites: list[Site] = []
     for names, module in _table_modules(model):
         tie = _tie_refusal(names, module, owners)
@@ -612,14 +610,6 @@ def _table_modules(
         yield found, module
 
 
-def _owners(model: nn.Module) -> dict[nn.Parameter, list[str]]:
-    """For each parameter, every name it goes by: more than one means tied weights."""
-    owners: dict[nn.Parameter, list[str]] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        owners.setdefault(parameter, []).append(name)
-    return owners
-
-
 def _info(
     name: str, table: AnyTable | nn.EmbeddingBag, kind: Kind, refusal: str | None
 ) -> TableInfo:
@@ -641,7 +631,12 @@ def _refusal(names: list[str], module: TableModule, tie: str | None) -> str | No
     """Return why this table cannot be changed; None when it can."""
     if names == [""]:
         return "it is the whole model, so there is nothing to replace it in: put it in a module"
-    return lookup_refusal(module) or tie or _hook_refusal(module) or _padding_refusal(module)
+    reason = lookup_refusal(module) or tie or _hook_refusal(module)
+    # a bag leaves padding out, whatever its row holds; an embedding hands the row out
+    padding = module.padding_idx if isinstance(module, nn.Embedding) else None
+    if reason is None and padding is not None and bool(module.weight[padding].any()):
+        return f"its padding row {padding} is not zero; set it to zero first"
+    return reason
 
 
 def lookup_refusal(module: TableModule) -> str | None:
@@ -683,13 +678,4 @@ def _hook_refusal(module: nn.Module) -> str | None:
     for parameter in module.parameters():
         if any(getattr(parameter, kind, None) for kind in gradients):
             return "its weight has gradient hooks, which a replacement would not run"
-    return None
-
-
-def _padding_refusal(module: TableModule) -> str | None:
-    # A bag leaves padding out, whatever its row holds; an embedding hands the row out.
-    if not isinstance(module, nn.Embedding) or module.padding_idx is None:
-        return None
-    if bool(module.weight[module.padding_idx].any()):
-        return f"its padding row {module.padding_idx} is not zero; set it to zero first"
     return None

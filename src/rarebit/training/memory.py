@@ -75,21 +75,15 @@ class MemoryEstimate:
     device: torch.device
     """Where training runs."""
     tables: int = 0
-    """Weights of the tables."""
     network: int = 0
     """Weights of all the rest, and buffers."""
     gradients: int = 0
-    """Gradients of one step."""
     optimizer_state: int = 0
-    """State of the optimizer."""
     train_data: int = 0
-    """The training data, on the device."""
     valid_data: int = 0
-    """The validation data, on the device."""
     best_weights: int = 0
     """The copy of the best epoch's weights, kept where there is validation data."""
     average_weights: int = 0
-    """Averaged weights, where they are asked for."""
     checkpoint: int = 0
     """The copy that a thread writes while training continues, where training is on the CPU itself."""
     there: frozenset[str] = frozenset()
