@@ -66,9 +66,6 @@ def triangle_of(chunks: Iterable[Tensor], width: int) -> Tensor:
     """Return the R of the QR of rows that come in chunks: at most `(K, K)`, float64.
 
     Whatever a matrix does to the columns of the table, it can do to R: the singular values of E A are those of R A.
-
-    >>> triangle_of([torch.tensor([[3.0]]), torch.tensor([[4.0]])], width=1).abs()
-    tensor([[5.]], dtype=torch.float64)
     """
     triangle: Tensor | None = None
     for chunk in chunks:
@@ -79,11 +76,7 @@ def triangle_of(chunks: Iterable[Tensor], width: int) -> Tensor:
 
 
 def default_chunk(device: torch.device, width: int) -> int:
-    """Return how many rows of a table of this width are taken at a time.
-
-    >>> default_chunk(torch.device("cpu"), 64)
-    2048
-    """
+    """Return how many rows of a table of this width are taken at a time."""
     rows = CPU_CHUNK if device.type == "cpu" else GPU_CHUNK
     return max(rows, 4 * width)  # a step also works on the R it has, which is `width` rows
 
@@ -103,20 +96,12 @@ def stable_rank(weight: Tensor) -> float:
 
 
 def abundance_of(values: Tensor) -> float:
-    """Return the information abundance of singular values, the largest first.
-
-    >>> abundance_of(torch.tensor([4.0, 2.0, 1.0]))
-    1.75
-    """
+    """Return the information abundance of singular values, the largest first."""
     return float(_over_largest(values).sum())
 
 
 def stable_rank_of(values: Tensor) -> float:
-    """Return the stable rank of singular values, the largest first.
-
-    >>> stable_rank_of(torch.tensor([4.0, 2.0]))
-    1.25
-    """
+    """Return the stable rank of singular values, the largest first."""
     return float(_over_largest(values).square().sum())
 
 
