@@ -32,22 +32,16 @@ def compare(  # noqa: PLR0917  # typer calls it by name
     methods: Annotated[
         str | None,
         Option(
-            help="Methods separated by commas, combined by +, with settings after colons: "
-            "baseline,low-rank,hashing:buckets=1000+low-rank. See rarebit methods."
+            help="Such as baseline,low-rank,hashing:buckets=1000+low-rank. See rarebit methods."
         ),
     ] = None,
     model: Annotated[
         str | None,
-        Option(
-            help=f"One or several of {', '.join(model_names())}, separated by commas. Default: deepfm."
-        ),
+        Option(help=f"Models, separated by commas: {', '.join(model_names())}. Default: deepfm."),
     ] = None,
     data: Annotated[
         list[str] | None,
-        Option(
-            help="A folder made by rarebit data prepare, or synthetic for the built-in click log. May be "
-            "repeated."
-        ),
+        Option(help="A folder made by rarebit data prepare, or synthetic. May be repeated."),
     ] = None,
     plan: Annotated[
         Path | None,
@@ -59,20 +53,13 @@ def compare(  # noqa: PLR0917  # typer calls it by name
     ] = None,
     seeds: Annotated[int | None, Option(help="Runs of each variant. Default: 5.")] = None,
     trials: Annotated[
-        int | None,
-        Option(
-            help="Settings tried for each variant on the validation split. Default: 1, no tuning."
-        ),
+        int | None, Option(help="Settings tried for each variant on validation. Default: 1.")
     ] = None,
     share: Annotated[
-        float | None,
-        Option(help="Share of the tables' bytes that smaller tables keep. Default: 0.5."),
+        float | None, Option(help="Share of the bytes that smaller tables keep. Default: 0.5.")
     ] = None,
     control: Annotated[
-        str | None,
-        Option(
-            help="One control for all methods, such as baseline. Default: each method's own control."
-        ),
+        str | None, Option(help="One control for all methods. Default: each method's own.")
     ] = None,
     epochs: opt.Epochs = None,
     batch_size: opt.BatchSize = None,
@@ -85,8 +72,7 @@ def compare(  # noqa: PLR0917  # typer calls it by name
         bool, Option(help="Resume the runs in the folder; --no-resume refuses a folder with runs.")
     ] = True,
     minutes: Annotated[
-        float | None,
-        Option(help="Stop after this many minutes; the same command resumes the study."),
+        float | None, Option(help="Stop after so many minutes; the same command resumes.")
     ] = None,
     workers: Annotated[
         int | None, Option(help="Parallel runs. Default: one per core, one on a GPU.")
@@ -97,15 +83,10 @@ def compare(  # noqa: PLR0917  # typer calls it by name
     ] = False,
     show: Annotated[
         Path | None,
-        Option(
-            help="Run nothing: show the result in this folder or JSON file; with --control, compared with "
-            "that variant.",
-            readable=False,
-        ),
+        Option(help="Run nothing: show the result in this folder or JSON file.", readable=False),
     ] = None,
     deciles: Annotated[
-        bool,
-        Option("--deciles", help="Also show differences by tenths of the test rows, rarest first."),
+        bool, Option("--deciles", help="Also show differences by tenths of the test rows.")
     ] = False,
     device: opt.Device = "auto",
 ) -> None:
@@ -122,16 +103,9 @@ def compare(  # noqa: PLR0917  # typer calls it by name
             "nothing to compare; give --methods baseline,low-rank or --plan study.toml"
         )
     values = read_toml(plan) if plan is not None else {}
-    given = {
-        "methods": methods,
-        "seeds": seeds,
-        "trials": trials,
-        "share": share,
-        "control": control,
-        "data": data,
-        "model": None if model is None else [{"name": name.strip()} for name in model.split(",")],
-    }
-    values |= {name: value for name, value in given.items() if value is not None}
+    models = None if model is None else [{"name": name.strip()} for name in model.split(",")]
+    values |= opt.given(methods=methods, model=models, data=data, seeds=seeds)
+    values |= opt.given(trials=trials, share=share, control=control)
     for name, value in {"epochs": epochs, "batch_size": batch_size, "lr": lr}.items():
         opt.override(values, "training", name, value)
     for assignment in set_ or []:

@@ -107,10 +107,7 @@ def prepare(  # noqa: PLR0917  # typer calls it by name
         Path | None, Option("--from", help="The folder with the files of --source.", readable=False)
     ] = None,
     protocol: Annotated[
-        str,
-        Option(
-            help="How a paper prepared the data set. Default: the first protocol of the data set."
-        ),
+        str, Option(help="How a paper prepared the data set. Default: its first protocol.")
     ] = "",
     bad_rows: opt.BadRows = None,
     overwrite: opt.Overwrite = False,
@@ -150,13 +147,8 @@ def prepare(  # noqa: PLR0917  # typer calls it by name
             changes = _split_changes(split, by, shares, seed)
         found = _schema(log, label, schema, changes, _text(log, separator, encoding, names))
         with screen.RunBars() as bars:
-            prepare_log(
-                logs if len(logs) > 1 else log,
-                out,
-                schema=found,
-                progress=bars.data_stage,
-                **settings,
-            )
+            given = logs if len(logs) > 1 else log
+            prepare_log(given, out, schema=found, progress=bars.data_stage, **settings)
     _report(out)
 
 
@@ -247,8 +239,7 @@ def _text(
         return None
     from rarebit.data.raw.readers import find_format
 
-    changes: dict[str, Any] = {} if separator is None else {"separator": separator}
-    changes |= {} if encoding is None else {"encoding": encoding}
+    changes = opt.given(separator=separator, encoding=encoding)
     changes |= {} if names is None else {"header": False, "names": tuple(names.split(","))}
     return updated(find_format(log) or TextFormat(), changes)
 
@@ -285,7 +276,7 @@ def _split_changes(
     kind: str | None, by: str | None, shares: str | None, seed: int | None
 ) -> dict[str, Any]:
     """Return the changes that the options make to the split of a schema."""
-    changes: dict[str, Any] = {}
+    changes = opt.given(kind=kind, seed=seed)
     if kind is not None and kind not in SPLITS:
         raise SettingsError(f"unknown split {kind!r}{suggest(kind, SPLITS)}")
     if kind in SPLITS_BY_COLUMN and not by:
@@ -293,7 +284,7 @@ def _split_changes(
     if by and kind not in SPLITS_BY_COLUMN:
         raise SettingsError(f"--by {by} needs a split by a column: --split time, user or given")
     if kind is not None:
-        changes |= {"kind": kind, "column": by or ""}
+        changes["column"] = by or ""
     if shares is not None:
         try:
             changes["shares"] = tuple(float(share) for share in shares.split(","))
@@ -301,8 +292,6 @@ def _split_changes(
             raise SettingsError(
                 f"--shares takes three numbers, such as 0.8,0.1,0.1; got {shares!r}"
             ) from None
-    if seed is not None:
-        changes["seed"] = seed
     return changes
 
 
@@ -310,12 +299,11 @@ def show_schema(
     schema: LogSchema, reasons: Mapping[str, str] | None = None, *, to: Console = screen.console
 ) -> None:
     """Print the kind of each column of a log, how it is encoded and, if known, why."""
-    header = ["column", "kind", "treatment", *(["why"] if reasons is not None else [])]
+    header = ["column", "kind", "treatment", "why"][: 3 if reasons is None else 4]
     rows = []
     for column in schema.columns:
-        cells = [column.name, column.kind, treatment(column, schema)]
-        if reasons is not None:
-            cells.append(reasons.get(column.name, ""))
+        why = "" if reasons is None else reasons.get(column.name, "")
+        cells = [column.name, column.kind, treatment(column, schema), why][: len(header)]
         style = "dim" if column.kind == "ignored" else ""
         rows.append([Text(cell, style=style) for cell in cells])
     screen.table(header, rows, left=header, fixed=["kind"], to=to)
@@ -336,12 +324,10 @@ def show_schema(
         values = ", ".join(map(repr, schema.missing))
         to.print(Text(f"Missing: an empty value, or {values}."))
     if schema.counts == "all":
-        to.print(
-            Text(
-                "Ids are made from all rows, as in some papers: values that occur only in test rows get an "
-                "id too, so the vocabulary leaks into training."
-            )
+        leak = (
+            "values that occur only in test rows get an id too: the vocabulary leaks into training"
         )
+        to.print(Text(f"Ids are made from all rows, as in some papers: {leak}."))
 
 
 def treatment(column: Column, schema: LogSchema) -> str:

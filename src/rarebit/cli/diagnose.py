@@ -37,9 +37,7 @@ def diagnose_command(
     data: Annotated[
         Path | None,
         Option(
-            help="A folder made by rarebit data prepare, for the training counts. Default: the data of "
-            "the run.",
-            readable=False,
+            help="A prepared folder, for training counts. Default: that of the run.", readable=False
         ),
     ] = None,
     out: Annotated[

@@ -15,6 +15,7 @@ from typer import Option
 from rarebit.cli import screen
 from rarebit.errors import SettingsError, TrainingInterrupted
 from rarebit.models import model_names
+from rarebit.settings import require
 from rarebit.technique import parse_techniques, technique_to_mapping
 
 # readable=False: whoever reads a file reports its problems, with a message that says what to do
@@ -55,8 +56,8 @@ Overwrite = Annotated[bool, Option("--overwrite", help="Replace the output if it
 BadRows = Annotated[
     str | None,
     Option(
-        help="What to do with malformed rows: stop, the default, or aside: skip them and write them to a "
-        "file. The public data sets use aside."
+        help="Malformed rows: stop, or aside: skip them and write them to a file. Default: stop; aside for "
+        "public data sets."
     ),
 ]
 
@@ -79,6 +80,11 @@ def choose_device(name: str) -> torch.device:
     if name == "cuda" and not torch.cuda.is_available():
         raise SettingsError("--device cuda needs a GPU, and torch finds none")
     return torch.device(name)
+
+
+def given(**options: object) -> dict[str, Any]:
+    """Return the options that have a value."""
+    return {name: value for name, value in options.items() if value is not None}
 
 
 def override(values: dict[str, Any], section: str, name: str, value: object) -> None:
@@ -123,25 +129,23 @@ def parse_assignment(text: str) -> tuple[str, str, object]:
 def read_methods(text: str) -> list[dict[str, Any]]:
     """Return the methods of one run, in the form of a settings file."""
     found = parse_techniques(text)
-    if len(found) != 1:
-        raise SettingsError(
-            f"--methods takes one combination here, got {len(found)}: {text!r}; join methods by +, or "
-            "compare them: rarebit compare"
-        )
+    require(
+        len(found) == 1,
+        f"--methods takes one combination here, got {len(found)}: {text!r}; join methods by +, or "
+        "compare them: rarebit compare",
+    )
     for part in found[0].parts:
-        if not part.is_sized:
-            raise SettingsError(
-                f"{part.name} needs its size here, got {part.text!r}; give it after a colon: see rarebit "
-                "methods"
-            )
+        require(
+            part.is_sized,
+            f"{part.name} needs its size here, got {part.text!r}; give it after a colon: see rarebit methods",
+        )
     return [technique_to_mapping(part.build()) for part in found[0].parts]
 
 
 def refuse_with(what: str, others: Mapping[str, object], why: str = "") -> None:
     """Raise if options that cannot be combined with `what` have a value."""
-    given = [name for name, value in others.items() if value is not None]
-    if given:
-        raise SettingsError(f"{', '.join(given)} cannot be combined with {what}{why}")
+    found = ", ".join(name for name, value in others.items() if value is not None)
+    require(not found, f"{found} cannot be combined with {what}{why}")
 
 
 def new_folder(name: str) -> Path:

@@ -26,11 +26,7 @@ def predict_(  # noqa: PLR0917  # typer calls it by name
     model: Annotated[Path, Option(help="Folder of a run, made by rarebit train.", readable=False)],
     input_: Annotated[
         Path | None,
-        Option(
-            "--input",
-            help="A raw log to score: .csv .tsv .txt (.gz ...) or .parquet.",
-            readable=False,
-        ),
+        Option("--input", help="A raw log to score: .csv .tsv .txt or .parquet.", readable=False),
     ] = None,
     split: Annotated[
         str, Option(help="Without --input, the split to score: train, valid or test.")

@@ -10,13 +10,7 @@ from typer import Option
 from rarebit.cli import options as opt
 from rarebit.cli import screen
 from rarebit.errors import MissingExtraError, SettingsError
-from rarebit.pruning import (
-    PruneResult,
-    PruneSettings,
-    explain_pruning,
-    prune_run,
-    read_prune,
-)
+from rarebit.pruning import PruneResult, PruneSettings, explain_pruning, prune_run, read_prune
 from rarebit.settings import from_mapping, read_toml, require, size
 from rarebit.technique import technique_name
 from rarebit.training.settings import RunSettings, load_splits
@@ -40,15 +34,12 @@ def prune(  # noqa: PLR0917  # typer calls it by name
     ] = None,
     methods: Annotated[
         str | None,
-        Option(
-            help="Methods applied before pruning, such as mlet:inner_dim=64; or pep, to learn thresholds."
-        ),
+        Option(help="Methods applied first, such as mlet:inner_dim=64; pep learns thresholds."),
     ] = None,
     start: Annotated[
         str | None,
         Option(
-            help="Retrain the remaining entries from their initial values (ticket), from random values "
-            "(random), or not at all (trained)."
+            help="Retrain from initial values (ticket), random ones (random), or not (trained)."
         ),
     ] = None,
     prune_epochs: Annotated[
@@ -87,16 +78,14 @@ def prune(  # noqa: PLR0917  # typer calls it by name
         if methods is not None:
             values["methods"] = opt.read_methods(methods)
         settings = RunSettings.from_mapping(values)
-        how_far = {
-            "budgets": _numbers("--budgets", budgets, int),
-            "sparsity": _numbers("--sparsity", sparsity, float),
-            "num_bytes": _numbers("--bytes", bytes_, _bytes),
-            "start": start,
-            "epochs": prune_epochs,
-        }
-        pruning = from_mapping(
-            PruneSettings, {name: value for name, value in how_far.items() if value is not None}
+        how_far = opt.given(
+            budgets=_numbers("--budgets", budgets, int),
+            sparsity=_numbers("--sparsity", sparsity, float),
+            num_bytes=_numbers("--bytes", bytes_, _bytes),
+            start=start,
+            epochs=prune_epochs,
         )
+        pruning = from_mapping(PruneSettings, how_far)
     folder = resume or out or opt.new_folder(f"{settings.model}-pruned")
     with opt.resumable("prune", "--resume", str(folder)), screen.RunBars() as progress:
         result = prune_run(

@@ -18,9 +18,7 @@ def train(  # noqa: PLR0917  # typer calls it by name
     data: opt.Data = None,
     methods: Annotated[
         str | None,
-        Option(
-            help="Methods joined by +, with settings after colons: low-rank:rank=4. See rarebit methods."
-        ),
+        Option(help="Methods joined by +, such as low-rank:rank=4. See rarebit methods."),
     ] = None,
     config: opt.Config = None,
     out: opt.Out = None,
@@ -31,9 +29,7 @@ def train(  # noqa: PLR0917  # typer calls it by name
     lr: opt.Lr = None,
     tables: Annotated[
         str | None,
-        Option(
-            help="Optimizer of the tables. dense: every row in every step; rowwise: only rows in the batch."
-        ),
+        Option(help="Rows that a step updates: all (dense) or those in the batch (rowwise)."),
     ] = None,
     seed: opt.Seed = None,
     set_: opt.Set = None,
@@ -46,13 +42,7 @@ def train(  # noqa: PLR0917  # typer calls it by name
         values = read_run(resume).to_mapping()
     else:
         values = read_toml(config) if config is not None else {}
-    training = {
-        "epochs": epochs,
-        "batch_size": batch_size,
-        "lr": lr,
-        "tables": tables,
-        "seed": seed,
-    }
+    training = opt.given(epochs=epochs, batch_size=batch_size, lr=lr, tables=tables, seed=seed)
     opt.override_run(values, model=model, data=data, training=training, assignments=set_)
     opt.override(values, "data", "rows", rows)
     if methods is not None:
