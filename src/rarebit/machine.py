@@ -7,7 +7,9 @@ from pathlib import Path
 
 import torch
 
-__all__ = ["commit", "machine"]
+from rarebit.errors import SettingsError
+
+__all__ = ["choose_device", "commit", "machine"]
 
 FOLDER = Path(__file__).resolve().parent
 
@@ -22,6 +24,15 @@ def machine() -> dict[str, int | str | None]:
         "python": platform.python_version(),
         "commit": commit(),
     }
+
+
+def choose_device(device: torch.device | str) -> torch.device:
+    """Return a device; "auto" is a GPU if there is one."""
+    found = torch.cuda.is_available()
+    chosen = torch.device("cuda" if found else "cpu") if device == "auto" else torch.device(device)
+    if chosen.type == "cuda" and not found:
+        raise SettingsError(f"device {device} was asked for, but torch sees no GPU here")
+    return chosen
 
 
 def commit(folder: Path = FOLDER) -> str | None:

@@ -39,11 +39,7 @@ __all__ = [
 
 
 def size(num_bytes: float) -> str:
-    """Return bytes in the unit that fits.
-
-    >>> size(3_400_000), size(512)
-    ('3.4 MB', '512 B')
-    """
+    """Return bytes in the unit that fits, such as 3.4 MB."""
     for unit, factor in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
         if num_bytes >= factor:
             return f"{num_bytes / factor:.1f} {unit}"
@@ -63,11 +59,7 @@ def require(condition: bool, message: str) -> None:
 
 
 def suggest(name: str, known: Collection[str]) -> str:
-    """Return "; did you mean 'x'?" for the closest known name, else a list of the known ones.
-
-    >>> suggest("epoch", ["epochs", "lr"])
-    "; did you mean 'epochs'?"
-    """
+    """Return "; did you mean 'x'?" for the closest known name, else a list of the known ones."""
     close = difflib.get_close_matches(name.replace("-", "_"), known, n=1, cutoff=0.6)
     if close:
         return f"; did you mean {close[0]!r}?"
@@ -82,7 +74,12 @@ def from_mapping(settings: type[T], values: Mapping[str, Any], *, where: str = "
     hints = _hints(typing.cast(Any, settings))
     known = [field.name for field in dataclasses.fields(settings) if field.init]  # type: ignore[arg-type]  # T is a dataclass
     converted = _checked(values, {name: hints[name] for name in known}, settings.__name__, where)
-    missing = [name for name in _required(settings) if name not in converted]
+    missing = [
+        field.name
+        for field in dataclasses.fields(settings)  # type: ignore[arg-type]  # T is a dataclass
+        if field.init and field.name not in converted
+        if field.default is dataclasses.MISSING is field.default_factory
+    ]
     place = f"{where}: " if where else ""
     require(not missing, f"{place}{settings.__name__} needs {', '.join(missing)}")
     return settings(**converted)
@@ -103,12 +100,7 @@ def check_types(settings: Any, *, where: str = "") -> None:
 def keyword_arguments(
     function: Callable[..., Any], values: Mapping[str, Any], *, where: str
 ) -> dict[str, Any]:
-    """Return the values as keyword arguments of a function, refusing unknown ones and wrong types.
-
-    >>> def build(*, dim: int = 16) -> None: ...
-    >>> keyword_arguments(build, {"dim": 8}, where="model")
-    {'dim': 8}
-    """
+    """Return the values as keyword arguments of a function, refusing unknown ones and wrong types."""
     hints = typing.get_type_hints(function)
     known = {}
     for parameter in inspect.signature(function).parameters.values():
@@ -139,7 +131,7 @@ def to_mapping(settings: Any) -> dict[str, Any]:
 
 
 def read_toml(path: Path) -> dict[str, Any]:
-    """Read a TOML file, or say in one sentence why it cannot be read."""
+    """Read a TOML file; raise with the reason if that is not possible."""
     try:
         with path.open("rb") as file:
             return tomllib.load(file)
@@ -167,17 +159,6 @@ def _checked(
             whose = f" for {owner}" if owner else ""
             raise SettingsError(f"{place}unknown setting {key!r}{whose}{suggest(key, known)}")
     return {key: _convert(value, known[key], f"{place}{key}") for key, value in values.items()}
-
-
-def _required(settings: type[Any]) -> list[str]:
-    """Return the names of the settings without a default."""
-    return [
-        field.name
-        for field in dataclasses.fields(settings)
-        if field.init
-        and field.default is dataclasses.MISSING
-        and field.default_factory is dataclasses.MISSING
-    ]
 
 
 def _plain(value: Any) -> Any:
@@ -221,7 +202,7 @@ def _convert(value: Any, hint: Any, name: str) -> Any:
 def _convert_union(value: Any, choices: tuple[Any, ...], name: str) -> Any:
     settings = [choice for choice in choices if dataclasses.is_dataclass(choice)]
     if isinstance(value, Mapping) and len(settings) == 1:
-        return _convert(value, settings[0], name)  # what is wrong in it is told, not hidden
+        return _convert(value, settings[0], name)  # reports what is wrong in it
     for choice in choices:
         try:
             return _convert(value, choice, name)
@@ -240,12 +221,7 @@ def _spell(hint: Any) -> str:
 
 
 def offered(path: Iterable[str]) -> list[str]:
-    """Return the names of the files in a package's folder, without machinery.
-
-    >>> import rarebit.models
-    >>> "deepfm" in offered(rarebit.models.__path__)
-    True
-    """
+    """Return the names of the files in a package's folder, without machinery."""
     found = [module.name for module in pkgutil.iter_modules(path)]
     return sorted(name for name in found if not name.startswith("_"))
 

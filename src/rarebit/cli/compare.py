@@ -83,7 +83,10 @@ def compare(  # noqa: PLR0917  # typer calls it by name
     ] = False,
     show: Annotated[
         Path | None,
-        Option(help="Run nothing: show the result in this folder or JSON file.", readable=False),
+        Option(
+            help="Run nothing: show a result (folder or JSON file), compared with --control if given.",
+            readable=False,
+        ),
     ] = None,
     deciles: Annotated[
         bool, Option("--deciles", help="Also show differences by tenths of the test rows.")

@@ -12,6 +12,7 @@ from typing import Annotated, Any, Literal, NoReturn, cast
 import torch
 from typer import Option
 
+from rarebit import machine
 from rarebit.cli import screen
 from rarebit.errors import SettingsError, TrainingInterrupted
 from rarebit.models import model_names
@@ -73,13 +74,8 @@ def choose_bad_rows(chosen: str | None, default: Choice = "stop") -> Choice:
 
 def choose_device(name: str) -> torch.device:
     """Return the device of a command."""
-    if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    if name not in ("cpu", "cuda"):
-        raise SettingsError(f"device must be cpu, cuda or auto, got {name!r}")
-    if name == "cuda" and not torch.cuda.is_available():
-        raise SettingsError("--device cuda needs a GPU, and torch finds none")
-    return torch.device(name)
+    require(name in ("cpu", "cuda", "auto"), f"device must be cpu, cuda or auto, got {name!r}")
+    return machine.choose_device(name)
 
 
 def given(**options: object) -> dict[str, Any]:

@@ -21,7 +21,7 @@ import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
-from typing import Any, ClassVar, Self, TypedDict, Unpack
+from typing import Any, ClassVar, Self, TypeAlias, TypedDict, Unpack
 
 import torch
 from torch import Tensor, nn
@@ -40,6 +40,7 @@ __all__ = [
     "Backbone",
     "FirstOrder",
     "Network",
+    "Presets",
     "RankingModel",
     "TableOptions",
     "build_model",
@@ -51,6 +52,8 @@ __all__ = [
 
 PACKAGE = "rarebit.models"
 """Where models are, one per file."""
+Presets: TypeAlias = Mapping[str, Mapping[str, Any]]
+"""Settings of papers, by name: `deepfm@pep` is DeepFM with those of `presets["pep"]`."""
 
 
 class TableOptions(TypedDict, total=False):
@@ -67,8 +70,7 @@ class TableOptions(TypedDict, total=False):
 class RankingModel(nn.Module):
     """A model that scores the rows of a batch: logits `(B,)`."""
 
-    presets: ClassVar[Mapping[str, Mapping[str, Any]]] = {}
-    """Settings of papers, by name: `deepfm@pep` is DeepFM with those of `presets["pep"]`."""
+    presets: ClassVar[Presets] = {}
     why_no_sets: ClassVar[str] = ""
     """Why the model has no form with several embedding sets; empty where it has one."""
 
@@ -300,12 +302,9 @@ class Network:
         require(
             len(self.hidden) >= 1, "several embedding sets need a hidden layer each, got hidden=()"
         )
+        dropout, batch_norm, num_sets = self.dropout, self.batch_norm, self.num_sets
         block = Block(
-            width,
-            self.hidden[0],
-            dropout=self.dropout,
-            batch_norm=self.batch_norm,
-            num_sets=self.num_sets,
+            width, self.hidden[0], dropout=dropout, batch_norm=batch_norm, num_sets=num_sets
         )
         return nn.Sequential(interaction, block)
 
@@ -318,21 +317,12 @@ class Network:
 
 
 def model_names() -> list[str]:
-    """Return the names of all models: the files of this folder.
-
-    >>> model_names()
-    ['autoint', 'dcn', 'dcn_v2', 'deepfm', 'dlrm', 'dnn', 'ffm', 'final_mlp', 'fm', 'fwfm', 'ipnn', 'lr',
-     'nfm', 'nfwfm', 'wide_deep', 'xdeepfm']
-    """
+    """Return the names of all models: the files of this folder."""
     return offered(import_module(PACKAGE).__path__)
 
 
 def preset_names() -> list[str]:
-    """Return the names of all models with the settings of a paper.
-
-    >>> "deepfm@pep" in preset_names()
-    True
-    """
+    """Return the names of all models with the settings of a paper."""
     return [f"{name}@{preset}" for name in model_names() for preset in model_class(name).presets]
 
 

@@ -17,15 +17,23 @@ With M embedding sets, attention and the network's first layer are per set:
     score = w . mean over m of [e_1^m, ..., e_F^m] + MLP( mean over m of block_m([v_1^m, ..., v_F^m]) )
 """
 
-from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar, Literal, Unpack
+from collections.abc import Sequence
+from typing import ClassVar, Literal, Unpack
 
 from torch import Tensor, nn
 
 from rarebit.data.schema import Schema
 from rarebit.interactions.basic import Concatenation, Parallel
 from rarebit.interactions.self_attention import OneResidual, SelfAttention
-from rarebit.models._base import MLP, Backbone, FirstOrder, Network, RankingModel, TableOptions
+from rarebit.models._base import (
+    MLP,
+    Backbone,
+    FirstOrder,
+    Network,
+    Presets,
+    RankingModel,
+    TableOptions,
+)
 from rarebit.settings import require
 
 __all__ = ["AutoInt"]
@@ -36,7 +44,7 @@ _NEAR_ZERO = {"std": 1e-4, "wide_std": 1e-4}
 class AutoInt(RankingModel):
     """Fields that look at each other, and a network over them where there are hidden layers."""
 
-    presets: ClassVar[Mapping[str, Mapping[str, Any]]] = {
+    presets: ClassVar[Presets] = {
         "pep": {
             "dim": 64,
             "residual": "once",

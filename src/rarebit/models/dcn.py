@@ -15,15 +15,15 @@ With M embedding sets, cross network and first layer are per set and the rest is
     score = w . [mean over m of x_L^m, h_L] + b        h_1 = mean over m of block_m(x_0^m)
 """
 
-from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar, Unpack
+from collections.abc import Sequence
+from typing import ClassVar, Unpack
 
 from torch import Tensor, nn
 
 from rarebit.data.schema import Schema
 from rarebit.interactions.basic import Concatenation, Parallel
 from rarebit.interactions.cross import VectorCrossNetwork
-from rarebit.models._base import MLP, Backbone, Network, RankingModel, TableOptions
+from rarebit.models._base import MLP, Backbone, Network, Presets, RankingModel, TableOptions
 
 __all__ = ["DCN"]
 
@@ -31,9 +31,7 @@ __all__ = ["DCN"]
 class DCN(RankingModel):
     """A cross network of one vector per layer and a deep network, side by side."""
 
-    presets: ClassVar[Mapping[str, Mapping[str, Any]]] = {
-        "mlet": {"num_layers": 2, "hidden": (128, 128), "std": 1e-4},
-    }
+    presets: ClassVar[Presets] = {"mlet": {"num_layers": 2, "hidden": (128, 128), "std": 1e-4}}
 
     def __init__(
         self,

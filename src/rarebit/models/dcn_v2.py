@@ -13,12 +13,12 @@ With M embedding sets, cross network and first layer are per set and the rest is
     score = MLP( mean over m of block_m(x_L^m) )
 """
 
-from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar, Unpack
+from collections.abc import Sequence
+from typing import ClassVar, Unpack
 
 from rarebit.data.schema import Schema
 from rarebit.interactions.cross import CrossNetwork
-from rarebit.models._base import Backbone, Network, RankingModel, TableOptions
+from rarebit.models._base import Backbone, Network, Presets, RankingModel, TableOptions
 
 __all__ = ["DCNv2"]
 
@@ -26,8 +26,8 @@ __all__ = ["DCNv2"]
 class DCNv2(RankingModel):
     """A cross network that feeds a fully connected one."""
 
-    presets: ClassVar[Mapping[str, Mapping[str, Any]]] = {
-        "me": {"dim": 10, "num_layers": 4, "dropout": 0.2, "batch_norm": True, "init": "xavier"},
+    presets: ClassVar[Presets] = {
+        "me": {"dim": 10, "num_layers": 4, "dropout": 0.2, "batch_norm": True, "init": "xavier"}
     }
 
     def __init__(

@@ -13,14 +13,22 @@ With M embedding sets, FM's second order and the network's first layer are per s
     score = mean over m of FM(v^m) + MLP( mean over m of block_m([v_1^m, ..., v_F^m]) )
 """
 
-from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar, Unpack
+from collections.abc import Sequence
+from typing import ClassVar, Unpack
 
 from torch import Tensor, nn
 
 from rarebit.data.schema import Schema
 from rarebit.interactions.basic import Concatenation, FactorizationMachine, Parallel
-from rarebit.models._base import MLP, Backbone, FirstOrder, Network, RankingModel, TableOptions
+from rarebit.models._base import (
+    MLP,
+    Backbone,
+    FirstOrder,
+    Network,
+    Presets,
+    RankingModel,
+    TableOptions,
+)
 
 __all__ = ["DeepFM"]
 
@@ -28,7 +36,7 @@ __all__ = ["DeepFM"]
 class DeepFM(RankingModel):
     """A factorization machine and a deep network that share their embeddings."""
 
-    presets: ClassVar[Mapping[str, Mapping[str, Any]]] = {
+    presets: ClassVar[Presets] = {
         "pep": {
             "dim": 64,
             "hidden": (100, 100),

@@ -16,8 +16,8 @@ M times as wide and holds a vector for each set, as a row of a table does; its o
     score = top( mean over m of block_m([v_0^m, <v_0^m, v_1^m>, ...]) )
 """
 
-from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar, Unpack
+from collections.abc import Sequence
+from typing import ClassVar, Unpack
 
 import torch
 from torch import Tensor, nn
@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from rarebit.data.dataset import Batch
 from rarebit.data.schema import Schema
 from rarebit.interactions.basic import Blocks, InnerProducts
-from rarebit.models._base import Backbone, Network, RankingModel, TableOptions
+from rarebit.models._base import Backbone, Network, Presets, RankingModel, TableOptions
 
 __all__ = ["DLRM"]
 
@@ -35,7 +35,7 @@ class DLRM(RankingModel):
 
     # NOTE[DIFF]: DLRM's own code starts rows uniform in ±1 / sqrt(rows of the table); here they start as
     # in every model, or with Xavier's bound in the presets, as the paper of those says
-    presets: ClassVar[Mapping[str, Mapping[str, Any]]] = {
+    presets: ClassVar[Presets] = {
         "mlet": {"bottom": (512, 256, 128), "hidden": (512, 256), "init": "xavier"},  # Criteo
         "mlet_avazu": {"bottom": (256, 128), "hidden": (512, 256), "init": "xavier"},
     }

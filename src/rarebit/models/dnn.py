@@ -9,12 +9,12 @@ With M embedding sets, the first layer is per set and the rest is shared (Guo et
     score = MLP( mean over m of block_m([v_1^m, ..., v_F^m]) )
 """
 
-from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar, Unpack
+from collections.abc import Sequence
+from typing import ClassVar, Unpack
 
 from rarebit.data.schema import Schema
 from rarebit.interactions.basic import Concatenation
-from rarebit.models._base import Backbone, Network, RankingModel, TableOptions
+from rarebit.models._base import Backbone, Network, Presets, RankingModel, TableOptions
 
 __all__ = ["DNN"]
 
@@ -22,8 +22,8 @@ __all__ = ["DNN"]
 class DNN(RankingModel):
     """A fully connected network over all fields side by side."""
 
-    presets: ClassVar[Mapping[str, Mapping[str, Any]]] = {
-        "me": {"dim": 10, "dropout": 0.2, "batch_norm": True, "init": "xavier"},
+    presets: ClassVar[Presets] = {
+        "me": {"dim": 10, "dropout": 0.2, "batch_norm": True, "init": "xavier"}
     }
 
     def __init__(

@@ -11,12 +11,11 @@ The score of a row:
 A field that `widths` names has rows of that width, which are projected to all F D numbers.
 """
 
-from collections.abc import Mapping
-from typing import Any, ClassVar, Unpack
+from typing import ClassVar, Unpack
 
 from rarebit.data.schema import Schema
 from rarebit.interactions.field_pairs import FieldAwareMachine
-from rarebit.models._base import Backbone, FirstOrder, RankingModel, TableOptions
+from rarebit.models._base import Backbone, FirstOrder, Presets, RankingModel, TableOptions
 from rarebit.models.fm import SumOfFeatures
 
 __all__ = ["FFM"]
@@ -29,9 +28,7 @@ class FFM(RankingModel):
     fields.
     """
 
-    presets: ClassVar[Mapping[str, Mapping[str, Any]]] = {
-        "me": {"dim": 8, "init": "xavier", "wide_std": 1.0},
-    }
+    presets: ClassVar[Presets] = {"me": {"dim": 8, "init": "xavier", "wide_std": 1.0}}
     why_no_sets: ClassVar[str] = (
         "a sum of inner products over several sets is the inner product of one set as wide as all"
     )

@@ -17,15 +17,15 @@ With M embedding sets, the streams are per set and their features are averaged b
     x = mean over m of x^m        y = mean over m of y^m
 """
 
-from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar, Unpack
+from collections.abc import Sequence
+from typing import ClassVar, Unpack
 
 import torch
 from torch import Tensor, nn
 
 from rarebit.data.schema import Schema
 from rarebit.interactions.basic import TwoStreams
-from rarebit.models._base import Backbone, RankingModel, TableOptions
+from rarebit.models._base import Backbone, Presets, RankingModel, TableOptions
 from rarebit.settings import require
 
 __all__ = ["FinalMLP"]
@@ -34,8 +34,8 @@ __all__ = ["FinalMLP"]
 class FinalMLP(RankingModel):
     """Two fully connected networks whose features meet in a bilinear form."""
 
-    presets: ClassVar[Mapping[str, Mapping[str, Any]]] = {
-        "me": {"dim": 10, "dropout": 0.2, "batch_norm": True, "init": "xavier"},
+    presets: ClassVar[Presets] = {
+        "me": {"dim": 10, "dropout": 0.2, "batch_norm": True, "init": "xavier"}
     }
 
     def __init__(

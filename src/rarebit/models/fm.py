@@ -8,14 +8,13 @@ The score of a row:
     v_i        the rows of `backbone.tables`
 """
 
-from collections.abc import Mapping
-from typing import Any, ClassVar, Unpack
+from typing import ClassVar, Unpack
 
 from torch import Tensor, nn
 
 from rarebit.data.schema import Schema
 from rarebit.interactions.basic import FactorizationMachine
-from rarebit.models._base import Backbone, FirstOrder, RankingModel, TableOptions
+from rarebit.models._base import Backbone, FirstOrder, Presets, RankingModel, TableOptions
 
 __all__ = ["FM"]
 
@@ -23,9 +22,7 @@ __all__ = ["FM"]
 class FM(RankingModel):
     """Factorization machine: first-order weights and all pairwise inner products."""
 
-    presets: ClassVar[Mapping[str, Mapping[str, Any]]] = {
-        "pep": {"dim": 64, "init": "xavier", "wide_std": 1.0},
-    }
+    presets: ClassVar[Presets] = {"pep": {"dim": 64, "init": "xavier", "wide_std": 1.0}}
     why_no_sets: ClassVar[str] = (
         "a sum of inner products over several sets is the inner product of one set as wide as all"
     )

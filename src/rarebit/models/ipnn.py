@@ -13,12 +13,12 @@ al., 2024); without `flat_in_sets`, as their code was released, a set gives its 
     score = MLP( mean over m of block_m([v_1^m, ..., v_F^m, <v_1^m, v_2^m>, ...]) )
 """
 
-from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar, Unpack
+from collections.abc import Sequence
+from typing import ClassVar, Unpack
 
 from rarebit.data.schema import Schema
 from rarebit.interactions.basic import InnerProducts
-from rarebit.models._base import Backbone, Network, RankingModel, TableOptions
+from rarebit.models._base import Backbone, Network, Presets, RankingModel, TableOptions
 
 __all__ = ["IPNN"]
 
@@ -28,7 +28,7 @@ _ME = {"dim": 10, "dropout": 0.2, "batch_norm": True, "init": "xavier"}
 class IPNN(RankingModel):
     """A fully connected network over all fields and the inner product of every pair."""
 
-    presets: ClassVar[Mapping[str, Mapping[str, Any]]] = {
+    presets: ClassVar[Presets] = {
         "me": {**_ME, "flat_in_sets": False},
         "me_flat": {**_ME, "flat_in_sets": True},
     }

@@ -7,13 +7,12 @@ The score of a row:
     w_0, w_i   `backbone`: a weight for every id, and for a numeric field one times its value
 """
 
-from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from torch import nn
 
 from rarebit.data.schema import Schema
-from rarebit.models._base import FirstOrder, RankingModel
+from rarebit.models._base import FirstOrder, Presets, RankingModel
 
 __all__ = ["LR"]
 
@@ -21,7 +20,7 @@ __all__ = ["LR"]
 class LR(RankingModel):
     """Logistic regression: one weight for every id, no interaction."""
 
-    presets: ClassVar[Mapping[str, Mapping[str, Any]]] = {"pep": {"wide_std": 1.0}}
+    presets: ClassVar[Presets] = {"pep": {"wide_std": 1.0}}
     why_no_sets: ClassVar[str] = (
         "a sum of weights over several sets is one weight, the sum over the sets"
     )
@@ -29,8 +28,5 @@ class LR(RankingModel):
     def __init__(self, schema: Schema, *, wide_std: float = 0.01) -> None:
         settings = self.settings_of(locals())
         super().__init__(
-            schema,
-            backbone=FirstOrder(schema, std=wide_std),
-            head=nn.Identity(),
-            settings=settings,
+            schema, backbone=FirstOrder(schema, std=wide_std), head=nn.Identity(), settings=settings
         )

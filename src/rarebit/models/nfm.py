@@ -13,14 +13,14 @@ With M embedding sets, pooling, norm, dropout and first layer are per set and th
     score = w_0 + sum_i w_i + MLP( mean over m of block_m(f^m) )
 """
 
-from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar, Unpack
+from collections.abc import Sequence
+from typing import ClassVar, Unpack
 
 from torch import Tensor, nn
 
 from rarebit.data.schema import Schema
 from rarebit.interactions.basic import FactorizationMachine, SetBatchNorm
-from rarebit.models._base import Backbone, FirstOrder, Network, RankingModel, TableOptions
+from rarebit.models._base import Backbone, FirstOrder, Network, Presets, RankingModel, TableOptions
 from rarebit.settings import require
 
 __all__ = ["NFM"]
@@ -29,9 +29,7 @@ __all__ = ["NFM"]
 class NFM(RankingModel):
     """A network over the sum of the products of all pairs of fields."""
 
-    presets: ClassVar[Mapping[str, Mapping[str, Any]]] = {
-        "mlet": {"hidden": (128, 128), "std": 1e-4, "wide_std": 1e-4},
-    }
+    presets: ClassVar[Presets] = {"mlet": {"hidden": (128, 128), "std": 1e-4, "wide_std": 1e-4}}
 
     def __init__(
         self,

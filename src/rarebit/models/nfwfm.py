@@ -14,14 +14,14 @@ dropout and first layer are per set and the rest is shared:
     score = MLP( mean over m of block_m(f^m) )
 """
 
-from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar, Unpack
+from collections.abc import Sequence
+from typing import ClassVar, Unpack
 
 from torch import nn
 
 from rarebit.data.schema import Schema
 from rarebit.interactions.field_pairs import FieldWeightedPooling
-from rarebit.models._base import Backbone, Network, RankingModel, TableOptions
+from rarebit.models._base import Backbone, Network, Presets, RankingModel, TableOptions
 from rarebit.models.nfm import Evened
 
 __all__ = ["NFwFM"]
@@ -30,8 +30,8 @@ __all__ = ["NFwFM"]
 class NFwFM(RankingModel):
     """A network over the weighted sum of the products of all fields with all fields."""
 
-    presets: ClassVar[Mapping[str, Mapping[str, Any]]] = {
-        "me": {"dim": 50, "dropout": 0.2, "batch_norm": True, "init": "xavier"},
+    presets: ClassVar[Presets] = {
+        "me": {"dim": 50, "dropout": 0.2, "batch_norm": True, "init": "xavier"}
     }
 
     def __init__(

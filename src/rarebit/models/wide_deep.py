@@ -12,12 +12,12 @@ With M embedding sets, the network's first layer is per set and the rest is shar
     score = w_0 + sum_i w_i + MLP( mean over m of block_m([v_1^m, ..., v_F^m]) )
 """
 
-from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar, Unpack
+from collections.abc import Sequence
+from typing import ClassVar, Unpack
 
 from rarebit.data.schema import Schema
 from rarebit.interactions.basic import Concatenation
-from rarebit.models._base import Backbone, FirstOrder, Network, RankingModel, TableOptions
+from rarebit.models._base import Backbone, FirstOrder, Network, Presets, RankingModel, TableOptions
 
 __all__ = ["WideDeep"]
 
@@ -25,9 +25,7 @@ __all__ = ["WideDeep"]
 class WideDeep(RankingModel):
     """First-order weights plus a fully connected network over all fields."""
 
-    presets: ClassVar[Mapping[str, Mapping[str, Any]]] = {
-        "mlet": {"hidden": (256, 128), "std": 1e-4, "wide_std": 1e-4},
-    }
+    presets: ClassVar[Presets] = {"mlet": {"hidden": (256, 128), "std": 1e-4, "wide_std": 1e-4}}
 
     def __init__(
         self,

@@ -16,15 +16,23 @@ al., 2024):
                   + MLP( mean over m of block_m([v_1^m, ..., v_F^m]) )
 """
 
-from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar, Unpack
+from collections.abc import Sequence
+from typing import ClassVar, Unpack
 
 from torch import Tensor, nn
 
 from rarebit.data.schema import Schema
 from rarebit.interactions.basic import Concatenation, Parallel
 from rarebit.interactions.cin import CompressedInteraction
-from rarebit.models._base import MLP, Backbone, FirstOrder, Network, RankingModel, TableOptions
+from rarebit.models._base import (
+    MLP,
+    Backbone,
+    FirstOrder,
+    Network,
+    Presets,
+    RankingModel,
+    TableOptions,
+)
 
 __all__ = ["XDeepFM"]
 
@@ -32,7 +40,7 @@ __all__ = ["XDeepFM"]
 class XDeepFM(RankingModel):
     """Explicit products of fields, found by CIN, and a deep network."""
 
-    presets: ClassVar[Mapping[str, Mapping[str, Any]]] = {
+    presets: ClassVar[Presets] = {
         "me": {
             "dim": 10,
             "cin": (16, 16),

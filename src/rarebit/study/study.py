@@ -20,8 +20,8 @@ import torch
 from torch import Tensor
 
 from rarebit.data.synthetic import SyntheticLog
-from rarebit.errors import DataError, SettingsError, StudyError, StudyInterrupted
-from rarebit.machine import machine
+from rarebit.errors import DataError, StudyError, StudyInterrupted
+from rarebit.machine import choose_device, machine
 from rarebit.settings import require, to_mapping
 from rarebit.storage.files import file_lock, write_json
 from rarebit.study.plan import StudyPlan
@@ -85,7 +85,7 @@ def study(
     require(workers is None or workers >= 1, f"workers must be at least 1, got workers={workers}")
     require(threads >= 1, f"threads must be at least 1, got threads={threads}")
     scipy_special()  # reports a missing package before any run
-    device = _device(device)
+    device = choose_device(device)
     if isinstance(progress, bool):
         progress = StudyLines() if progress else StudyProgress()
     is_gpu = device.type == "cuda"
@@ -119,15 +119,6 @@ def study(
     if pool.interrupted:
         raise StudyInterrupted(f"stopped; finished and active runs are saved in {str(where)!r}")
     return result
-
-
-def _device(device: torch.device | str) -> torch.device:
-    if device == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    found = torch.device(device)
-    if found.type == "cuda" and not torch.cuda.is_available():
-        raise SettingsError(f"device {device} was asked for, but torch sees no GPU here")
-    return found
 
 
 class PlannedRun(RunFolder):
