@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from capabilities import needs_cuda
+from capabilities import needs_cuda, needs_package
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
@@ -188,6 +188,65 @@ def test_ids_without_a_row_are_refused_as_by_torch(wrong):
         table(torch.tensor([3, wrong]))
     with pytest.raises(IndexError, match=f"got {wrong}"), torch.no_grad():
         table(torch.tensor([3, wrong]))
+    with pytest.raises(IndexError):
+        table.padded_rows(torch.tensor([3, wrong]))
+
+
+@given(weight=weights)
+def test_padded_rows_hold_the_same_numbers(weight):
+    table = Pack().wrap(dense(weight))
+    ids = torch.arange(len(weight)).flip(0).view(-1, 1)
+    values, columns = table.padded_rows(ids)
+    longest = int((weight != 0).sum(dim=1).max())
+    assert values.shape == columns.shape == (len(weight), 1, longest)
+    again = torch.zeros(len(weight), 1, weight.shape[1]).scatter_add_(2, columns, values)
+    assert torch.equal(again, weight[ids])
+    lengths = (weight[ids] != 0).sum(dim=-1, keepdim=True)
+    assert not columns[torch.arange(longest) >= lengths].any()
+
+
+class Padded(nn.Module):
+    def __init__(self, table: PackedTable) -> None:
+        super().__init__()
+        self.table = table
+
+    def forward(self, ids: Tensor) -> tuple[Tensor, Tensor]:
+        return self.table.padded_rows(ids)
+
+
+@pytest.mark.parametrize("kept", [0.1, 0.9])
+def test_padded_rows_can_be_exported(kept):
+    module = Padded(Pack().wrap(dense(sparse_weight(70, 9, kept))))
+    batch = torch.export.Dim("batch", min=2, max=100)
+    with torch.no_grad():
+        program = torch.export.export(
+            module, (torch.tensor([[3], [69]]),), dynamic_shapes=[{0: batch}]
+        )
+    ids = torch.tensor([[8], [69], [5], [5]])
+    for found, expected in zip(program.module()(ids), module(ids), strict=True):
+        assert torch.equal(found, expected)
+
+
+@needs_package("scipy")
+@given(weight=weights)
+def test_scipy_gets_the_same_table(weight):
+    table = Pack().wrap(dense(weight)).to_csr()
+    assert table.shape == tuple(weight.shape)
+    assert table.nnz == int((weight != 0).sum())
+    assert table.has_canonical_format
+    assert torch.equal(torch.from_numpy(table.toarray()), weight)
+
+
+@needs_package("scipy")
+def test_scipy_gets_a_copy_in_a_precision_that_it_knows():
+    table = Pack().wrap(dense(sparse_weight(9, 3, 0.5).bfloat16()))
+    array = table.to_csr()
+    assert array.dtype == "float32"
+    assert torch.equal(torch.from_numpy(array.toarray()), table.weight.float())
+    single = Pack().wrap(dense(sparse_weight(9, 3, 0.5)))
+    before = single.weight.detach().clone()
+    single.to_csr().data[:] = 9.0
+    assert torch.equal(single.weight, before)
 
 
 # ---- eight bits
@@ -202,6 +261,9 @@ def test_eight_bits_move_a_value_by_half_a_step_at_most(weight):
     moved = (table(torch.arange(len(weight))) - weight).abs()
     assert float(moved.max()) <= largest / 127 * 0.5001
     assert not moved[weight == 0].any()
+    values, columns = table.padded_rows(torch.arange(len(weight)))
+    again = torch.zeros_like(weight).scatter_add_(1, columns, values)
+    assert torch.equal(again, table.merge().weight)
 
 
 def test_eight_bits_by_hand():
@@ -305,3 +367,4 @@ def test_rows_and_gradients_on_a_gpu_are_those_of_the_cpu(kept):
     for module, where in ((table, ids), (there, ids.cuda())):
         module(where).square().sum().backward()
     assert_close(there.values.grad.cpu(), table.values.grad)
+    assert torch.equal(there.padded_rows(ids.cuda())[1].cpu(), table.padded_rows(ids)[1])

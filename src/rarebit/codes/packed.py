@@ -31,6 +31,7 @@ E entries of their rows.
 
 import ctypes
 import functools
+import importlib
 import logging
 import os
 from collections.abc import Mapping
@@ -46,7 +47,7 @@ from torch.jit import is_tracing  # type: ignore[attr-defined]  # it is, but tor
 from torch.nn import functional as F
 from torch.optim import Optimizer
 
-from rarebit.errors import ModelFileError, UnsupportedTableError
+from rarebit.errors import MissingExtraError, ModelFileError, UnsupportedTableError
 from rarebit.settings import check_types
 from rarebit.storage.files import DISK, write_file
 from rarebit.tables.apply import (
@@ -454,6 +455,47 @@ class PackedTable(Table):
             rows = self._served_rows(self._checked(ids))
         return rows.view(*ids.shape, self.embedding_dim)
 
+    def padded_rows(self, ids: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the values and their columns, `(...)` to `(..., L)` each; L is the longest row's length.
+
+        Shorter rows are filled up with zeros in column 0. No size depends on the ids.
+        """
+        shape = (*ids.shape, self.longest)
+        if not self.longest:
+            return self._floats(self.values.new_zeros(shape)), ids.new_zeros(shape).long()
+        runs = find_runs(self._checked(ids), self.parts, self.before)
+        steps = torch.arange(self.longest, device=ids.device)
+        missing = steps >= runs.length.unsqueeze(-1)  # (U, L)
+        positions = (runs.start.unsqueeze(-1) + steps).clamp_(max=len(self.values) - 1)
+        values = F.embedding(positions, self.values.unsqueeze(1)).squeeze(-1)
+        if self.parts.has_bitmaps:
+            bits = self.columns.index_select(0, runs.row.clamp(max=len(self.columns) - 1))
+            order = unpack_bits(bits).to(torch.uint8).argsort(dim=-1, descending=True, stable=True)
+            columns = order[:, : self.longest]
+        else:
+            columns = self.columns.index_select(0, positions.view(-1)).view_as(positions).long()
+        values = self._floats(values).masked_fill(missing, 0.0)
+        return values.view(shape), columns.masked_fill(missing, 0).view(shape)
+
+    def to_csr(self) -> Any:
+        """Return the table as a SciPy CSR array of shape `(N, D)`."""
+        try:
+            sparse = importlib.import_module("scipy.sparse")  # not by its name: it has no types
+        except ImportError:
+            raise MissingExtraError("scipy", "study", "a SciPy array") from None
+        values, columns = self._floats(self.values.detach()).cpu(), self.columns.cpu()
+        if values.itemsize < 4:  # SciPy has no shorter numbers
+            values = values.float()
+        if self.parts.has_bitmaps:
+            columns = unpack_bits(columns).nonzero()[:, 1]
+        filled = unpack_bits(self.filled.cpu().view(1, -1).view(torch.uint8)).view(-1)
+        counts = filled[: self.num_embeddings].long()
+        counts[counts.bool()] = self.offsets.cpu().long().diff()
+        starts = F.pad(counts.cumsum(0), (1, 0))
+        entries = (values.numpy(), columns.long().numpy(), starts.numpy())
+        shape = (self.num_embeddings, self.embedding_dim)
+        return sparse.csr_array(entries, shape=shape, copy=True)
+
     @property
     def sparse(self) -> bool:
         """Whether a plain table made from this one gets sparse gradients."""
@@ -510,9 +552,11 @@ class PackedTable(Table):
         super()._load_from_state_dict(state_dict, prefix, *arguments)
 
     def _count(self) -> None:
-        """Count the rank directory, which is not stored."""
+        """Count the rank directory and the longest row, which are not stored."""
         with torch.no_grad():
             self.register_buffer("before", rows_before(self.filled), persistent=False)
+            lengths = self.offsets.diff()
+        self.longest = int(lengths.max()) if len(lengths) else 0
 
     def _checked(self, ids: Tensor) -> Tensor:
         """Return the ids as one list, `(U,)`; raise where one has no row."""
