@@ -7,13 +7,6 @@
     def test_contract(name, check):
         check()
 
-    every method        settings are frozen and survive a settings file; title, control, knobs and rank are declared
-    for tables          merged equals unmerged, padding is zero, only looked-up rows get a gradient, a stack equals
-                        its tables, weights are counted, a few steps lower the loss, a saved model loads again, ...
-    for embedding sets  the same for a model as a whole
-    around training     it trains, resumes to the same bits and leaves a plain model behind
-    composition         every combination that the ranks allow trains and merges; every other one is refused
-
 The checks need torch only and take a few seconds for a method.
 """
 
@@ -24,6 +17,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, fields, replace
 from functools import cache, partial
+from itertools import product
 from pathlib import Path
 from typing import Any, cast
 
@@ -44,7 +38,7 @@ from rarebit.models.dcn_v2 import DCNv2
 from rarebit.models.deepfm import DeepFM
 from rarebit.sets.sets import SetsMethod
 from rarebit.study.variants import CONTROLS
-from rarebit.tables.apply import apply_, end_training_, find_tables, merge_
+from rarebit.tables.apply import TableInfo, apply_, end_training_, find_tables, merge_
 from rarebit.tables.collection import TableCollection
 from rarebit.tables.table import AnyTable, Method, Table
 from rarebit.technique import (
@@ -196,28 +190,33 @@ def check_rank(method: Technique) -> None:
 # --- methods for tables
 
 
-def check_merge(method: Method) -> None:
-    """Merging changes no output, ends in torch's own classes, and happens only once."""
+def check_lookups(method: Method) -> None:
+    """A table keeps its attributes, pools as torch does, has a full state dict, and merges exactly."""
     for name, (make, arguments, options) in lookups().items():
-        model = applied(method, make())
+        plain, model, other = make(), applied(method, make()), applied(method, make())
+        _check_attributes(model.table, plain)
         before = model(*arguments, **options)
-        assert bool(merge_(model, verbose=False)), f"{name}: nothing was merged"
-        _assert_close(model(*arguments, **options), before, name, tolerance=1e-6)
-        assert not merge_(model, verbose=False), f"{name}: merged twice"
-        left = [m for m in model.modules() if m is not model and not _is_torch(m)]
-        assert not left, f"{name}: {left} is left"
-        assert type(model.table) is type(make()), f"{name}: it is a {type(model.table)}"
-
-
-def check_bags(method: Method) -> None:
-    """A bag returns what torch's own returns for the same rows."""
-    for name, (make, arguments, options) in lookups().items():
-        plain = make()
+        other.load_state_dict(model.state_dict())
+        same = torch.equal(other(*arguments, **options), before)
+        assert same, f"{name}: the state dict does not hold all of it"
         if isinstance(plain, nn.EmbeddingBag):
-            model = applied(method, copy.deepcopy(plain))
             with torch.no_grad():
                 plain.weight.copy_(model.table.weight)
-            _assert_close(model(*arguments, **options), plain(*arguments, **options), name)
+            _assert_close(before, plain(*arguments, **options), f"{name}, pooled by torch")
+        assert bool(merge_(model, verbose=False)), f"{name}: nothing was merged"
+        _check_attributes(model.table, plain)
+        _assert_close(model(*arguments, **options), before, f"{name}, merged", tolerance=1e-6)
+        assert not merge_(model, verbose=False), f"{name}: merged twice"
+        parts = [module for module in model.modules() if module is not model]
+        left = [part for part in parts if not type(part).__module__.startswith("torch.")]
+        assert not left, f"{name}: {left} is left"
+        assert type(model.table) is type(plain), f"{name}: it is a {type(model.table)}"
+
+
+def _check_attributes(table: Any, plain: nn.Module) -> None:
+    for name in ("num_embeddings", "embedding_dim", "padding_idx"):
+        assert getattr(table, name) == getattr(plain, name), f"{name} changed"
+    assert table.weight.shape == (N, D), "the shape of .weight changed"
 
 
 def check_padding(method: Method) -> None:
@@ -232,17 +231,6 @@ def check_padding(method: Method) -> None:
         merge_(model, verbose=False)
         assert not bool(model.table.weight[padding].any()), "merged, the padding row is not zero"
         assert model.table.padding_idx == padding % N, "merged, the padding is another row"
-
-
-def check_attributes(method: Method) -> None:
-    """The table keeps its shape and its padding, merged or not."""
-    for make, _, _ in lookups().values():
-        plain, model = make(), applied(method, make())
-        for _ in range(2):
-            for name in ("num_embeddings", "embedding_dim", "padding_idx"):
-                assert getattr(model.table, name) == getattr(plain, name), f"{name} changed"
-            assert model.table.weight.shape == (N, D), "the shape of .weight changed"
-            merge_(model, verbose=False)
 
 
 def check_weight(method: Method) -> None:
@@ -260,15 +248,6 @@ def check_weight(method: Method) -> None:
         found = torch.autograd.grad(loss, list(model.parameters()))
         for one, other in zip(found, expected, strict=True):
             _assert_close(one, other, "the gradient of .weight")
-
-
-def check_state_dict(method: Method) -> None:
-    """Everything that decides the rows is in the state dict."""
-    for name, (make, arguments, options) in lookups().items():
-        model, other = applied(method, make()), applied(method, make())
-        other.load_state_dict(model.state_dict())
-        found, expected = other(*arguments, **options), model(*arguments, **options)
-        assert torch.equal(found, expected), f"{name}: the state dict does not hold all of it"
 
 
 def check_count(method: Method, stored: Callable[[int, int], int] | None = None) -> None:
@@ -310,26 +289,20 @@ def check_learns(method: Method) -> None:
     assert not same, f"{same} did not move"
 
 
-def check_touched_rows(method: Method) -> None:
-    """A lookup of two ids gives a gradient to two stored rows at most."""
-    for padding in (None, 0):
-        model = applied(method, nn.Embedding(N, D, padding_idx=padding))
-        model(torch.tensor([4, 9, 4])).sum().backward()
-        gradient = _stored_table(model.table).weight.grad
-        touched = 0 if gradient is None else int(gradient.any(dim=1).sum())
+def check_gradients(method: Method) -> None:
+    """Two ids give a gradient to two stored rows at most; a sparse table stays sparse, also merged."""
+    for make, padding, sparse in product((nn.Embedding, nn.EmbeddingBag), (None, 0), (False, True)):
+        model = applied(method, make(N, D, padding_idx=padding, sparse=sparse))
+        model(torch.tensor([[4, 9, 4]])).sum().backward()
+        stored = model.table
+        while not isinstance(stored, nn.Embedding):
+            stored = stored.inner if isinstance(stored, Table) else stored.table
+        assert stored.weight.grad is not None, "the stored rows get no gradient"
+        assert stored.weight.grad.is_sparse or not sparse, "the gradient is dense"
+        touched = int(stored.weight.grad.to_dense().any(dim=1).sum())
         assert 1 <= touched <= 2, f"{touched} rows get a gradient for two ids"
-
-
-def check_sparse(method: Method) -> None:
-    """A table with sparse gradients keeps them, merged or not."""
-    for make in (nn.Embedding, nn.EmbeddingBag):
-        model = applied(method, make(N, D, sparse=True))
-        model(IDS_2D).sum().backward()
-        gradient = _stored_table(model.table).weight.grad
-        assert gradient is not None, "the stored rows get no gradient"
-        assert gradient.is_sparse, "the gradient is dense"
         merge_(model, verbose=False)
-        assert model.table.sparse, "the merged table is not sparse"
+        assert model.table.sparse == sparse, "merged, the table's gradients are of another kind"
 
 
 def check_frozen(method: Method) -> None:
@@ -356,17 +329,6 @@ def check_dtype(method: Method, device: str = "cpu") -> None:
             merge_(model, verbose=False)
 
 
-def check_mode(method: Method) -> None:
-    """Training and evaluation mode stay as they are, everywhere in the model."""
-    for training in (True, False):
-        for model in (Holder(nn.Embedding(N, D)), Holder(nn.EmbeddingBag(N, D)), small_model()):
-            model.train(training)
-            apply_(model, method, where=lambda info: info.field != "user", verbose=False)
-            assert {m.training for m in model.modules()} == {training}, "applying changed the mode"
-            merge_(model, verbose=False)
-            assert {m.training for m in model.modules()} == {training}, "merging changed the mode"
-
-
 def check_autocast(method: Method) -> None:
     """Rows are computed in the table's own precision, whatever autocast says."""
     tables = cast(TableCollection, small_model().backbone.tables)
@@ -377,21 +339,6 @@ def check_autocast(method: Method) -> None:
             rows = model(ids)
         assert rows.dtype == torch.float32, f"rows are {rows.dtype}"
         assert torch.equal(rows, expected), "rows are others under autocast"
-
-
-def check_cost(method: Method, rows: int = 10_000) -> None:
-    """A step allocates nothing of the table's size, except the dense gradient of what is stored."""
-    ids = torch.randint(rows, (4, 2))
-    for model in (
-        Holder(nn.Embedding(rows, D, padding_idx=0)),
-        Holder(nn.EmbeddingBag(rows, D)),
-        TableCollection((Field(name="a", rows=rows), Field(name="b", rows=rows)), D),
-    ):
-        apply_(model, method, verbose=False)
-        with counting_large_tensors(rows) as made:
-            _backward(method, model(ids).square().sum())
-        stored = [p for p in model.parameters() if p.numel() >= rows]
-        assert len(made) <= len(stored), f"{made} for {len(stored)} stored weights"
 
 
 def check_stack(method: Method) -> None:
@@ -423,6 +370,8 @@ def check_stack(method: Method) -> None:
 
 def check_share(method: Method) -> None:
     """Sized for a share, a method keeps no more of the weights of real tables."""
+    # no default of either kind: it needs a size
+    sizes = [field for field in fields(cast(Any, method)) if field.default is field.default_factory]
     for share in (0.4, 0.7, 1.0):
         sized = type(method).for_share(SHAPES, share)
         assert type(sized) is type(method), f"sized, it is a {type(sized).__name__}"
@@ -432,7 +381,7 @@ def check_share(method: Method) -> None:
         if sized.training_only:  # its tables are as small as it says once they are at inference
             end_training_(model)
         kept = sum(parameter.numel() for parameter in model.parameters()) / plain
-        assert not _needs_a_size(method) or kept <= share, f"{sized} keeps {kept}, not {share}"
+        assert not sizes or kept <= share, f"{sized} keeps {kept}, not {share}"
 
 
 def check_shape_after(method: Method) -> None:
@@ -448,53 +397,68 @@ def check_shape_after(method: Method) -> None:
 # --- methods for tables and for embedding sets, in a model
 
 
-def check_merge_in_a_model(method: Method) -> None:
-    """Merging a model changes no output and no name of a weight, unless it has embedding sets."""
-    model, batch = small_model(method), small_batch()
-    names = [name for name, _ in model.named_parameters()]
-    apply_(model, method, verbose=False)
-    move_(model)
-    before = model(batch)
-    merged = bool(merge_(model, verbose=False))
-    _assert_close(model(batch), before, "merged", tolerance=1e-6)
-    assert not merge_(model, verbose=False), "merged twice"
-    if not isinstance(method, SetsMethod):
-        assert merged, "nothing was merged"
-        assert [name for name, _ in model.named_parameters()] == names, "weights have other names"
+def check_model(method: Method) -> None:
+    """A model can be saved, loaded and merged: the scores stay, and so do the names of weights."""
+    batch, has_sets = small_batch(), isinstance(method, SetsMethod)
+    for left_out in ("",) if has_sets else ("", "item"):
+        model = small_model(method)
+        names = [name for name, _ in model.named_parameters()]
+        where = partial(_is_not, left_out) if left_out else None
+        apply_(model, method, where=where, verbose=False)
+        move_(model)
+        before = model(batch)
+        with tempfile.TemporaryDirectory() as folder:
+            found = load_model(save_model(model, Path(folder) / "model"))
+        assert find_tables(found) == find_tables(model), "the loaded model has other tables"
+        assert torch.equal(found(batch), before), "the loaded model scores otherwise"
+        merged = bool(merge_(model, verbose=False))
+        _assert_close(model(batch), before, "merged", tolerance=1e-6)
+        assert not merge_(model, verbose=False), "merged twice"
+        if not has_sets:
+            assert merged, "nothing was merged"
+            found_names = [name for name, _ in model.named_parameters()]
+            assert found_names == names, "weights have other names"
 
 
-def check_model_mode_and_dtype(method: Method) -> None:
-    """A model keeps its mode and its precision."""
+def check_mode_and_dtype(method: Method) -> None:
+    """Applying and merging keep the mode everywhere in a model, and its precision."""
     for training in (True, False):
-        model = small_model(method).double().train(training)
+        models: list[nn.Module] = [small_model(method)]
+        where = None
+        if not isinstance(method, SetsMethod):
+            models += [Holder(nn.Embedding(N, D)), Holder(nn.EmbeddingBag(N, D))]
+            where = partial(_is_not, "user")
+        for model in models:
+            model.double().train(training)
+            apply_(model, method, where=where, verbose=False)
+            assert {m.training for m in model.modules()} == {training}, "applying changed the mode"
+            kinds = {p.dtype for p in model.parameters()} - {torch.float64}
+            assert not kinds, f"not in the precision of the model: {kinds}"
+            merge_(model, verbose=False)
+            assert {m.training for m in model.modules()} == {training}, "merging changed the mode"
+
+
+def check_cost(method: Method) -> None:
+    """A step allocates nothing of a table's size, except the dense gradient of what is stored."""
+    rows = 10_000
+    schema, ids = Schema(tuple(Field(name=n, rows=rows) for n in "ab")), torch.randint(rows, (4, 2))
+    models: list[tuple[nn.Module, Any]] = [
+        (DCNv2(schema, dim=D, hidden=(8,)), Dataset(schema, ids)[:])
+    ]
+    if not isinstance(method, SetsMethod):
+        models += [
+            (Holder(nn.Embedding(rows, D, padding_idx=0)), ids),
+            (Holder(nn.EmbeddingBag(rows, D)), ids),
+            (TableCollection(schema.fields, D), ids),
+        ]
+    for model, argument in models:
         apply_(model, method, verbose=False)
-        assert {m.training for m in model.modules()} == {training}, "applying changed the mode"
-        kinds = {p.dtype for p in model.parameters()}
-        assert kinds == {torch.float64}, f"not in the precision of the model: {kinds}"
-
-
-def check_model_cost(method: Method, rows: int = 10_000) -> None:
-    """A step of a model allocates nothing of a table's size, except dense gradients."""
-    schema = Schema((Field(name="a", rows=rows), Field(name="b", rows=rows)))
-    model = DCNv2(schema, dim=D, hidden=(8,))
-    apply_(model, method, verbose=False)
-    batch = Dataset(schema, torch.randint(rows, (4, 2)))[:]
-    with counting_large_tensors(rows) as made:
-        model(batch).square().sum().backward()
-    stored = [parameter for parameter in model.parameters() if parameter.numel() >= rows]
-    assert len(made) <= len(stored), f"{made} for {len(stored)} stored weights"
-
-
-def check_saved(method: Method) -> None:
-    """A saved model loads again, with its tables and scores."""
-    model, batch = small_model(method), small_batch()
-    where = None if isinstance(method, SetsMethod) else lambda info: info.field != "item"
-    apply_(model, method, where=where, verbose=False)
-    move_(model)
-    with tempfile.TemporaryDirectory() as folder:
-        found = load_model(save_model(model, Path(folder) / "model"))
-    assert find_tables(found) == find_tables(model), "the loaded model has other tables"
-    assert torch.equal(found(batch), model(batch)), "the loaded model scores otherwise"
+        with counting_large_tensors(rows) as made:
+            loss = model(argument).square().sum()
+            if loss.requires_grad:
+                loss.backward()
+        stored = [p for p in model.parameters() if p.numel() >= rows]
+        assert len(made) <= len(stored), f"{made} for {len(stored)} stored weights"
 
 
 # --- methods around training
@@ -530,9 +494,9 @@ def check_resumes(method: TrainingMethod, stops: Sequence[int] = (2, 8)) -> None
                 _train(method, folder=place, resume=True, progress=_StopAt(advance))
                 raise AssertionError("the run ended before it was stopped")
         again = _train(method, folder=place, resume=True)
-    _assert_same_weights(
-        again.model, whole.model, "resumed, it has other weights: see state_dict()"
-    )
+    ours, theirs = again.model.state_dict(), whole.model.state_dict()
+    same = list(ours) == list(theirs) and all(torch.equal(ours[k], theirs[k]) for k in theirs)
+    assert same, "resumed, it has other weights: see state_dict()"
     assert again.history.reports == whole.history.reports, "resumed, its report is another"
 
 
@@ -542,12 +506,25 @@ def check_resumes(method: TrainingMethod, stops: Sequence[int] = (2, 8)) -> None
 def check_pair(first: Method, then: Method) -> None:
     """A pair that is allowed trains and merges, and one that is refused is refused with its reason."""
     reason = refusal(type(first), type(then))
-    for model, arguments in _models_for(first, then):
+    models: list[tuple[nn.Module, tuple[Any, ...]]] = [(small_model(first, then), (small_batch(),))]
+    if not any(isinstance(method, SetsMethod) for method in (first, then)):
+        models += [
+            (Holder(nn.Embedding(N, D, padding_idx=3)), (IDS,)),
+            (Holder(nn.EmbeddingBag(N, D, padding_idx=3)), (IDS, OFFSETS)),
+        ]
+    for model, arguments in models:
         apply_(model, first, verbose=False)
         if reason is None:
             _check_allowed(model, arguments, first, then)
-        else:
-            _check_refused(model, then, reason)
+            continue
+        before, message = find_tables(model), ""
+        try:
+            apply_(model, then, verbose=False)
+        except UnsupportedTableError as error:
+            message = str(error)
+        assert message, "the pair is declared as refused, and was applied"
+        assert reason in message, f"the message does not give the reason: {message}"
+        assert find_tables(model) == before, "a refused method changed a table"
 
 
 def _check_both_orders(method: Method, other: type[Method]) -> None:
@@ -560,15 +537,6 @@ def _check_both_orders(method: Method, other: type[Method]) -> None:
         except AssertionError as error:
             names = f"{technique_name(first)}+{technique_name(then)}"
             raise AssertionError(f"{names}: {error}") from error
-
-
-def _models_for(*methods: Method) -> list[tuple[nn.Module, tuple[Any, ...]]]:
-    tables: list[tuple[nn.Module, tuple[Any, ...]]] = [
-        (Holder(nn.Embedding(N, D, padding_idx=3)), (IDS,)),
-        (Holder(nn.EmbeddingBag(N, D, padding_idx=3)), (IDS, OFFSETS)),
-    ]
-    sets = any(isinstance(method, SetsMethod) for method in methods)
-    return [*([] if sets else tables), (small_model(*methods), (small_batch(),))]
 
 
 def _check_allowed(
@@ -594,50 +562,22 @@ def _check_allowed(
     _assert_close(model(*arguments), before, "merged", tolerance=1e-5)
 
 
-def _check_refused(model: nn.Module, then: Method, reason: str) -> None:
-    before, message = find_tables(model), ""
-    try:
-        apply_(model, then, verbose=False)
-    except UnsupportedTableError as error:
-        message = str(error)
-    assert message, "the pair is declared as refused, and was applied"
-    assert reason in message, f"the message does not give the reason: {message}"
-    assert find_tables(model) == before, "a refused method changed a table"
-
-
 GENERAL: Sequence[Callable[[Any], None]] = (check_settings, check_texts, check_knobs, check_rank)
 OF_TABLES: Sequence[Callable[[Any], None]] = (
-    check_merge,
-    check_bags,
+    check_lookups,
     check_padding,
-    check_attributes,
     check_weight,
-    check_state_dict,
     check_count,
     check_frozen,
     check_dtype,
-    check_mode,
     check_autocast,
-    check_cost,
     check_stack,
     check_share,
     check_shape_after,
 )
-OF_TRAINED_TABLES: Sequence[Callable[[Any], None]] = (
-    check_learns,
-    check_touched_rows,
-    check_sparse,
-)
-OF_MODELS: Sequence[Callable[[Any], None]] = (
-    check_merge_in_a_model,
-    check_model_mode_and_dtype,
-    check_model_cost,
-    check_saved,
-)
-AROUND_TRAINING: Sequence[Callable[[Any], None]] = (
-    check_trains,
-    check_resumes,
-)
+OF_TRAINED_TABLES: Sequence[Callable[[Any], None]] = (check_learns, check_gradients)
+OF_MODELS: Sequence[Callable[[Any], None]] = (check_model, check_mode_and_dtype, check_cost)
+AROUND_TRAINING: Sequence[Callable[[Any], None]] = (check_trains, check_resumes)
 
 
 # --- what the checks use
@@ -665,15 +605,15 @@ def lookups() -> dict[str, Call]:
         return lambda: nn.EmbeddingBag(N, D, **options)
 
     calls: dict[str, Call] = {
-        "embedding": (lambda: nn.Embedding(N, D), (IDS_2D,), {}),
-        "embedding, padding": (lambda: nn.Embedding(N, D, padding_idx=3), (IDS_2D,), {}),
-        "embedding, last row is padding": (lambda: nn.Embedding(N, D, padding_idx=-1), (IDS,), {}),
         "bag, weights": (bag(mode="sum"), (IDS, OFFSETS), {"per_sample_weights": weights}),
         "bag, weights 2d": (
             bag(mode="sum", padding_idx=3),
             (IDS_2D,),
             {"per_sample_weights": weights.view(4, 2)},
         ),
+        "embedding": (lambda: nn.Embedding(N, D), (IDS_2D,), {}),
+        "embedding, padding": (lambda: nn.Embedding(N, D, padding_idx=3), (IDS_2D,), {}),
+        "embedding, last row is padding": (lambda: nn.Embedding(N, D, padding_idx=-1), (IDS,), {}),
     }
     for mode in ("sum", "mean", "max"):
         padded = bag(mode=mode, padding_idx=3)
@@ -757,20 +697,14 @@ def _bytes(tensors: Iterable[Tensor]) -> int:
     return sum(tensor.nbytes for tensor in tensors)
 
 
-def _is_torch(module: nn.Module) -> bool:
-    return type(module).__module__.startswith("torch.")
+def _is_not(field: str, info: TableInfo) -> bool:
+    return info.field != field
 
 
 def _assert_close(found: Tensor, expected: Tensor, what: str, *, tolerance: float = 0.0) -> None:
     # torch's usual tolerances where none is given
     both: dict[str, Any] = {"atol": tolerance, "rtol": tolerance} if tolerance else {}
     assert_close(found, expected, msg=lambda text: f"{what}: {text}", **both)
-
-
-def _assert_same_weights(found: nn.Module, expected: nn.Module, message: str) -> None:
-    ours, theirs = found.state_dict(), expected.state_dict()
-    same = list(ours) == list(theirs) and all(torch.equal(ours[k], theirs[k]) for k in theirs)
-    assert same, message
 
 
 def _backward(method: Method, loss: Tensor) -> None:
@@ -781,13 +715,6 @@ def _backward(method: Method, loss: Tensor) -> None:
         loss.backward()
 
 
-def _stored_table(table: Any) -> nn.Embedding:
-    """Return the plain table at the bottom of a wrapped one."""
-    while not isinstance(table, nn.Embedding):
-        table = table.inner if isinstance(table, Table) else table.table
-    return table
-
-
 def _pooled(table: nn.Module, field: Field, ids: Tensor) -> Tensor:
     """Return one row per row of the batch, with loops."""
     rows = []
@@ -796,14 +723,6 @@ def _pooled(table: nn.Module, field: Field, ids: Tensor) -> Tensor:
         total = sum((table(i) for i in kept), start=torch.zeros(D, dtype=torch.float64))
         rows.append(total / max(len(kept), 1) if field.pooling == "mean" else total)
     return torch.stack(rows)
-
-
-def _needs_a_size(method: Technique) -> bool:
-    try:
-        type(method)()
-    except TypeError:
-        return True
-    return False
 
 
 @dataclass(frozen=True)
