@@ -109,7 +109,8 @@ def test_counts_in_records_equal_a_loop_over_them(records, top_items, memory, ch
     top, met = naive_top(data.counts(), top_items), naive_meetings(data)
     with pytest.MonkeyPatch.context() as patch:
         small_chunks(patch, chunk)
-        found = count_in_records(data, data.counts(), top_items=top_items, memory=memory)
+        patch.setattr("rarebit.data.co_occurrence.MEMORY", memory)
+        found = count_in_records(data, data.counts(), top_items=top_items)
     assert list(found.top_items) == top
     assert list(found.fields) == ["user", "tags", "day"]
     for field in SCHEMA.table_fields:
@@ -130,7 +131,8 @@ def test_counts_in_texts_equal_a_loop_over_them(texts, top_items, memory, chunk)
     top, met = naive_top(counts, top_items), naive_neighbours(texts)
     with pytest.MonkeyPatch.context() as patch:
         small_chunks(patch, chunk)
-        found = count_in_text(tokens, counts, top_items=top_items, memory=memory)
+        patch.setattr("rarebit.data.co_occurrence.MEMORY", memory)
+        found = count_in_text(tokens, counts, top_items=top_items)
     assert dense(found, "word") == [[met[row, item] for _, item in top] for row in range(7)]
 
 
@@ -179,9 +181,9 @@ def test_only_the_named_fields_are_counted_and_the_top_items_are_of_all():
 
 def test_counts_that_may_not_fit_32_bits_have_64():
     records = co_occurrence._Records(log_of([(0, 1, 2, 2, 0.0, 0)] * 3))
-    narrow = co_occurrence._count(records, records.data.counts(), 9, ["tags"], 1 << 20)
+    narrow = co_occurrence._count(records, records.data.counts(), 9, ["tags"])
     records.most = 1 << 31
-    wide = co_occurrence._count(records, records.data.counts(), 9, ["tags"], 1 << 20)
+    wide = co_occurrence._count(records, records.data.counts(), 9, ["tags"])
     assert (narrow.fields["tags"].values.dtype, wide.fields["tags"].values.dtype) == (
         torch.int32,
         torch.int64,

@@ -190,24 +190,8 @@ def test_any_plan_fits(num_rows, row_bytes, memory):
 
 
 @pytest.mark.parametrize(
-    ("wrong", "message"),
-    [
-        ({"num_rows": -1}, "num_rows must be at least 0, got num_rows=-1"),
-        ({"chunk_rows": 0}, "chunk_rows must be at least 1, got chunk_rows=0"),
-        ({"chunks_at_once": 0}, "chunks_at_once must be at least 1, got chunks_at_once=0"),
-    ],
-)
-def test_wrong_sizes_are_refused(wrong, message):
-    sizes = {"num_rows": 10, "chunk_rows": 4, "chunks_at_once": 2} | wrong
-    with pytest.raises(SettingsError, match=message):
-        chunk_shuffled_order(seed=0, epoch=0, **sizes)
-
-
-@pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ((-1, 1, 1), "num_rows must be at least 0, got num_rows=-1"),
-        ((1, 0, 1), "row_bytes must be at least 1, got row_bytes=0"),
         ((1, 1, 0), "memory_bytes must be at least 1, got memory_bytes=0"),
     ],
 )

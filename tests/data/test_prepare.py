@@ -9,6 +9,7 @@ import os
 import signal
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -169,7 +170,7 @@ def test_a_missing_column_is_named(tmp_path):
         prepare(tmp_path / "log.csv", tmp_path / "out", schema=SCHEMA)
 
 
-RANDOM = SCHEMA.with_split(Split(seed=3))
+RANDOM = replace(SCHEMA, split=Split(seed=3))
 PACKED = {".gz": gzip.compress, ".bz2": bz2.compress, ".xz": lzma.compress}
 
 

@@ -6,6 +6,7 @@ import shutil
 import signal
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -24,7 +25,7 @@ EVENTS = {"open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.truncate
 
 def model_of(seed, encoder=None):
     torch.manual_seed(seed)
-    schema = SCHEMA if encoder is None else SCHEMA.with_encoder(StoredEncoder(Path(encoder)))
+    schema = SCHEMA if encoder is None else replace(SCHEMA, encoder=StoredEncoder(Path(encoder)))
     return FM(schema, dim=3)
 
 

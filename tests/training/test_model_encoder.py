@@ -273,7 +273,7 @@ def test_saving_again_mends_a_damaged_vocabulary(tmp_path, data, saved, damage):
         (tmp_path / "elsewhere").write_bytes(whole)
         path.symlink_to(tmp_path / "elsewhere")
     rb.save_model(FM(data.schema, dim=4), saved)
-    assert rb.load_model(saved).schema.encoder.load().schema.label == "click"
+    assert encoder_of(rb.load_model(saved)).schema.label == "click"
 
 
 def test_a_vocabulary_with_folders_in_it_is_not_saved(tmp_path, saved):

@@ -257,9 +257,7 @@ def _schema(
     if file is not None:
         opt.refuse_with("--schema", {"--label": label})
         schema = LogSchema.read(file)
-        schema = replace(
-            schema.with_split(replace(schema.split, **changes)), text=text or schema.text
-        )
+        schema = replace(schema, split=replace(schema.split, **changes), text=text or schema.text)
         show_schema(schema)
     else:
         inferred = infer_log(log, label, split=Split(**changes), format=text)

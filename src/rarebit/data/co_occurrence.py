@@ -135,25 +135,16 @@ def count_in_records(
     *,
     top_items: int = 1000,
     fields: Sequence[str] | None = None,
-    memory: int = MEMORY,
 ) -> CoOccurrences:
     """Count how often the values of some fields, or of all, co-occur with the top items in a log.
 
     The top items are those of the largest `counts`, which `data.counts()` returns for all fields.
-
-    >>> data = Dataset.from_columns({"user": [0, 0, 1], "item": [2, 1, 2]}, label=[0, 1, 0])
-    >>> met = count_in_records(data, data.counts(), top_items=2)
-    >>> met.top_items
-    (('user', 0), ('item', 2))
-    >>> met.fields["user"].dense(torch.tensor([0, 1]))
-    tensor([[0., 1.],
-            [0., 1.]])
     """
     log = _Records(data)
     for name in fields or ():
         if name not in log.rows:
             raise DataError(f"no field {name!r} has a table{suggest(name, list(log.rows))}")
-    return _count(log, counts, top_items, list(log.rows) if fields is None else fields, memory)
+    return _count(log, counts, top_items, list(log.rows) if fields is None else fields)
 
 
 def count_in_text(
@@ -162,7 +153,6 @@ def count_in_text(
     *,
     top_items: int = 1000,
     padding: int | None = None,
-    memory: int = MEMORY,
 ) -> CoOccurrences:
     """Count how often tokens are at most two positions from the top ones.
 
@@ -173,7 +163,7 @@ def count_in_text(
         raise DataError(f"a text needs the counts of one table, got those of {', '.join(counts)}")
     [(name, count)] = counts.items()
     log = _Text(_texts(tokens, len(count)), name, len(count), padding)
-    return _count(log, counts, top_items, [name], memory)
+    return _count(log, counts, top_items, [name])
 
 
 def find_top_items(counts: Mapping[str, Tensor], number: int) -> list[tuple[str, int]]:
@@ -190,11 +180,7 @@ def find_top_items(counts: Mapping[str, Tensor], number: int) -> list[tuple[str,
 
 
 def _count(
-    log: _Records | _Text,
-    counts: Mapping[str, Tensor],
-    top_items: int,
-    names: Sequence[str],
-    memory: int,
+    log: _Records | _Text, counts: Mapping[str, Tensor], top_items: int, names: Sequence[str]
 ) -> CoOccurrences:
     if not 1 <= top_items <= MOST_TOP_ITEMS:
         raise DataError(f"top_items must be from 1 to {MOST_TOP_ITEMS}, got {top_items}")
@@ -205,7 +191,7 @@ def _count(
     for column, (name, row) in enumerate(top):
         columns[name][row] = column
     dtype = torch.int32 if log.most <= torch.iinfo(torch.int32).max else torch.int64
-    limit = max(memory // ((len(top) + 1) * dtype.itemsize), 1)
+    limit = max(MEMORY // ((len(top) + 1) * dtype.itemsize), 1)
     found: dict[str, list[SparseCounts]] = {name: [] for name in names}
     with ThreadPoolExecutor(torch.get_num_threads()) as pool:
         for spans in _passes({name: log.rows[name] for name in names}, limit):
@@ -273,8 +259,7 @@ def _add(chunk: _Chunk, bands: list[_Band], pool: ThreadPoolExecutor) -> None:
     threads = torch.get_num_threads()
     cut = pool.map(lambda band: list(band.pieces(chunk.ids[band.name], threads)), bands)
     pieces = [piece for pieces in cut for piece in pieces]
-    for _ in pool.map(lambda piece: _add_piece(piece, chunk.tops), pieces):
-        pass
+    list(pool.map(lambda piece: _add_piece(piece, chunk.tops), pieces))
 
 
 def _add_piece(piece: _Piece, tops: Tensor) -> None:

@@ -5,7 +5,7 @@ Arrays are checked once, when a data set is made: types, shapes, finite numbers,
 
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -98,14 +98,13 @@ def _guess_fields(tensors: Mapping[str, Tensor]) -> Schema:
 
 def _field_columns(column: Tensor, field: Field) -> Tensor:
     """Return one field's array as `(n, slots)`; raise if its type or shape is wrong."""
-    is_float = column.is_floating_point()
     if field.kind == "numeric":
         if column.dim() != 1:
             raise DataError(
                 f"{field.name!r} is numeric: one number per row, got {column.dim()} axes"
             )
         return column[:, None].to(torch.float32)
-    if is_float or column.dtype == torch.bool:
+    if column.is_floating_point() or column.dtype == torch.bool:
         raise DataError(f"{field.name!r} is {field.kind}: ids are integers, got {column.dtype}")
     if field.kind == "multi":
         if column.dim() != 2 or column.shape[1] != field.max_length:
@@ -117,15 +116,6 @@ def _field_columns(column: Tensor, field: Field) -> Tensor:
     if column.dim() != 1:
         raise DataError(f"{field.name!r} is categorical: one id per row, got {tuple(column.shape)}")
     return column[:, None]
-
-
-def _check_same_length(tensors: Mapping[str, Tensor]) -> None:
-    for name, column in tensors.items():
-        if column.dim() == 0:
-            raise DataError(f"the column {name!r} needs one value per row, got a single number")
-    lengths = {name: len(column) for name, column in tensors.items()}
-    if len(set(lengths.values())) > 1:
-        raise DataError(f"all columns must have the same number of rows, got {lengths}")
 
 
 def check_ids(schema: Schema, ids: Tensor) -> None:
@@ -336,7 +326,12 @@ class Dataset:
         for name in tensors:
             if name not in names:
                 raise DataError(f"the column {name!r} is not in the schema{suggest(name, names)}")
-        _check_same_length(tensors)
+        for name, column in tensors.items():
+            if column.dim() == 0:
+                raise DataError(f"the column {name!r} needs one value per row, got a single number")
+        lengths = {name: len(column) for name, column in tensors.items()}
+        if len(set(lengths.values())) > 1:
+            raise DataError(f"all columns must have the same number of rows, got {lengths}")
         ids = [_field_columns(tensors[field.name], field) for field in schema.table_fields]
         numeric = [_field_columns(tensors[field.name], field) for field in schema.numeric_fields]
         n = len(next(iter(tensors.values())))
@@ -432,7 +427,7 @@ class Dataset:
 
     def in_memory(self, encoder: Any = None) -> "Dataset":
         """Return the same data copied into memory, so that it outlives its folder."""
-        schema = self.schema.with_encoder(encoder)
+        schema = replace(self.schema, encoder=encoder)
         data = _trusted(schema, self.ids.clone(), self.numeric.clone(), self.label.clone())
         if self.parts is not None:
             data.divide([len(part) for part in self.parts], self.parts.train.known_counts)

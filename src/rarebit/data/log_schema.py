@@ -10,7 +10,7 @@ ignored       not read
 import json
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -259,13 +259,6 @@ class LogSchema:
         return tuple(column for column in self.columns if column.has_ids)
 
     @property
-    def number_columns(self) -> tuple[Column, ...]:
-        """The columns that stay numbers, in order."""
-        return tuple(
-            column for column in self.columns if column.kind == "numeric" and not column.has_ids
-        )
-
-    @property
     def vocabularies(self) -> dict[str, list[Column]]:
         """The columns of each vocabulary; hashed columns and quantile bins have none."""
         found: dict[str, list[Column]] = {}
@@ -285,10 +278,6 @@ class LogSchema:
     def notes(self) -> tuple[str, ...]:
         """Return what users of the data should know, a line each."""
         return (LEAK,) if self.counts == "all" else ()
-
-    def with_split(self, split: Split) -> "LogSchema":
-        """Return the same schema with another split."""
-        return replace(self, split=split)
 
     def to_mapping(self) -> dict[str, Any]:
         """Return the schema as plain values."""

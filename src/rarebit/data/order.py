@@ -115,12 +115,6 @@ def chunk_shuffled_order(
     Groups have `chunks_at_once` chunks, or a few less so that all have about as many: a small group at
     the end would be shuffled badly. It takes 8 bytes per row.
     """
-    require(num_rows >= 0, f"num_rows must be at least 0, got num_rows={num_rows}")
-    require(chunk_rows >= 1, f"chunk_rows must be at least 1, got chunk_rows={chunk_rows}")
-    require(
-        chunks_at_once >= 1,
-        f"chunks_at_once must be at least 1, got chunks_at_once={chunks_at_once}",
-    )
     generator = _generator(seed, epoch)
     order = torch.empty(num_rows, dtype=torch.int64)
     if num_rows == 0:
@@ -148,8 +142,6 @@ def chunk_plan(num_rows: int, row_bytes: int, memory_bytes: int) -> tuple[int, i
     Rows may take half of the memory: the model needs some, too. Where they take more, a chunk is about
     1 MiB, and a group takes a quarter of the memory, so that the next one fits as well.
     """
-    require(num_rows >= 0, f"num_rows must be at least 0, got num_rows={num_rows}")
-    require(row_bytes >= 1, f"row_bytes must be at least 1, got row_bytes={row_bytes}")
     require(memory_bytes >= 1, f"memory_bytes must be at least 1, got memory_bytes={memory_bytes}")
     if num_rows * row_bytes <= memory_bytes // 2:
         return None

@@ -1,8 +1,9 @@
 """Prepare a log for training: your own file, or one of the well-known data sets."""
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
@@ -15,7 +16,6 @@ from rarebit.settings import suggest
 
 if TYPE_CHECKING:  # reading raw logs needs Polars, importing this does not
     from rarebit.data.raw.infer import Inferred
-    from rarebit.data.raw.rows import BadRows, RawChunk
 
 __all__ = ["infer_log", "prepare", "prepare_source"]
 
@@ -49,8 +49,8 @@ def prepare(
     >>> len(data), data.schema["user"].rows
     (40, 5)
     """
-    from rarebit.data.raw.encode import LogOrigin, encode_log
-    from rarebit.data.raw.readers import find_format
+    from rarebit.data.raw.encode import encode_log
+    from rarebit.data.raw.readers import find_format, read_raw
     from rarebit.data.raw.rows import BadRows
 
     if isinstance(log, Mapping):
@@ -70,12 +70,33 @@ def prepare(
     if schema is None:
         schema = infer_log(first, label, split=split, format=format).schema
     elif split is not None:
-        schema = schema.with_split(split)
+        schema = replace(schema, split=split)
     schema = replace(schema, text=format or schema.text or find_format(first))
     bad = BadRows(bad_rows)
-    chunks = _read(files, schema, bad, progress)
-    origin = LogOrigin(name=", ".join(path.name for path in files.values()), notes=schema.notes)
-    encode_log(chunks, schema, out, origin=origin, bad=bad, overwrite=overwrite, progress=progress)
+    counts = [c.name for c in schema.columns if c.kind == "numeric" and not c.is_number]
+    chunks = (
+        replace(chunk, part=part)
+        for part, path in files.items()
+        for chunk in read_raw(
+            path,
+            schema.columns_read,
+            bad,
+            format=schema.text,
+            integers=[schema.label, *counts],
+            missing=schema.missing,
+            progress=partial(progress, "reading"),
+        )
+    )
+    encode_log(
+        chunks,
+        schema,
+        out,
+        origin=", ".join(path.name for path in files.values()),
+        notes=schema.notes,
+        bad=bad,
+        overwrite=overwrite,
+        progress=progress,
+    )
     return Dataset.open(out)
 
 
@@ -98,15 +119,22 @@ def prepare_source(
     ...
     rarebit.errors.SettingsError: unknown source 'movielens'; ...
     """
-    from rarebit.data.raw.encode import LogOrigin, encode_log
+    from rarebit.data.raw.encode import encode_log
     from rarebit.data.raw.rows import BadRows
 
     source = find_source(name)
     bad = BadRows(bad_rows)
-    chunks = source.rows(Path(folder), bad, lambda done, total: progress("reading", done, total))
-    origin = LogOrigin(name=name, notes=lambda: source.notes(protocol))
-    schema = replace(source.schema(protocol), text=source.text)
-    encode_log(chunks, schema, out, origin=origin, bad=bad, overwrite=overwrite, progress=progress)
+    chunks = source.rows(Path(folder), bad, partial(progress, "reading"))
+    encode_log(
+        chunks,
+        replace(source.schema(protocol), text=source.text),
+        out,
+        origin=name,
+        notes=partial(source.notes, protocol),
+        bad=bad,
+        overwrite=overwrite,
+        progress=progress,
+    )
     return Dataset.open(out)
 
 
@@ -145,26 +173,3 @@ def infer_log(
         ) from None
     found = infer_schema(sample, label, split=split)
     return replace(found, schema=replace(found.schema, text=written))
-
-
-def _read(
-    files: Mapping[str, Path],
-    schema: LogSchema,
-    bad: "BadRows",
-    progress: Progress,
-) -> "Iterator[RawChunk]":
-    """Yield the rows of all files, one file after the other."""
-    from rarebit.data.raw.readers import read_raw
-
-    counts = [c.name for c in schema.columns if c.kind == "numeric" and not c.is_number]
-    for part, path in files.items():
-        yield from read_raw(
-            path,
-            schema.columns_read,
-            bad,
-            format=schema.text,
-            integers=[schema.label, *counts],
-            missing=schema.missing,
-            progress=lambda done, total: progress("reading", done, total),
-            part=part,
-        )

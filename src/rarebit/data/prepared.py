@@ -16,7 +16,7 @@ import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -166,8 +166,9 @@ class PreparedFolder:
         self.manifest = _read_manifest(self.folder)
         try:
             encoder = self.folder / ENCODER
-            self.schema = Schema.from_mapping(self.manifest["schema"]).with_encoder(
-                StoredEncoder(encoder) if encoder.exists() else None
+            self.schema = replace(
+                Schema.from_mapping(self.manifest["schema"]),
+                encoder=StoredEncoder(encoder) if encoder.exists() else None,
             )
             self.rows = tuple(int(rows) for rows in self.manifest["rows"])
             self._check_files()
@@ -287,7 +288,7 @@ def new_folder(target: Path, *, overwrite: bool = False) -> Iterator[Path]:
 
 
 def _check_free(target: Path, *, overwrite: bool) -> None:
-    """Raise if the folder must not be replaced, or is inside another prepared log."""
+    """Raise if the folder must not be replaced, has other files, or is inside another prepared log."""
     for parent in target.parents:
         if _listed(parent):
             raise DataError(
@@ -302,23 +303,18 @@ def _check_free(target: Path, *, overwrite: bool) -> None:
         if not is_prepared:
             hint = "it was not prepared by Rarebit, so it stays as it is: choose another"
         raise DataError(f"{str(target)!r} exists already; {hint}")
-    _refuse_strangers(target)
-
-
-def _refuse_strangers(folder: Path) -> None:
-    """Raise if replacing a prepared folder would delete other files."""
-    listed = _listed(folder)
+    listed = _listed(target)
     if not listed:
         raise DataError(
-            f"{str(folder)!r} exists already, and its {MANIFEST} does not say what in it was "
+            f"{str(target)!r} exists already, and its {MANIFEST} does not say what in it was "
             "prepared by Rarebit, so it stays as it is: remove it by hand, or choose another"
         )
-    ours = {folder / name for name in (MANIFEST, SCHEMA, BAD_ROWS, *listed)}
+    ours = {target / name for name in (MANIFEST, SCHEMA, BAD_ROWS, *listed)}
     ours |= {parent for path in ours for parent in path.parents}
-    for path in sorted(folder.rglob("*")):
-        if path not in ours and path.relative_to(folder).parts[0] != SELECTIONS:
+    for path in sorted(target.rglob("*")):
+        if path not in ours and path.relative_to(target).parts[0] != SELECTIONS:
             raise DataError(
-                f"overwriting {str(folder)!r} would delete {path.relative_to(folder).as_posix()!r}, "
+                f"overwriting {str(target)!r} would delete {path.relative_to(target).as_posix()!r}, "
                 "which is no part of the prepared log; move it away, or choose another folder"
             )
 

@@ -11,7 +11,7 @@ Ids are integers, counted from 0 in every field. Encoded logs reserve the first 
 import dataclasses
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Literal
 
@@ -81,9 +81,7 @@ class Schema:
     def __post_init__(self) -> None:
         check_types(self)
         require(len(self.fields) > 0, "a schema needs at least one field, got none")
-        repeated = [
-            name for name, n in Counter(field.name for field in self.fields).items() if n > 1
-        ]
+        repeated = [name for name, n in Counter(self.names).items() if n > 1]
         require(not repeated, f"field names must be distinct, got {repeated} more than once")
 
     @property
@@ -120,10 +118,6 @@ class Schema:
             if field.name == name:
                 return field
         raise DataError(f"no field {name!r}{suggest(name, [field.name for field in self.fields])}")
-
-    def with_encoder(self, encoder: Any) -> "Schema":
-        """Return the same schema with another encoder."""
-        return replace(self, encoder=encoder)
 
     def to_mapping(self) -> dict[str, Any]:
         """Return the schema as plain values, without the encoder."""

@@ -9,6 +9,7 @@ more memory than its weights are worth.
 import json
 import os
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -120,7 +121,7 @@ def load_model(
     _load_weights(folder, model, tensors)
     if ENCODER in description["parts"] and isinstance(model, RankingModel):
         encoder = StoredEncoder(folder / description["parts"][ENCODER])
-        model.schema = model.schema.with_encoder(encoder)
+        model.schema = replace(model.schema, encoder=encoder)
     return model.to(device)
 
 

@@ -1,4 +1,5 @@
 import json
+from contextlib import closing
 
 import pytest
 
@@ -40,17 +41,14 @@ def test_one_bad_row_in_memory_is_named_by_its_row():
         bad.raise_if_any()
 
 
-@pytest.mark.parametrize(
-    "close", [lambda bad: bad.close(), lambda bad: bad.__exit__(None, None, None)]
-)
-def test_rows_set_aside_are_lines_of_json(tmp_path, close):
+def test_rows_set_aside_are_lines_of_json(tmp_path):
     file = tmp_path / "bad.jsonl"
     bad = BadRows("aside", file)
     bad.add(Place("a.csv", 3, 'say "hä"\n'), "wrong", " (5)")
     bad.add(Place("b.parquet", 9, "x", "row"), "wrong")
-    close(bad)
+    bad.close()
     bad.add(Place("b.parquet", 10, "\udcff", "row"), "late")
-    close(bad)
+    bad.close()
     bad.raise_if_any()
     assert not bad.stops
     lines = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
@@ -63,7 +61,7 @@ def test_rows_set_aside_are_lines_of_json(tmp_path, close):
 
 def test_many_rows_are_written_before_the_end_and_none_twice(tmp_path):
     file = tmp_path / "bad.jsonl"
-    with BadRows("aside", file) as bad:
+    with closing(BadRows("aside", file)) as bad:
         for number in range(5000):
             bad.add(Place("a.csv", number, "x" * 1000), "wrong")
         assert file.stat().st_size > 4_000_000
@@ -73,8 +71,10 @@ def test_many_rows_are_written_before_the_end_and_none_twice(tmp_path):
 
 
 def test_no_file_is_made_where_nothing_is_set_aside(tmp_path):
-    with BadRows("aside", tmp_path / "bad.jsonl"), BadRows("stop", tmp_path / "stop.jsonl") as stop:
-        stop.add(Place("a.csv", 1, ""), "wrong")
+    stop = BadRows("stop", tmp_path / "stop.jsonl")
+    stop.add(Place("a.csv", 1, ""), "wrong")
+    for rows in (stop, BadRows("aside", tmp_path / "bad.jsonl")):
+        rows.close()
     assert list(tmp_path.iterdir()) == []
 
 

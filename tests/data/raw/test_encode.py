@@ -14,7 +14,7 @@ pl = pytest.importorskip("polars", reason="capability: package polars: it is not
 from rarebit.data.log_schema import Column, LogSchema, Split  # noqa: E402  # the same
 from rarebit.data.prepared import PreparedFolder  # noqa: E402  # after the check that Polars is there
 from rarebit.data.raw import encode as encoding  # noqa: E402  # the same
-from rarebit.data.raw.encode import LogOrigin, encode_log  # noqa: E402  # the same
+from rarebit.data.raw.encode import encode_log  # noqa: E402  # the same
 from rarebit.data.raw.encoder import LogEncoder  # noqa: E402  # the same
 from rarebit.data.raw.rows import (  # noqa: E402  # the same
     BadRows,  # the same
@@ -37,7 +37,7 @@ def chunks_of(frame, rows=10**9):
 
 def encode(frame, schema, folder, *, rows=10**9, **options):
     chunks = chunks_of(frame, rows)
-    encode_log(chunks, schema, folder, origin=LogOrigin(name="a test"), **options)
+    encode_log(chunks, schema, folder, origin="a test", **options)
     return PreparedFolder(folder)
 
 

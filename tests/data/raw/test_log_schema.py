@@ -116,7 +116,6 @@ def test_what_an_editor_writes_by_hand_is_read():
 
 def test_columns_are_told_apart():
     assert ALL.id_columns == (USER, TAGS, BINS, SQUARES, HASHED)
-    assert ALL.number_columns == (PRICE,)
     assert ALL.vocabularies == {"user": [USER], "tags": [TAGS], "squares": [SQUARES]}
     used = ("user", "tags", "price", "bins", "squares", "hashed")
     assert ALL.columns_read == ("click", *used)

@@ -9,7 +9,7 @@ pl = pytest.importorskip("polars", reason="capability: package polars: it is not
 
 from rarebit.data.log_schema import Column, LogSchema, Split  # noqa: E402  # after the check that Polars is there
 from rarebit.data.prepared import PreparedFolder  # noqa: E402  # the same
-from rarebit.data.raw.encode import LogOrigin, encode_log  # noqa: E402  # the same
+from rarebit.data.raw.encode import encode_log  # noqa: E402  # the same
 from rarebit.data.raw.encoder import LogEncoder  # noqa: E402  # the same
 from rarebit.data.raw.readers import read_frame  # noqa: E402  # the same
 from rarebit.data.raw.rows import BadRows  # noqa: E402  # the same
@@ -29,7 +29,7 @@ def encode(folder, columns, *, train=None, **values):
         unknown_share=0.0,
     )
     chunks = read_frame(frame, schema.columns_read)
-    encode_log(chunks, schema, folder, origin=LogOrigin(name="a test"))
+    encode_log(chunks, schema, folder, origin="a test")
     prepared = PreparedFolder(folder)
     return prepared, prepared.array("ids"), prepared.array("numeric")
 

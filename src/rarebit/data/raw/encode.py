@@ -14,7 +14,7 @@ import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, BinaryIO, TypeVar
 
@@ -48,7 +48,6 @@ from rarebit.errors import DataError, SettingsError
 from rarebit.settings import to_mapping
 
 __all__ = [
-    "LogOrigin",
     "add_counts",
     "as_polars",
     "encode_frame",
@@ -71,27 +70,21 @@ SMALLEST_SPREAD = 1e-12
 """Of the mean: a smaller spread is the rounding of numbers that are all the same."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class LogOrigin:
-    """Where a log came from, for the manifest."""
-
-    name: str
-    """The file, or the name of a well-known data set."""
-    notes: Callable[[], Sequence[str]] = tuple
-    """Returns what users of the data should know; called after all rows are read."""
-
-
 def encode_log(
     chunks: Iterable[RawChunk],
     schema: LogSchema,
     out: str | os.PathLike[str],
     *,
-    origin: LogOrigin,
+    origin: str,
+    notes: Callable[[], Sequence[str]] = tuple,
     bad: BadRows | None = None,
     overwrite: bool = False,
     progress: Progress = no_progress,
 ) -> None:
-    """Encode the chunks of a raw log into a folder; the reader adds malformed rows to the same `bad`."""
+    """Encode the chunks of a raw log into a folder; the reader adds malformed rows to the same `bad`.
+
+    `origin` names the log in the manifest; `notes` returns what its users should know, once all rows are read.
+    """
     bad = bad or BadRows()
     with new_folder(Path(out), overwrite=overwrite) as folder:
         if bad.keep == "aside":
@@ -102,9 +95,16 @@ def encode_log(
             bad.raise_if_any()
             if not len(spill):
                 raise DataError(
-                    f"no row of {origin.name} could be read: {bad.summary() or 'it is empty'}"
+                    f"no row of {origin} could be read: {bad.summary() or 'it is empty'}"
                 )
-            _write(folder, reading, schema, bad=bad, origin=origin, progress=progress)
+            description = {
+                "rows_read": len(spill) + bad.count,
+                "values_cut": reading.cut,
+                "bad_rows": dict(bad.reasons),
+                "origin": origin,
+                "notes": list(notes()),
+            }
+            _write(folder, reading, schema, description, progress)
 
 
 def encode_frame(
@@ -126,11 +126,11 @@ def encode_frame(
             raise SettingsError("which column is the label? Give label=, or a schema")
         schema = infer_schema(rows.head(SAMPLE_ROWS), label, split=split).schema
     elif split is not None:
-        schema = schema.with_split(split)
+        schema = replace(schema, split=split)
     with tempfile.TemporaryDirectory() as folder:
         place = Path(folder) / "data"
         chunks = read_frame(rows, schema.columns_read, missing=schema.missing)
-        encode_log(chunks, schema, place, origin=LogOrigin(name="a frame"))
+        encode_log(chunks, schema, place, origin="a frame")
         return Dataset.open(place).in_memory(LogEncoder.open(place / ENCODER))
 
 
@@ -187,7 +187,6 @@ class _Spill:
         return sum(self.sizes)
 
     def append(self, rows: CodedRows) -> None:
-        """Write some rows."""
         if len(rows) == 0:
             return
         self.slots, self.columns = len(rows.codes), len(rows.numbers)
@@ -215,7 +214,6 @@ class _Spill:
             start += rows
 
     def close(self) -> None:
-        """Close and remove the files."""
         for file in (self.codes, self.numbers):
             file.close()
             Path(str(file.name)).unlink(missing_ok=True)
@@ -267,9 +265,7 @@ def _write(
     folder: Path,
     reading: _Reading,
     schema: LogSchema,
-    *,
-    bad: BadRows,
-    origin: LogOrigin,
+    description: Mapping[str, Any],
     progress: Progress,
 ) -> None:
     spill, label = reading.spill, np.concatenate(reading.labels)
@@ -292,7 +288,6 @@ def _write(
     np.save(folder / "counts.npy", np.concatenate([np.zeros(0, np.int64), *train_counts]))
     encoder.save(folder / ENCODER)
     (folder / SCHEMA).write_text(schema.to_toml(), encoding="utf-8")
-    rows_read = len(spill) + bad.count
     spill.close()
     missing = {column.name: found.missing for column, found in numbers.items()}
     rows = np.bincount(parts, minlength=3)
@@ -300,7 +295,7 @@ def _write(
     statistics = DataStatistics(
         rows=tuple(rows.tolist()),
         label_rates=tuple((positives / np.maximum(rows, 1)).tolist()),
-        bad_rows=bad.count,
+        bad_rows=sum(description["bad_rows"].values()),
         fields=tuple(_describe(encoder, codes | binned, ids, missing, len(parts))),
     )
     write_manifest(
@@ -308,11 +303,7 @@ def _write(
         {
             "schema": encoder.fields.to_mapping(),
             "rows": list(statistics.rows),
-            "rows_read": rows_read,
-            "values_cut": reading.cut,
-            "bad_rows": dict(bad.reasons),
-            "origin": origin.name,
-            "notes": list(origin.notes()),
+            **description,
             "statistics": to_mapping(statistics),
         },
     )
@@ -332,12 +323,11 @@ def split_rows(split: Split, num_rows: int, key: NDArray[Any]) -> NDArray[np.uin
         _, first, of_row = np.unique(key, return_index=True, return_inverse=True)
         of_user = _by_rank(_random_keys(split.seed, len(first)), split.shares)
         parts = of_user[np.argsort(np.argsort(first))][of_row]
-    elif split.kind == "time":
-        parts = _by_rank(key, split.shares)
-    elif split.kind == "order":
-        parts = _by_rank(np.arange(num_rows), split.shares)
     else:
-        parts = _by_rank(_random_keys(split.seed, num_rows), split.shares)
+        if split.kind != "time":
+            is_order = split.kind == "order"
+            key = np.arange(num_rows) if is_order else _random_keys(split.seed, num_rows)
+        parts = _by_rank(key, split.shares)
     shares = (1.0, 0.0, 0.0) if split.kind == "given" else split.shares
     for name, count, share in zip(
         SPLIT_NAMES, np.bincount(parts, minlength=3), shares, strict=True
@@ -438,7 +428,6 @@ class _NumberSummary:
         self._stream = stream_key(0, "quantiles", column.name)
 
     def add(self, rows: NDArray[np.int64], numbers: NDArray[np.float64]) -> None:
-        """Add the numbers of some training rows."""
         present = ~np.isnan(numbers)
         rows, numbers = rows[present], numbers[present]
         self._lowest = min(self._lowest, float(numbers.min(initial=np.inf)))
@@ -459,7 +448,6 @@ class _NumberSummary:
         self.count = total
 
     def finish(self) -> None:
-        """Add the last numbers."""
         if len(self._waiting):
             self._merge(self._waiting)
             self._waiting = np.empty(0)
@@ -535,10 +523,11 @@ def _make_encoder(
     values, ids_of = {}, {}
     for name, columns in schema.vocabularies.items():
         counts: NDArray[np.int64] = np.sum([codes[column.name] for column in columns], axis=0)
-        is_binned = columns[0].kind == "numeric"
         values[name], ids_of[name] = make_vocabulary(
             (counts.sum(axis=0) if schema.counts == "all" else counts[0])[FIRST_VALUE:],
-            _bin_texts if is_binned else reading.dictionaries[name].texts,
+            (lambda codes: pl.Series(codes + LOWEST_BIN).cast(pl.String))
+            if columns[0].kind == "numeric"
+            else reading.dictionaries[name].texts,
             min_count=columns[0].min_count,
             unknown_share=schema.unknown_share,
             stream=name,
@@ -559,10 +548,6 @@ def _make_encoder(
     return encoder, ids
 
 
-def _bin_texts(codes: NDArray[np.int64]) -> pl.Series:
-    return pl.Series(codes + LOWEST_BIN).cast(pl.String)
-
-
 def _write_arrays(
     folder: Path,
     spill: _Spill,
@@ -579,7 +564,10 @@ def _write_arrays(
     rows = len(spill)
     sizes = np.bincount(parts, minlength=3).tolist()
     places = [0, sizes[0], sizes[0] + sizes[1]]
-    binned = finisher.empty_bin_counts()
+    binned = {
+        name: np.zeros((3, FIRST_VALUE + len(finisher.edges[name]) + 1), np.int64)
+        for name in finisher.bin_slots
+    }
     ids_file, numeric_file = folder / "ids.npy", folder / "numeric.npy"
     with (
         closing(ArrayWriter(ids_file, (rows, finisher.num_slots), np.int32)) as to_ids,
@@ -613,9 +601,10 @@ def _describe(
             num_values = found.sum(axis=1) - found[:, PADDING]
             unknown = tuple((found[:, UNKNOWN] / np.maximum(num_values, 1)).tolist())
             no_value = int(found[:, MISSING].sum())  # once per row, multi-valued or not
+        column = encoder.schema[table.name]
         yield FieldStatistics(
             name=table.name,
-            kind=encoder.kind_of(table.name),
+            kind="binned" if column.kind == "numeric" and column.has_ids else column.kind,
             rows=table.rows,
             missing_share=no_value / num_rows,
             unknown_shares=unknown,

@@ -10,9 +10,9 @@ import hashlib
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import polars as pl
@@ -49,7 +49,7 @@ class Finisher:
     ) -> None:
         self.schema, self.ids, self.scales, self.edges = schema, ids, scales, edges
         self.num_slots = sum(column.max_length for column in schema.id_columns)
-        self.num_numbers = len(schema.number_columns)
+        self.num_numbers = sum(c.is_number and not c.has_ids for c in schema.columns)
         self.bin_slots: dict[str, int] = {}
         """The slot of each column of quantile bins."""
         start = 0
@@ -68,7 +68,12 @@ class Finisher:
         numbers = zip(columns, coded.numbers, strict=True)
         standardised = [(column.name, found) for column, found in numbers if not column.has_ids]
         for place, (name, number) in enumerate(standardised):
-            numeric[:, place] = _standardised(number, *self.scales[name])
+            mean, std = self.scales[name]
+            with np.errstate(over="ignore"):
+                scaled = (number - mean) / std
+            scaled[np.isnan(number)] = 0.0  # missing: the mean
+            # they fit 32 bits, however far they are from the training rows
+            numeric[:, place] = np.clip(scaled, -LARGEST, LARGEST)
         return ids, numeric
 
     def _slots(self, coded: CodedRows) -> Iterator[NDArray[np.int32]]:
@@ -84,21 +89,6 @@ class Finisher:
                 for _ in range(column.max_length):
                     slot, found = next(codes)
                     yield found if self.ids is None else self.ids[slot].take(found)
-
-    def empty_bin_counts(self) -> dict[str, NDArray[np.int64]]:
-        """Return zeros to count the ids of each column of quantile bins, `(3, ids)`."""
-        return {
-            name: np.zeros((3, FIRST_VALUE + len(self.edges[name]) + 1), np.int64)
-            for name in self.bin_slots
-        }
-
-
-def _standardised(number: NDArray[np.float64], mean: float, std: float) -> NDArray[np.float64]:
-    """Return standardised numbers that fit 32 bits, however far they are from the training rows."""
-    with np.errstate(over="ignore"):
-        scaled = (number - mean) / std
-    scaled[np.isnan(number)] = 0.0  # missing: the mean
-    return np.clip(scaled, -LARGEST, LARGEST, out=scaled)
 
 
 @dataclass(frozen=True)
@@ -150,11 +140,6 @@ class LogEncoder:
             vocabulary=vocabulary,
         )
 
-    def kind_of(self, name: str) -> str:
-        """Return what a column is, in a word for people."""
-        column = self.schema[name]
-        return "binned" if column.kind == "numeric" and column.has_ids else column.kind
-
     def _num_values(self, column: Column) -> int:
         """Return how many ids a column has for real values."""
         if column.buckets is not None:
@@ -183,11 +168,8 @@ class LogEncoder:
     def _coders(self) -> tuple[RowCoder, RowCoder]:
         """The coders of rows without and with a label, kept: they plan once for all chunks of a log."""
         enums = {name: pl.Enum(values) for name, values in self.values.items()}
-        without, with_ = (
-            RowCoder(self.schema, enums, with_label=label, with_key=False)
-            for label in (False, True)
-        )
-        return without, with_
+        make = partial(RowCoder, self.schema, enums, with_key=False)
+        return make(with_label=False), make(with_label=True)
 
     def decode(self, ids: NDArray[np.int32]) -> pl.DataFrame:
         """Return the raw values of ids `(rows, slots)`.
@@ -274,13 +256,7 @@ def _check_format(folder: Path, version: int) -> None:
         )
 
 
-class HasSchema(Protocol):
-    """A data set or a model."""
-
-    schema: Schema
-
-
-def encoder_of(thing: HasSchema) -> LogEncoder:
+def encoder_of(thing: Any) -> LogEncoder:
     """Return the encoder of a data set or a model, read from disk if need be."""
     encoder = thing.schema.encoder
     if isinstance(encoder, StoredEncoder):

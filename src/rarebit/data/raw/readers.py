@@ -48,7 +48,6 @@ def read_raw(
     integers: Collection[str] = (),
     missing: Sequence[str] = (),
     progress: FileProgress | None = None,
-    part: str = "",
     block_bytes: int = BLOCK_BYTES,
 ) -> Iterator[RawChunk]:
     """Yield the rows of a log in order, in memory that does not grow with the log.
@@ -71,7 +70,7 @@ def read_raw(
 
         with ByteStream(file) as stream:
             if _is_parquet(file):
-                chunks = _read_parquet(stream, columns, missing, report, part)
+                chunks = _read_parquet(stream, columns, missing, report)
             else:
                 written = format or sniff_format(file)
                 reader = TextReader(stream, written, block_bytes=block_bytes)
@@ -84,7 +83,6 @@ def read_raw(
                     integers=integers,
                     missing=missing,
                     progress=report,
-                    part=part,
                 )
             for chunk in chunks:
                 rows += chunk.frame.height
@@ -119,18 +117,14 @@ def column_names(path: Path, format: TextFormat | None = None) -> list[str]:
 
 
 def read_frame(
-    frame: pl.DataFrame,
-    columns: Sequence[str] | None,
-    *,
-    missing: Sequence[str] = (),
-    part: str = "",
+    frame: pl.DataFrame, columns: Sequence[str] | None, *, missing: Sequence[str] = ()
 ) -> Iterator[RawChunk]:
     """Yield the rows of a frame."""
     names = frame.columns if columns is None else _chosen(None, frame.columns, columns)
     if not frame.height:
         raise DataError("the frame has no rows; a log needs at least one")
     for start in range(0, frame.height, CHUNK_ROWS):
-        yield _typed_chunk(frame.select(names).slice(start, CHUNK_ROWS), "", start, missing, part)
+        yield _typed_chunk(frame.select(names).slice(start, CHUNK_ROWS), "", start, missing)
 
 
 def _read_parquet(
@@ -138,9 +132,7 @@ def _read_parquet(
     columns: Sequence[str] | None,
     missing: Sequence[str],
     progress: FileProgress,
-    part: str,
 ) -> Iterator[RawChunk]:
-    """Yield the rows of a Parquet file in order, with their types."""
     file, path = _open_parquet(stream), stream.path
     schema = file.schema_arrow
     names = schema.names if columns is None else _chosen(path, schema.names, columns)
@@ -159,7 +151,7 @@ def _read_parquet(
         if batch is None:
             break
         frame = pl.DataFrame(batch).select(names)
-        yield _typed_chunk(frame, path.name, start, missing, part)
+        yield _typed_chunk(frame, path.name, start, missing)
         start += frame.height
         progress(stream.total * start // file.metadata.num_rows, stream.total)
     stream.check_unchanged()
@@ -187,20 +179,17 @@ def _damaged(path: Path, error: Exception) -> DataError:
     return DataError(f"{str(path)!r} is no Parquet file, or is damaged: {what}; get the file again")
 
 
-def _typed_chunk(
-    frame: pl.DataFrame, name: str, start: int, missing: Sequence[str], part: str
-) -> RawChunk:
+def _typed_chunk(frame: pl.DataFrame, name: str, start: int, missing: Sequence[str]) -> RawChunk:
     """Return rows that keep their types; empty texts and words for missing values become null."""
 
     def locate(row: int) -> Place:
-        text = ", ".join(
-            f"{column}={value}" for column, value in frame.row(row, named=True).items()
-        )
+        values = frame.row(row, named=True).items()
+        text = ", ".join(f"{column}={value}" for column, value in values)
         return Place(name, start + row + 1, text, "row")
 
     texts = pl.selectors.string()
     nulled = frame.with_columns(pl.when(~texts.is_in(["", *missing])).then(texts))
-    return RawChunk(nulled, locate, part, lambda: start + 1 + np.arange(frame.height))
+    return RawChunk(nulled, locate, number_rows=lambda: start + 1 + np.arange(frame.height))
 
 
 def _chosen(file: Path | None, names: Sequence[str], columns: Sequence[str]) -> list[str]:

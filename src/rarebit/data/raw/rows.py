@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from threading import Lock
-from typing import Literal, Self
+from typing import Literal
 
 import numpy as np
 import polars as pl
@@ -60,7 +60,7 @@ class BadRows:
 
     With `keep="stop"` they are counted to the end of the log, and `raise_if_any` reports the first.
     With `keep="aside"` they are skipped and written to a file: one line of JSON per row, with its
-    place, the reason and its text. The file is complete after `close`, or after a `with`.
+    place, the reason and its text. The file is complete after `close`.
     """
 
     def __init__(self, keep: Literal["stop", "aside"] = "stop", file: Path | None = None) -> None:
@@ -104,12 +104,6 @@ class BadRows:
             with self.file.open("a", encoding="utf-8", errors="backslashreplace") as file:
                 file.writelines(self._waiting)
             self._waiting, self._waiting_characters = [], 0
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def raise_if_any(self) -> None:
         """Raise for the first malformed row, unless they are skipped."""

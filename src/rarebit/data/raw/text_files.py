@@ -465,7 +465,6 @@ class TextReader:
         integers: Collection[str] = (),
         missing: Sequence[str] = (),
         progress: Callable[[int, int], None] | None = None,
-        part: str = "",
     ) -> Iterator[RawChunk]:
         """Yield the wanted columns of all rows, block by block; raise if the file is damaged."""
         parser = _Parser(
@@ -485,7 +484,7 @@ class TextReader:
                 end = _end_without_blank_lines(self._rest, end)
             is_last = before_long_line or is_whole
             if end:
-                chunk = self._read_block(end, parser, bad, is_last=is_last, part=part)
+                chunk = self._read_block(end, parser, bad, is_last=is_last)
                 if chunk is not None:
                     yield chunk
             if before_long_line:
@@ -515,7 +514,7 @@ class TextReader:
         self.rows += 1
 
     def _read_block(
-        self, end: int, parser: _Parser, bad: BadRows, *, is_last: bool, part: str
+        self, end: int, parser: _Parser, bad: BadRows, *, is_last: bool
     ) -> RawChunk | None:
         """Take lines from what has been read, up to `end`, and return their rows."""
         data, self._rest = self._rest[:end], self._rest[end:]
@@ -535,7 +534,7 @@ class TextReader:
             bad.add(block.place(span.start, span.end), span.reason, span.detail)
         self._line += block.num_lines()
         self.rows += frame.height + len(block.malformed)
-        return RawChunk(frame, block.locate, part, block.numbers) if frame.height else None
+        return RawChunk(frame, block.locate, number_rows=block.numbers) if frame.height else None
 
     def _parse_plain(self, block: _Block, parser: _Parser) -> pl.DataFrame | None:
         """Return the rows of a block where every line is a record; None for any other block."""
