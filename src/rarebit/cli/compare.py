@@ -32,7 +32,8 @@ def compare(  # noqa: PLR0917  # typer calls it by name
     methods: Annotated[
         str | None,
         Option(
-            help="Such as baseline,low-rank,hashing:buckets=1000+low-rank. See rarebit methods."
+            help="Methods separated by commas, combined by +, with settings after colons: "
+            "baseline,low-rank,hashing:buckets=1000+low-rank. See rarebit methods."
         ),
     ] = None,
     model: Annotated[

@@ -259,16 +259,12 @@ class Diagnosis:
     reports: Mapping[str, Any] = field(default_factory=dict)
     """The reports of the methods that took part in training, by name."""
 
-    @property
-    def wide_tables(self) -> tuple[TableDiagnosis, ...]:
-        """The tables with rows of several numbers: all but first-order weights."""
-        return tuple(table for table in self.tables if table.width > 1)
-
     def sections(self, *, wide: bool) -> list[TextTable | str]:
         """Return all tables for people, and the notes of the methods' reports."""
         sections: list[TextTable | str] = []
-        if self.wide_tables:
-            sections.append(table_of_tables(self.wide_tables, wide=wide))
+        shown = [table for table in self.tables if table.width > 1]  # all but first-order weights
+        if shown:
+            sections.append(table_of_tables(shown, wide=wide))
         if any(table.reweighting for table in self.tables):
             sections.append(product_table(self.tables))
         for name, report in self.reports.items():

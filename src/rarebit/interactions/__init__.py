@@ -1,1 +1,1 @@
-"""Field embeddings `(..., F, D)` to features. An optional leading axis holds embedding sets."""
+"""Field embeddings `(..., F, D)` to features. With `num_sets`, they are `(M, B, F, D)`, and every set has its own weights."""

@@ -183,10 +183,7 @@ class Parallel(nn.Module):
 
 
 class TwoStreams(nn.Module):
-    """The features of both streams, `(..., F, D)` to `(..., X)` and `(..., Y)`.
-
-    With `num_sets`, the input is `(M, B, F, D)` and every set has its own streams.
-    """
+    """The features of both streams, `(..., F, D)` to `(..., X)` and `(..., Y)`."""
 
     def __init__(
         self,

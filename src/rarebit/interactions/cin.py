@@ -26,10 +26,7 @@ __all__ = ["CompressedInteraction"]
 
 
 class CompressedInteraction(nn.Module):
-    """Pooled feature maps of all layers, `(..., F, D)` to `(..., out_width)`.
-
-    With `num_sets`, the input is `(M, B, F, D)` and every set has its own layers.
-    """
+    """Pooled feature maps of all layers, `(..., F, D)` to `(..., out_width)`."""
 
     def __init__(
         self,

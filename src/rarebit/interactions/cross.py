@@ -24,10 +24,7 @@ __all__ = ["CrossNetwork", "VectorCrossNetwork"]
 
 
 class CrossNetwork(nn.Module):
-    """Crossed features of all fields, `(..., F, D)` to `(..., F * D)`, by one matrix per layer.
-
-    With `num_sets`, the input is `(M, B, F, D)` and every set has its own layers.
-    """
+    """Crossed features of all fields, `(..., F, D)` to `(..., F * D)`, by one matrix per layer."""
 
     def __init__(
         self, num_fields: int, dim: int, num_layers: int, *, num_sets: int | None = None
@@ -54,10 +51,7 @@ class CrossNetwork(nn.Module):
 
 
 class VectorCrossNetwork(nn.Module):
-    """Crossed features of all fields, `(..., F, D)` to `(..., F * D)`, by one vector per layer.
-
-    With `num_sets`, the input is `(M, B, F, D)` and every set has its own layers.
-    """
+    """Crossed features of all fields, `(..., F, D)` to `(..., F * D)`, by one vector per layer."""
 
     def __init__(
         self, num_fields: int, dim: int, num_layers: int, *, num_sets: int | None = None

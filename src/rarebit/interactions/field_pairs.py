@@ -49,8 +49,7 @@ class FieldAwareMachine(nn.Module):
 class FieldWeightedMachine(nn.Module):
     """Weighted sum of the products of all pairs of fields, `(..., F, D)` to `(..., D)`.
 
-    It starts with all weights one, as a factorization machine. With `num_sets`, the input is
-    `(M, B, F, D)` and every set has its own weights.
+    It starts with all weights one, as a factorization machine.
     """
 
     pair: Tensor
@@ -75,10 +74,7 @@ class FieldWeightedMachine(nn.Module):
 
 
 class FieldWeightedPooling(nn.Module):
-    """Weighted sum of the products of all fields with all fields, `(..., F, D)` to `(..., D)`.
-
-    With `num_sets`, the input is `(M, B, F, D)` and every set has its own weights.
-    """
+    """Weighted sum of the products of all fields with all fields, `(..., F, D)` to `(..., D)`."""
 
     def __init__(self, num_fields: int, *, num_sets: int | None = None) -> None:
         super().__init__()

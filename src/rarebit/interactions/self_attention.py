@@ -29,10 +29,7 @@ __all__ = ["OneResidual", "SelfAttention"]
 
 
 class SelfAttention(nn.Module):
-    """Layers of attention with a residual each, `(..., F, D)` to `(..., F * heads * head_dim)`.
-
-    With `num_sets`, the input is `(M, B, F, D)` and every set has its own layers.
-    """
+    """Layers of attention with a residual each, `(..., F, D)` to `(..., F * heads * head_dim)`."""
 
     def __init__(
         self,
@@ -66,11 +63,9 @@ class SelfAttention(nn.Module):
 class OneResidual(nn.Module):
     """Layers of attention and one residual for all, `(..., F, D)` to `(..., F * heads * head_dim)`.
 
-        relu( attention_L( ... attention_1(P e_i) ) + R e_i )
+    relu( attention_L( ... attention_1(P e_i) ) + R e_i )
 
-        P, R  `project`, `residual`
-
-    With `num_sets`, the input is `(M, B, F, D)` and every set has its own layers.
+    P, R  `project`, `residual`
     """
 
     def __init__(
