@@ -307,7 +307,7 @@ def test_every_byte_that_changes_is_told(tmp_path, file):
 
 def test_a_description_cannot_name_a_file_elsewhere(tmp_path):
     path = saved(tmp_path / "ticket") / "ticket.json"
-    from rarebit.storage import folder as module
+    from rarebit.storage import files as module
 
     described = json.loads(path.read_text()) | {
         "tensors": "../tensors-0123456789abcdef.safetensors"

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rarebit.tables.rows import NO_ROW, find_distinct
+from rarebit.tables.collection import NO_ROW, find_distinct
 
 LOOKUPS = st.lists(st.integers(-1, 12), min_size=0, max_size=40)
 FORMS = pytest.mark.parametrize("static", [False, True], ids=["compact", "static"])

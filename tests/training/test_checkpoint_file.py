@@ -26,8 +26,7 @@ from torch import nn
 
 from rarebit import __version__
 from rarebit.errors import CheckpointError
-from rarebit.storage.files import Disk
-from rarebit.storage.folder import DTYPES, MAX_DEPTH
+from rarebit.storage.files import DTYPES, MAX_DEPTH, Disk
 from rarebit.training import checkpoints as checkpoint_file
 from rarebit.training.checkpoints import CheckpointFolder
 

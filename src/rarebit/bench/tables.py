@@ -18,7 +18,7 @@ from rarebit.bench._frame import BenchResult, Say, compare, ratios, run_python
 from rarebit.codes.packed import Pack, load_packed, packed_kernel, save_packed
 from rarebit.methods.quantize import Quantize
 from rarebit.tables.apply import table_bytes
-from rarebit.tables.rows import lookups_of
+from rarebit.tables.collection import lookups_of
 from rarebit.tables.spectrum import singular_values
 from rarebit.training.optimizers import PlainRows, row_kernel
 

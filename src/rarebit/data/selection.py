@@ -39,7 +39,7 @@ from rarebit.data.dataset import Dataset
 from rarebit.data.schema import PADDING
 from rarebit.errors import DataError, SettingsError
 from rarebit.settings import check_types, from_mapping, require, suggest, to_mapping
-from rarebit.storage.folder import TensorFolder
+from rarebit.storage.files import TensorFolder
 
 __all__ = [
     "DESCRIPTION",

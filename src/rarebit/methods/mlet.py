@@ -39,8 +39,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from rarebit.settings import check_types, require
-from rarebit.tables.collection import PlainStack, Stack, gather, stack_tables
-from rarebit.tables.rows import find_distinct
+from rarebit.tables.collection import PlainStack, Stack, find_distinct, gather, stack_tables
 from rarebit.tables.table import (
     CHUNK,
     AnyTable,

@@ -30,7 +30,7 @@ from torch import Tensor, nn
 
 from rarebit.errors import ModelFileError, NoTableError, TableError, UnsupportedTableError
 from rarebit.settings import check_types, require
-from rarebit.storage.folder import TensorFolder
+from rarebit.storage.files import TensorFolder
 from rarebit.tables.collection import Stack, stack_tables, take_rows
 from rarebit.tables.table import (
     CHUNK,

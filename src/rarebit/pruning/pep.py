@@ -49,8 +49,7 @@ from rarebit.errors import NoTableError
 from rarebit.pruning.masked import Ticket, kth_largest, row_chunks
 from rarebit.settings import check_types, require
 from rarebit.tables.apply import find_sites
-from rarebit.tables.collection import PlainStack, Stack, gather, stack_tables
-from rarebit.tables.rows import find_distinct
+from rarebit.tables.collection import PlainStack, Stack, find_distinct, gather, stack_tables
 from rarebit.tables.table import (
     AnyTable,
     Method,

@@ -41,8 +41,7 @@ from torch.utils.hooks import RemovableHandle
 from rarebit.errors import NoTableError, TrainingError, UnsupportedTableError
 from rarebit.tables.apply import FieldSite, ModuleSite, Site, TableInfo, find_sites, lookup_refusal
 from rarebit.tables.bag import Bag, pool_rows
-from rarebit.tables.collection import Stack
-from rarebit.tables.rows import NO_ROW, WATCHED, is_watched
+from rarebit.tables.collection import NO_ROW, WATCHED, Stack, is_watched
 from rarebit.tables.table import Table
 
 __all__ = ["RowGroup", "wide", "world_size"]

@@ -59,8 +59,7 @@ from rarebit.row_gradients.lookups import (
 )
 from rarebit.row_gradients.recorded import Recorded, aside, is_recording, join
 from rarebit.tables.apply import TableInfo, refuse_wrapped_model
-from rarebit.tables.collection import PlainStack, take_rows
-from rarebit.tables.rows import Distinct, find_distinct
+from rarebit.tables.collection import Distinct, PlainStack, find_distinct, take_rows
 
 __all__ = ["GroupRule", "RowGradients", "RowStep", "Rule", "sum_losses"]
 

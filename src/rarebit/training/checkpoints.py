@@ -52,6 +52,8 @@ from rarebit.settings import to_mapping
 from rarebit.storage.files import (
     DISK,
     Disk,
+    StateDecoder,
+    StateEncoder,
     explain,
     file_checksum,
     file_lock,
@@ -62,7 +64,6 @@ from rarebit.storage.files import (
     open_file,
     open_folder,
 )
-from rarebit.storage.folder import StateDecoder, StateEncoder
 from rarebit.tables.apply import find_sites, find_tables
 from rarebit.tables.table import methods_of
 from rarebit.training.optimizers import row_kernel

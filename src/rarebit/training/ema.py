@@ -20,7 +20,7 @@ from torch.optim import SGD, Optimizer
 
 from rarebit.errors import OptimizerError, TrainingError
 from rarebit.settings import require
-from rarebit.tables.rows import lookups_of
+from rarebit.tables.collection import lookups_of
 
 __all__ = ["EMA"]
 

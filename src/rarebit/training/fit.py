@@ -35,7 +35,7 @@ from rarebit.data.order import batch_bounds
 from rarebit.errors import CheckpointError, DataError, NotFiniteError, TrainingError
 from rarebit.settings import require, updated
 from rarebit.tables.apply import check_optimizer
-from rarebit.tables.rows import is_watched, row_gradients_kept
+from rarebit.tables.collection import is_watched, row_gradients_kept
 from rarebit.training.checkpoints import (
     CheckpointFolder,
     Checkpoints,

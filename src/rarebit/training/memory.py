@@ -27,7 +27,7 @@ from rarebit.data.dataset import Dataset
 from rarebit.errors import ModelFileError, NotEnoughMemoryError
 from rarebit.settings import size
 from rarebit.tables.apply import table_bytes
-from rarebit.tables.rows import row_gradients_kept, set_row_gradients
+from rarebit.tables.collection import row_gradients_kept, set_row_gradients
 from rarebit.training.metrics import device_of
 from rarebit.training.optimizers import RowwiseOptimizer
 from rarebit.training.settings import Training

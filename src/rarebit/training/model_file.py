@@ -2,7 +2,7 @@
 
 `model.json` says what to build before the weights fit: the name, settings and fields of a zoo model, its embedding sets, and
 the methods applied to each table. The encoder is a copy of what turned raw rows into the ids that the model was trained on.
-`rarebit.storage.folder` keeps a save whole. Checksums are no signature: whatever a description asks for, loading takes no
+`rarebit.storage.files` keeps a save whole. Checksums are no signature: whatever a description asks for, loading takes no
 more memory than its weights are worth.
 """
 
@@ -23,7 +23,7 @@ from rarebit.errors import ModelFileError, SettingsError
 from rarebit.models import build_model, model_names
 from rarebit.models._base import RankingModel
 from rarebit.sets.sets import SetsMethod, sets_of
-from rarebit.storage.folder import TensorFolder, place_of
+from rarebit.storage.files import TensorFolder, place_of
 from rarebit.tables.apply import find_sites, find_tables, restore_tables
 from rarebit.tables.table import Method, methods_of
 from rarebit.technique import technique_class, technique_from_mapping, technique_to_mapping

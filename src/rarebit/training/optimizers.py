@@ -42,9 +42,8 @@ from torch.optim import Optimizer
 from rarebit.errors import DataError, OptimizerError, SettingsError
 from rarebit.settings import require, suggest
 from rarebit.tables.apply import table_parameters
-from rarebit.tables.collection import take_rows
+from rarebit.tables.collection import find_distinct, lookups_of, set_row_gradients, take_rows
 from rarebit.tables.compiler import is_plain, load_compiled
-from rarebit.tables.rows import find_distinct, lookups_of, set_row_gradients
 
 __all__ = [
     "Kind",

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
-from rarebit.tables.rows import find_distinct
+from rarebit.tables.collection import find_distinct
 
 try:
     import triton

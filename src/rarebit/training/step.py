@@ -19,8 +19,13 @@ from torch.optim import Optimizer
 from rarebit.data.dataset import Batch, Dataset
 from rarebit.errors import NotFiniteError, RarebitError
 from rarebit.settings import require
-from rarebit.tables.collection import PlainStack, TableCollection
-from rarebit.tables.rows import find_distinct, lookups_of, row_gradient
+from rarebit.tables.collection import (
+    PlainStack,
+    TableCollection,
+    find_distinct,
+    lookups_of,
+    row_gradient,
+)
 from rarebit.training.metrics import Forward, device_of, score
 from rarebit.training.optimizers import RowwiseAdagrad, RowwiseSGD
 from rarebit.training.settings import Precision
