@@ -35,10 +35,10 @@ def test_text_has_a_line_a_table_and_says_what_words_mean(found):
 
 
 def test_columns_without_figures_are_left_out(found):
-    table = table_of_tables(diagnose(FFM(SCHEMA, dim=2)).wide_tables, wide=True)
+    table = diagnose(FFM(SCHEMA, dim=2)).sections(wide=True)[0]
     assert table.header == ["table", "rows", "width", "size", "IA", "random", "rank", "dead"]
     assert {len(line) for line in table.rows} == {8}
-    assert table_of_tables(found.wide_tables, wide=False).header[-1] == "once"
+    assert found.sections(wide=False)[0].header[-1] == "once"
 
 
 def test_methods_are_shown_where_there_are_any():
