@@ -296,7 +296,7 @@ def test_runs_share_a_first_stage_and_end_as_each_would_with_it(tmp_path):
 def test_a_prior_that_pruning_may_keep_is_told(prior):
     said = []
     run(settings_of(rb.Shrinkage(prior=prior), rb.Pruned(keep=KEEP)), say=said.append)
-    assert any("shrinkage:prior=zero leaves" in line for line in said) == (prior == "mean")
+    assert any("use shrinkage:prior=zero" in line for line in said) == (prior == "mean")
 
 
 def test_a_run_says_what_its_second_stage_trains():
