@@ -74,13 +74,9 @@ class CoOccurrences:
     """The counts of each field's items, by its name."""
 
 
-class _Chunk(NamedTuple):
-    """Some positions of a log, and the top items they co-occur with."""
-
-    ids: dict[str, Tensor]
-    """The ids of each field, `(R, slots of the field)`."""
-    tops: Tensor
-    """The columns of the top items at the other positions, `(R, S)`; T where there is none."""
+_Chunk = tuple[dict[str, Tensor], Tensor]
+"""Some positions of a log: the ids of each field, `(R, slots of the field)`, and the columns of the top items
+at the other positions, `(R, S)`; T where there is none."""
 
 
 class _Records:
@@ -102,7 +98,7 @@ class _Records:
             tops = torch.empty(ids.shape, dtype=torch.int16)
             for name, slots in self.data.schema.slots.items():
                 tops[:, slots] = _looked_up(columns[name], by_field[name])
-            yield _Chunk(by_field, tops)
+            yield by_field, tops
 
 
 class _Text:
@@ -126,7 +122,7 @@ class _Text:
                 here = ((within >= 0) & (within < length)).nonzero()[:, 0]
                 others = flat[(places[here] + distance).to(flat.device)].cpu()
                 tops[here, slot] = _looked_up(columns[self.name], others)
-            yield _Chunk({self.name: ids[:, None]}, tops)
+            yield {self.name: ids[:, None]}, tops
 
 
 def count_in_records(
@@ -256,10 +252,10 @@ class _Piece(NamedTuple):
 
 def _add(chunk: _Chunk, bands: list[_Band], pool: ThreadPoolExecutor) -> None:
     """Count a chunk. Sorted ids touch the counts in memory order: a 3x speedup."""
-    threads = torch.get_num_threads()
-    cut = pool.map(lambda band: list(band.pieces(chunk.ids[band.name], threads)), bands)
+    (ids, tops), threads = chunk, torch.get_num_threads()
+    cut = pool.map(lambda band: list(band.pieces(ids[band.name], threads)), bands)
     pieces = [piece for pieces in cut for piece in pieces]
-    list(pool.map(lambda piece: _add_piece(piece, chunk.tops), pieces))
+    list(pool.map(lambda piece: _add_piece(piece, tops), pieces))
 
 
 def _add_piece(piece: _Piece, tops: Tensor) -> None:
@@ -291,11 +287,8 @@ def _passes(rows: Mapping[str, int], limit: int) -> list[list[tuple[str, int, in
 def _sparse(counts: Tensor) -> SparseCounts:
     """Return dense counts `(rows, T)` without zeros."""
     rows, columns = counts.nonzero(as_tuple=True)
-    lengths = torch.bincount(rows, minlength=len(counts))
-    offsets = torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
-    return SparseCounts(
-        offsets, columns.to(torch.int16), counts[rows, columns], width=counts.shape[1]
-    )
+    offsets = torch.bincount(rows + 1, minlength=len(counts) + 1).cumsum(0)
+    return SparseCounts(offsets, columns.to(torch.int16), counts[rows, columns], counts.shape[1])
 
 
 def _joined(parts: list[SparseCounts]) -> SparseCounts:

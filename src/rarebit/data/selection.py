@@ -19,7 +19,6 @@ A stored selection is a folder; selections/DIGEST/ in a prepared log holds that 
 Shapes: N rows of a field, K relatives of an item.
 """
 
-import dataclasses
 import hashlib
 import json
 import math
@@ -226,7 +225,6 @@ def select(
     """
     counts = {"items": counts} if isinstance(counts, Tensor) else counts
     seen = _seen(data, counts, fields, padding)
-    names = list(seen)
     split = settings if isinstance(settings, FrequencySplit) else settings.split
     if split.ids is not None and len(seen) != 1:
         raise DataError(
@@ -238,7 +236,7 @@ def select(
         return Selection(chosen, settings, data_checksum)
     top = settings.top_items
     if isinstance(data, Dataset):
-        met = count_in_records(data, counts, top_items=top, fields=names).fields
+        met = count_in_records(data, counts, top_items=top, fields=list(seen)).fields
     elif isinstance(data, Tensor):
         met = count_in_text(data, counts, top_items=top, padding=padding).fields
     else:
@@ -246,7 +244,7 @@ def select(
             "co-occurrence is counted in a Dataset or in a tensor of tokens, got none; give one, or "
             "select by FrequencySplit alone"
         )
-    chosen = {name: _selected(seen[name], sources[name], met[name], settings) for name in names}
+    chosen = {name: _selected(seen[name], sources[name], met[name], settings) for name in seen}
     return Selection(chosen, settings, data_checksum)
 
 
@@ -315,18 +313,13 @@ def _selected(
     relatives[rare] = torch.where(ids >= 0, ids, rare[:, None])
     weights = torch.zeros(len(counts), settings.relatives).index_copy_(0, rare, cosines)
     target = torch.zeros_like(source)
-    if bool(source.any()):
-        target[rare[_kept(similarity[rare], met.offsets.diff()[rare] > 0, settings)]] = True
+    if bool(source.any()) and settings.threshold is not None:
+        target[rare[similarity[rare] >= settings.threshold]] = True
+    elif bool(source.any()):
+        order = torch.argsort((met.offsets.diff()[rare] > 0).to(torch.int8), stable=True)
+        order = order[torch.argsort(similarity[rare][order], stable=True)]
+        target[rare[order[math.floor(_part(settings.drop, len(order))) :]]] = True
     return FieldSelection(counts, source, target, similarity, relatives, weights)
-
-
-def _kept(similarity: Tensor, meets_any: Tensor, settings: CoOccurrence) -> Tensor:
-    """Return the positions of the rare items that are not left out."""
-    if settings.threshold is not None:
-        return (similarity >= settings.threshold).nonzero()[:, 0]
-    order = torch.argsort(meets_any.to(torch.int8), stable=True)
-    order = order[torch.argsort(similarity[order], stable=True)]
-    return order[math.floor(_part(settings.drop, len(order))) :]
 
 
 def _all_rare(counts: Tensor, source: Tensor) -> FieldSelection:
@@ -424,9 +417,8 @@ def load_selection(
     description, tensors = FOLDER.read(folder)
     try:
         settings = from_mapping(KINDS[description["kind"]], description["settings"])
-        fields = {
-            name: _field(index, tensors) for index, name in enumerate(description["selection"])
-        }
+        names = description["selection"]
+        fields = {name: _field(index, tensors) for index, name in enumerate(names)}
     except (LookupError, SettingsError, TypeError) as error:
         raise FOLDER.unreadable(folder, error) from None
     return Selection(fields, settings, description["data_sha256"])
@@ -468,9 +460,7 @@ def stored_selection(
 
 def _field(index: int, tensors: Mapping[str, Tensor]) -> FieldSelection:
     """Return the selection of one field; raise if its tensors do not fit each other."""
-    field = FieldSelection(
-        *(tensors[f"{index}.{part.name}"] for part in dataclasses.fields(FieldSelection))
-    )
+    field = FieldSelection(*(tensors[f"{index}.{part.name}"] for part in fields(FieldSelection)))
     rows = len(field.counts)
     for part, (dtype, dimensions) in PARTS.items():
         found = getattr(field, part)

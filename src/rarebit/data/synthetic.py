@@ -8,8 +8,7 @@ topic, and in each row
     v = v - v % T + topic % T       in three rows of four, and for v >= T only, with the row's topic
                                     and the number T of the field's topics
 
-so values of one topic, v % T, co-occur, and a move takes v to a value of about the same popularity. No
-topic decides on the first T values. A rare value (outside the most frequent fifth) has a parent: a
+so values of one topic, v % T, co-occur. A rare value (outside the most frequent fifth) has a parent: a
 frequent value of the same topic.
 
 **Clicks.** A teacher deals the fields out at random to 2P groups: A_p and B_p for each of the P patterns.
@@ -28,10 +27,8 @@ their correlation. Redundant values have no effect in any group.
 `Dataset.probability` keeps the probability: its AUC is the ceiling of any model. Rows are split 8:1:1
 in memory order. A value with fewer than MIN_COUNT training rows becomes UNKNOWN in all three splits.
 
-The seed decides every bit, on every machine: each random number is a hash of (seed, purpose, row), and
-floats only meet exactly rounded operations, in a fixed order. The settings change labels and
-probabilities, never the values. A longer log begins with the rows of a shorter one, apart from which
-values are UNKNOWN.
+The seed decides every bit, on every machine. The settings change labels and probabilities, never the
+values. A longer log begins with the rows of a shorter one, apart from which values are UNKNOWN.
 """
 
 import math
@@ -394,8 +391,7 @@ def generate(
             if progress is not None:
                 progress(chunk.stop, settings.rows)
         new_ids = list(pool.map(log.new_ids, log.schema.table_fields))
-        for _ in pool.map(lambda chunk: log.rename(chunk, new_ids), chunks):
-            pass
+        list(pool.map(lambda chunk: log.rename(chunk, new_ids), chunks))
     return Splits(*(log.part(rows) for rows in _split(settings.rows)))
 
 
@@ -421,11 +417,9 @@ class _Log:
         )
         counters = np.arange(_SAMPLE_ROWS, dtype=np.uint64) + np.uint64(_SAMPLE_START)
         self.teacher = Teacher(effects, self._rows(counters), noise=settings.noise)
-        num_rows, num_numeric = settings.rows, len(self.schema.numeric_fields)
-        self.ids = np.empty((num_rows, self.schema.num_slots), np.int32)
-        self.numeric = np.empty((num_rows, num_numeric), np.float32)
-        self.label = np.empty(num_rows, np.float32)
-        self.probability = np.empty(num_rows, np.float32)
+        self.ids = np.empty((settings.rows, self.schema.num_slots), np.int32)
+        self.numeric = np.empty((settings.rows, len(self.schema.numeric_fields)), np.float32)
+        self.label, self.probability = np.empty((2, settings.rows), np.float32)
 
     def _rows(self, counters: Counters) -> Rows:
         topics = draw_topics(self.seed, counters)
@@ -434,7 +428,6 @@ class _Log:
         }
 
     def draw(self, chunk: slice) -> None:
-        """Draw a chunk's values, probabilities and labels."""
         counters = np.arange(chunk.start, chunk.stop, dtype=np.uint64)
         rows = self._rows(counters)
         probability = self.teacher.probability(rows)
@@ -455,17 +448,10 @@ class _Log:
         return np.where(is_rare, UNKNOWN, np.arange(field.rows)).astype(np.int32)
 
     def rename(self, chunk: slice, new_ids: Sequence[NDArray[np.int32]]) -> None:
-        """Give a chunk's rare values the id UNKNOWN."""
         ids = self.ids[chunk]
         for slots, new in zip(self.schema.slots.values(), new_ids, strict=True):
             ids[:, slots] = new[ids[:, slots]]
 
     def part(self, rows: slice) -> Dataset:
-        """Return one split; it shares the log's memory."""
-        return Dataset(
-            self.schema,
-            self.ids[rows],
-            self.numeric[rows],
-            self.label[rows],
-            probability=self.probability[rows],
-        )
+        arrays = (self.ids[rows], self.numeric[rows], self.label[rows])
+        return Dataset(self.schema, *arrays, probability=self.probability[rows])

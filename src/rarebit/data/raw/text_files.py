@@ -23,6 +23,7 @@ import os
 import re
 import zlib
 from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -157,7 +158,6 @@ class ByteStream:
             )
 
     def _state(self) -> tuple[int, int]:
-        """Return the size and the time of the last change."""
         status = os.fstat(self.disk.fileno())
         return status.st_size, status.st_mtime_ns
 
@@ -194,7 +194,6 @@ class _Grammar:
         self.escaped = _compiled(f"{e}[{q}{e}]" if e else "(?!)")
 
     def records(self, columns: int) -> re.Pattern[bytes]:
-        """Return what matches a run of records, none or more."""
         value, s = self._value, self._separator
         return _compiled(rf"(?:{value}(?:{s}{value}){{{columns - 1}}}\r?\n)*+")
 
@@ -268,8 +267,6 @@ def _find(text: bytes, byte: bytes) -> Positions:
 
 @dataclass(frozen=True, kw_only=True)
 class _Parser:
-    """Parses well-formed records into a frame."""
-
     format: TextFormat
     names: Sequence[str]
     """All columns of the file."""
@@ -284,7 +281,9 @@ class _Parser:
         """Return rows; raise PyArrow's error for one with the wrong number of columns."""
         mark = b""
         if b"\r" in text and text.count(b"\r") != text.count(b"\r\n"):
-            mark = _unused_byte(text)
+            mark = next((bytes([byte]) for byte in CONTROLS if byte not in text), b"")
+            if not mark:
+                raise DataError("the file has every control character in it, so it is no text file")
             text = LONE_RETURN.sub(mark, text)
         if text.startswith(codecs.BOM_UTF8):  # PyArrow would drop it, and it is part of a value
             text = codecs.BOM_UTF8 + text
@@ -329,14 +328,6 @@ class _Parser:
         return cast("pl.DataFrame", pl.from_arrow(table, rechunk=False))
 
 
-def _unused_byte(text: bytes) -> bytes:
-    """Return a control character that a text does not have."""
-    for byte in CONTROLS:
-        if byte not in text:
-            return bytes([byte])
-    raise DataError("the file has every control character in it, so it is no text file")
-
-
 @dataclass
 class _Block:
     """Some whole lines of a file, and the malformed ones among them."""
@@ -361,7 +352,6 @@ class _Block:
 
     @cached_property
     def newlines(self) -> Positions:
-        """Where lines end."""
         return _find(self.data, b"\n")
 
     @cached_property
@@ -389,18 +379,15 @@ class _Block:
         del self.bounds
 
     def place(self, start: int, end: int) -> Place:
-        """Return the place of some bytes."""
         line = self.first_line + int(np.searchsorted(self.newlines, start))
         text = self.data[start : min(end, start + MAX_RECORD_BYTES)]
         return Place(self.file, line, _decoded(text))
 
     def locate(self, row: int) -> Place:
-        """Return the place of a row of the block's frame."""
         starts, ends = self.bounds
         return self.place(int(starts[row]), int(ends[row]))
 
     def numbers(self) -> Positions:
-        """Return the line of every row."""
         return self.first_line + np.searchsorted(self.newlines, self.bounds[0])
 
 
@@ -519,8 +506,12 @@ class TextReader:
         """Take lines from what has been read, up to `end`, and return their rows."""
         data, self._rest = self._rest[:end], self._rest[end:]
         block = _Block(data, self._line, self.stream.path.name, self._grammar)
-        frame = self._parse_plain(block, parser)
-        if frame is None:
+        frame = None
+        quoted = bool(self._grammar.quote) and self._grammar.quote in data
+        if not quoted and _is_utf8(data):
+            with suppress(pa.ArrowInvalid):
+                frame = parser.parse(data)
+        if frame is None or frame.height != block.num_lines():  # a line is no record, or blank
             columns = len(parser.names)
             used, malformed = self._grammar.find_malformed(data, columns, is_last=is_last)
             if used < len(data):
@@ -535,17 +526,6 @@ class TextReader:
         self._line += block.num_lines()
         self.rows += frame.height + len(block.malformed)
         return RawChunk(frame, block.locate, number_rows=block.numbers) if frame.height else None
-
-    def _parse_plain(self, block: _Block, parser: _Parser) -> pl.DataFrame | None:
-        """Return the rows of a block where every line is a record; None for any other block."""
-        quoted = bool(self._grammar.quote) and self._grammar.quote in block.data
-        if quoted or not _is_utf8(block.data):
-            return None
-        try:
-            frame = parser.parse(block.data)
-        except pa.ArrowInvalid:
-            return None
-        return frame if frame.height == block.num_lines() else None  # else it has blank lines
 
     def _check_end(self) -> None:
         """Raise if the file is damaged, or changed since it was opened."""
@@ -614,10 +594,9 @@ def sniff_format(path: Path) -> TextFormat:
 
 
 def sniff_like(path: Path, known: TextFormat) -> TextFormat:
-    """Guess how a text file is written that follows one of a known format.
+    """Guess how a text file is written that another program wrote after one of a known format.
 
-    Another program may have written it with another separator or encoding. Quotes keep their meaning:
-    guessed again, they could turn the same text into another value.
+    Quotes keep their meaning: guessed again, they could turn the same text into another value.
     """
     if not known.header:
         return known
