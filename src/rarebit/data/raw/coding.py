@@ -11,7 +11,7 @@ Rows encoded later are looked up as they are spelled, then in the other ways.
 
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -102,9 +102,9 @@ class CodedRows:
     """`(slots, rows)`: every column with codes; a multi-valued one has several slots."""
     numbers: NDArray[np.float64]
     """`(columns, rows)`: every column read as a number; NaN where it is missing."""
-    label: NDArray[np.uint8]
+    label: NDArray[np.uint8] = field(default_factory=lambda: np.empty(0, np.uint8))
     """`(rows,)`; empty where the log has no label."""
-    key: NDArray[Any]
+    key: NDArray[Any] = field(default_factory=lambda: np.empty(0))
     """`(rows,)`: what the split goes by; empty where it goes by nothing in the log."""
     cut: int = 0
     """Values left out because a row had more than `max_length`."""

@@ -200,16 +200,11 @@ class _Spill:
         """Yield which rows a chunk has, and its codes and numbers."""
         self.codes.seek(0)
         self.numbers.seek(0)
-        start, nothing = 0, np.empty(0)
+        start = 0
         for rows in self.sizes:
             codes = np.frombuffer(self.codes.read(4 * self.slots * rows), np.int32)
             numbers = np.frombuffer(self.numbers.read(8 * self.columns * rows))
-            coded = CodedRows(
-                codes.reshape(self.slots, rows),
-                numbers.reshape(self.columns, rows),
-                nothing.astype(np.uint8),
-                nothing,
-            )
+            coded = CodedRows(codes.reshape(self.slots, rows), numbers.reshape(self.columns, rows))
             yield slice(start, start + rows), coded
             start += rows
 
@@ -514,10 +509,7 @@ def make_vocabulary(
 
 
 def _make_encoder(
-    schema: LogSchema,
-    reading: _Reading,
-    codes: Counts,
-    numbers: Mapping[Column, _NumberSummary],
+    schema: LogSchema, reading: _Reading, codes: Counts, numbers: Mapping[Column, _NumberSummary]
 ) -> tuple[LogEncoder, dict[str, NDArray[np.int32]]]:
     """Return the encoder, and for each column with codes the id of every code."""
     values, ids_of = {}, {}

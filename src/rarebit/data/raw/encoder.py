@@ -29,6 +29,7 @@ __all__ = ["EncodedRows", "Finisher", "LogEncoder", "encoder_of", "unknown_value
 
 FORMAT = 1
 DESCRIPTION = "encoder.json"
+DAMAGE = (OSError, ValueError, LookupError, TypeError, AttributeError, pl.exceptions.PolarsError)
 LARGEST = float(np.finfo(np.float32).max)
 PIECE = 1 << 20
 """Values hashed at once."""
@@ -233,14 +234,7 @@ class LogEncoder:
             raise
         except FileNotFoundError as error:
             raise DataError(f"{str(folder)!r} holds no vocabulary: {error}") from None
-        except (
-            OSError,
-            ValueError,
-            LookupError,
-            TypeError,
-            AttributeError,
-            pl.exceptions.PolarsError,
-        ) as error:
+        except DAMAGE as error:
             raise DataError(f"the vocabulary in {str(folder)!r} is damaged: {error}") from None
         for name, wanted in description["digests"].items():
             if encoder._digests.get(name) != wanted:

@@ -77,12 +77,7 @@ def read_raw(
                 names = _distinct(file, reader.read_names())
                 wanted = names if columns is None else _chosen(file, names, columns)
                 chunks = reader.read_rows(
-                    names,
-                    wanted,
-                    bad,
-                    integers=integers,
-                    missing=missing,
-                    progress=report,
+                    names, wanted, bad, integers=integers, missing=missing, progress=report
                 )
             for chunk in chunks:
                 rows += chunk.frame.height
