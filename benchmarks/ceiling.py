@@ -62,7 +62,7 @@ def measure(model: str, seeds: int, device: torch.device) -> dict[str, object]:
     return row
 
 
-def run(model: str, seed: int, device: torch.device) -> rb.RunResult:
+def run(model: str, seed: int, device: torch.device) -> rb.training.RunResult:
     """Train one model on the built-in click log as `rarebit train --seed` does."""
     settings = rb.RunSettings(model=model, training=rb.Training(seed=seed))
     return rb.run(settings, device=device, progress=False)

@@ -15,7 +15,8 @@ from typing import Any
 
 import torch
 
-from rarebit import Dataset, Field, Schema, SyntheticLog, Training, fit, generate
+from rarebit import Dataset, Training, fit
+from rarebit.data import Field, Schema, SyntheticLog, generate
 from rarebit.machine import machine
 from rarebit.models import build_model
 from rarebit.training.fit import Silence

@@ -17,7 +17,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from rarebit import MLET, Dataset, Method, SyntheticLog, Training, apply_, fit, generate
+from rarebit import MLET, Dataset, Method, Training, apply_, fit
+from rarebit.data import SyntheticLog, generate
 from rarebit.machine import machine
 from rarebit.models import build_model
 

@@ -15,7 +15,8 @@ from typing import Any
 import torch
 from gpu_mlet import EPOCHS, figures
 
-from rarebit import Dataset, MultiEmbedding, SyntheticLog, Training, apply_, fit, generate
+from rarebit import Dataset, MultiEmbedding, Training, apply_, fit
+from rarebit.data import SyntheticLog, generate
 from rarebit.machine import machine
 from rarebit.models import build_model
 

@@ -16,8 +16,10 @@ import torch
 from gpu_mlet import ROUNDS, figures, train
 from torch import nn
 
-from rarebit import PEP, SyntheticLog, generate, set_threshold_
+from rarebit import PEP
+from rarebit.data import SyntheticLog, generate
 from rarebit.machine import machine
+from rarebit.pruning import set_threshold_
 
 DIM = 64
 INIT = -5.0

@@ -20,7 +20,8 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from rarebit import Dataset, SyntheticLog, generate
+from rarebit import Dataset
+from rarebit.data import SyntheticLog, generate
 from rarebit.machine import machine
 from rarebit.methods.harmless_transfer import HarmlessTransfer
 from rarebit.models import build_model

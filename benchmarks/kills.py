@@ -123,7 +123,9 @@ class Ready(Silence):
 def train(folder: Path) -> None:
     """Train, or go on training, in a folder; write a digest of everything that came out."""
     torch.set_num_threads(1)
-    schema = rb.Schema((rb.Field(name="user", rows=3000), rb.Field(name="item", rows=500)))
+    schema = rb.data.Schema(
+        (rb.data.Field(name="user", rows=3000), rb.data.Field(name="item", rows=500))
+    )
     train, valid = draw(schema, 8192, seed=1), draw(schema, 512, seed=2)
     torch.manual_seed(0)
     model = DeepFM(schema, dim=8, hidden=(16,), dropout=0.2)
@@ -150,7 +152,7 @@ def bounded(ids: Tensor, gradients: Tensor) -> Tensor:
     return total / total.norm(dim=1, keepdim=True).clamp(min=1e-3)
 
 
-def draw(schema: rb.Schema, n: int, seed: int) -> rb.Dataset:
+def draw(schema: rb.data.Schema, n: int, seed: int) -> rb.Dataset:
     """Return rows whose label depends on their user."""
     generator = torch.Generator().manual_seed(seed)
     sizes = torch.tensor([field.rows for field in schema.fields])
@@ -159,7 +161,7 @@ def draw(schema: rb.Schema, n: int, seed: int) -> rb.Dataset:
     return rb.Dataset(schema, ids, label=(ids[:, 0] % 2 == 0) ^ noise)
 
 
-def digest(weights: dict[str, Tensor], history: rb.History) -> str:
+def digest(weights: dict[str, Tensor], history: rb.training.History) -> str:
     """Return a digest of all weights and of the history without its times."""
     found = hashlib.sha256()
     for name, weight in weights.items():

@@ -14,9 +14,11 @@ from pathlib import Path
 
 import torch
 
-from rarebit import Dataset, Field, Schema, Training, estimate_memory, fit
+from rarebit import Dataset, Training, fit
+from rarebit.data import Field, Schema
 from rarebit.machine import machine
 from rarebit.models.deepfm import DeepFM
+from rarebit.training import estimate_memory
 
 DIM, FIELDS, STEPS, BATCH_SIZE = 16, 20, 100, 4096
 GIB = 1 << 30

@@ -73,7 +73,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
     parser.add_argument("--data", nargs="+", default=[], metavar="DIR", help="prepared logs")
     parser.add_argument("--synthetic", action="store_true", help="the generated log")
-    parser.add_argument("--rows", type=int, default=rb.SyntheticLog().rows, help="of that log")
+    parser.add_argument("--rows", type=int, default=rb.data.SyntheticLog().rows, help="of that log")
     parser.add_argument("--models", default="all", help='names with commas between them, or "all"')
     parser.add_argument("--seeds", type=int, help="5; with --synthetic, 3")
     parser.add_argument(
@@ -116,11 +116,11 @@ class Log:
     """A click log on the device, and how often each id of each field occurs in training."""
 
     name: str
-    splits: rb.Splits
+    splits: rb.data.Splits
     counts: Mapping[str, torch.Tensor]
 
     @property
-    def schema(self) -> rb.Schema:
+    def schema(self) -> rb.data.Schema:
         """The fields of the log."""
         return self.splits.train.schema
 
@@ -132,10 +132,10 @@ def read_logs(options: argparse.Namespace) -> Iterator[Log]:
         (Path(folder).resolve().name, rb.Dataset.open(folder).splits) for folder in options.data
     ]
     if options.synthetic:
-        found.append(("synthetic", rb.generate(rb.SyntheticLog(rows=options.rows))))
+        found.append(("synthetic", rb.data.generate(rb.data.SyntheticLog(rows=options.rows))))
     for name, splits in found:
         counts = {field: n.to(device) for field, n in splits.train.counts().items()}
-        yield Log(name, rb.Splits(*(part.to(device) for part in splits)), counts)
+        yield Log(name, rb.data.Splits(*(part.to(device) for part in splits)), counts)
 
 
 def resplit(log: Log, seed: int) -> Log:
@@ -146,7 +146,7 @@ def resplit(log: Log, seed: int) -> Log:
     )
     order = shuffled_order(len(label), seed=seed, epoch=0, device=label.device)
     parts = order.tensor_split([int(0.8 * len(label)), int(0.9 * len(label))])
-    splits = rb.Splits(
+    splits = rb.data.Splits(
         *(rb.Dataset(log.schema, ids[rows], numeric[rows], label[rows]) for rows in parts)
     )
     return Log(log.name, splits, splits.train.counts())

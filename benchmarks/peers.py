@@ -169,7 +169,7 @@ def report_of(
 
 def write_job(folder: Path, rows: int, job: Mapping[str, Any] = JOB) -> HeldOut:
     """Generate the log once and write it for all libraries."""
-    splits = rb.generate(rb.SyntheticLog(preset="criteo", rows=-(-rows * 10 // 8)))
+    splits = rb.data.generate(rb.data.SyntheticLog(preset="criteo", rows=-(-rows * 10 // 8)))
     fields = {field.name: field.rows for field in splits.train.schema.table_fields}
     (folder / "job.json").write_text(json.dumps({**job, "fields": fields}))
     np.savez(folder / "train.npz", **arrays([splits.train], rows))
@@ -258,7 +258,7 @@ def show(turn: int, side: str, result: Mapping[str, Any], rows: int) -> None:
 
 def compare_auc(seeds: int, rows: int | None) -> dict[str, Any]:
     """Train ours on the default log in each way and return how far the AUCs lie apart."""
-    log = rb.SyntheticLog() if rows is None else rb.SyntheticLog(rows=rows)
+    log = rb.data.SyntheticLog() if rows is None else rb.data.SyntheticLog(rows=rows)
     aucs: dict[str, list[float]] = {}
     for side in (DENSE, ROWWISE, OURS):
         for seed in range(seeds):

@@ -19,9 +19,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from rarebit import PEP, Dataset, Masked, RunSettings, apply_, evaluate, fit, predict, prune
+from rarebit import PEP, Dataset, RunSettings, apply_, evaluate, fit, predict
 from rarebit.data.order import batch_bounds
 from rarebit.machine import machine
+from rarebit.pruning import Masked, prune
 from rarebit.training.metrics import auc
 from rarebit.training.run import start_model
 from rarebit.training.settings import load_splits

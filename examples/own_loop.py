@@ -43,7 +43,9 @@ def main() -> None:
     """Train, and print what the transfer did."""
     torch.manual_seed(0)
     user, item, label = make_clicks()
-    schema = rb.Schema((rb.Field(name="user", rows=USERS), rb.Field(name="item", rows=ITEMS)))
+    schema = rb.data.Schema(
+        (rb.data.Field(name="user", rows=USERS), rb.data.Field(name="item", rows=ITEMS))
+    )
     log = rb.Dataset.from_columns({"user": user, "item": item}, label=label, schema=schema)
     model = ClickModel()
     optimizer = torch.optim.Adam(model.parameters(), lr=3e-3)

@@ -34,12 +34,12 @@ from rarebit.training.settings import RunSettings, load_splits
 SETTINGS = RunSettings(
     model="fm",
     model_settings={"dim": 4},
-    data=rb.SyntheticLog(rows=1500),
+    data=rb.data.SyntheticLog(rows=1500),
     training=rb.Training(epochs=2, batch_size=64, lr=0.02),
 )
 TRAIN, VALID, _ = load_splits(SETTINGS.data)
 STEPS = 2 * 19
-PRUNED = rb.Pruned(keep=3000)
+PRUNED = rb.pruning.Pruned(keep=3000)
 SRC = Path(rb.__file__).parents[1]
 
 
@@ -374,7 +374,7 @@ def report(trained):
 
 @pytest.mark.parametrize("by", ["threshold", "magnitude"])
 def test_pruning_is_without_transfer_and_the_second_stage_with_it(tmp_path, by):
-    pruned = rb.Pruned(keep=3000, by=by)
+    pruned = rb.pruning.Pruned(keep=3000, by=by)
     plain = train(pruned, folder=tmp_path / "plain" / "checkpoints")
     found = train(pruned, HarmlessTransfer(), folder=tmp_path / "with" / "checkpoints")
     assert report(found)["steps"] == STEPS
@@ -398,12 +398,12 @@ def _rows(model):
 
 def test_tables_that_are_not_trained_again_have_no_place_for_a_transfer():
     with pytest.raises(SettingsError, match="does not retrain them; use start='ticket'"):
-        train(rb.Pruned(keep=3000, start="trained"), HarmlessTransfer())
+        train(rb.pruning.Pruned(keep=3000, start="trained"), HarmlessTransfer())
 
 
 @pytest.mark.parametrize("by", slow_after(["threshold", "magnitude"]))
 def test_a_first_stage_that_is_shared_gives_the_same_bits(tmp_path, by):
-    pruned = rb.Pruned(keep=3000, by=by)
+    pruned = rb.pruning.Pruned(keep=3000, by=by)
     alone, _ = train(pruned, HarmlessTransfer())
     shared = SharedPruning(tmp_path / "stage", (3000,), as_ticket=True)
     train(pruned, shared=shared, folder=tmp_path / "a" / "checkpoints")
@@ -421,7 +421,7 @@ def test_a_first_stage_that_is_there_is_not_made_again(tmp_path):
     ticket = load_ticket(tmp_path / "stage" / "ticket")
     kept = {name: torch.zeros_like(mask) for name, mask in ticket.kept.items()}
     kept["backbone.tables.item"][:7] = True
-    save_ticket(rb.Ticket(kept, start=ticket.start), tmp_path / "stage" / "ticket")
+    save_ticket(rb.pruning.Ticket(kept, start=ticket.start), tmp_path / "stage" / "ticket")
     model, _ = train(PRUNED, shared=shared, folder=tmp_path / "b" / "checkpoints")
     assert {name: int((rows != 0).any(1).sum()) for name, rows in _rows(model).items()} == {
         name: 7 * (name == "item") for name in _rows(model)
@@ -466,18 +466,18 @@ def job_of(log):
 
 
 def test_methods_know_the_training_and_the_folder_of_a_prepared_log():
-    known = rb.PreparedLog(folder="logs/clicks", checksum="abc")
+    known = rb.training.PreparedLog(folder="logs/clicks", checksum="abc")
     data = job_of(known).data(SETTINGS.training)
     assert (data.train, data.valid, data.batch_size) == (TRAIN, VALID, 64)
     assert (data.steps_per_epoch, data.seed) == (STEPS // 2, 0)
     assert (data.folder, data.checksum) == (Path("logs/clicks"), "abc")
-    for log in (SETTINGS.data, rb.PreparedLog(folder="logs/clicks")):
+    for log in (SETTINGS.data, rb.training.PreparedLog(folder="logs/clicks")):
         data = job_of(log).data(SETTINGS.training)
         assert (data.folder, data.checksum) == (None, "")
 
 
 def test_a_selection_is_kept_with_a_prepared_log_for_the_next_run(tmp_path):
-    log = rb.PreparedLog(folder=str(tmp_path), checksum="abc")
+    log = rb.training.PreparedLog(folder=str(tmp_path), checksum="abc")
     settings = replace(SETTINGS, data=log, methods=(HarmlessTransfer(),))
 
     def run():
@@ -485,13 +485,13 @@ def test_a_selection_is_kept_with_a_prepared_log_for_the_next_run(tmp_path):
 
     first = run()
     [kept] = (tmp_path / "selections").iterdir()
-    found = rb.load_selection(kept, data_checksum="abc")
+    found = rb.data.load_selection(kept, data_checksum="abc")
     assert_same_weights(run().model, first.model)
     # nobody is to learn any more: the next run reads that
     fields = {
         name: replace(part, target=torch.zeros_like(part.target))
         for name, part in found.fields.items()
     }
-    rb.save_selection(replace(found, fields=fields), kept)
+    rb.data.save_selection(replace(found, fields=fields), kept)
     tables = report(run())["tables"].values()
     assert [table["rows"] for table in tables] == [0] * 5

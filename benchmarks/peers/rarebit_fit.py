@@ -39,7 +39,9 @@ class Clock(Silence):
 def data(job: Job, part: str) -> rb.Dataset:
     """Return some rows as a data set."""
     ids, label = job.rows(part)
-    schema = rb.Schema(tuple(rb.Field(name=name, rows=rows) for name, rows in job.fields.items()))
+    schema = rb.data.Schema(
+        tuple(rb.data.Field(name=name, rows=rows) for name, rows in job.fields.items())
+    )
     return rb.Dataset(schema, ids, label=label)
 
 

@@ -94,14 +94,14 @@ def count(text: str) -> int:
     return number
 
 
-def log_of(options: argparse.Namespace) -> rb.Splits:
+def log_of(options: argparse.Namespace) -> rb.data.Splits:
     """Return the log that the options name: a prepared one, or the built-in one."""
     if options.data is not None:
-        return load_splits(rb.PreparedLog(folder=str(options.data)))
-    return load_splits(rb.SyntheticLog(rows=options.rows))
+        return load_splits(rb.training.PreparedLog(folder=str(options.data)))
+    return load_splits(rb.data.SyntheticLog(rows=options.rows))
 
 
-def start_model(name: str, splits: rb.Splits, seed: int, **settings: Any) -> RankingModel:
+def start_model(name: str, splits: rb.data.Splits, seed: int, **settings: Any) -> RankingModel:
     """Return an untrained model; the seed decides its weights."""
     torch.manual_seed(seed)
     return build_model(name, splits.train.schema, settings)
@@ -126,7 +126,7 @@ class Trained:
 
 def train(
     model: RankingModel,
-    splits: rb.Splits,
+    splits: rb.data.Splits,
     options: argparse.Namespace,
     *,
     seed: int,
@@ -192,7 +192,7 @@ def mean(values: Sequence[float]) -> float:
     return statistics.fmean(values)
 
 
-def weighted_mean(values: Mapping[str, float], splits: rb.Splits) -> float:
+def weighted_mean(values: Mapping[str, float], splits: rb.data.Splits) -> float:
     """Return the mean over fields, each as heavy as its table has rows."""
     rows = {field.name: field.rows for field in splits.train.schema.table_fields}
     return sum(rows[name] * value for name, value in values.items()) / sum(
@@ -215,7 +215,9 @@ def summary(values: Sequence[float], digits: int = 4) -> str:
 class Report:
     """What a recipe leaves behind: NAME.json and NAME.png in the folder of `--out`."""
 
-    def __init__(self, name: str, options: argparse.Namespace, splits: rb.Splits | None) -> None:
+    def __init__(
+        self, name: str, options: argparse.Namespace, splits: rb.data.Splits | None
+    ) -> None:
         # before the runs, so that they are of the code that is run
         self.facts: dict[str, Any] = dict(machine())
         if torch.device(options.device).type == "cuda":
@@ -249,7 +251,7 @@ class Report:
         return report
 
 
-def _described(splits: rb.Splits) -> dict[str, Any]:
+def _described(splits: rb.data.Splits) -> dict[str, Any]:
     return {
         "rows": [len(part) for part in splits],
         "fields": [to_mapping(field) for field in splits.train.schema.fields],

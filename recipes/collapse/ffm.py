@@ -84,7 +84,7 @@ def parse(given: Sequence[str] | None) -> argparse.Namespace:
 
 
 def train_fm(
-    splits: rb.Splits, options: argparse.Namespace, seed: int
+    splits: rb.data.Splits, options: argparse.Namespace, seed: int
 ) -> tuple[float, dict[str, float]]:
     """Return the AUC of FM and the information abundance of its tables."""
     model = start_model("fm", splits, seed, dim=options.dim, init="xavier")

@@ -78,7 +78,7 @@ def parse(given: Sequence[str] | None) -> argparse.Namespace:
     return options
 
 
-def train_side(side: str, splits: rb.Splits, options: argparse.Namespace, seed: int) -> Run:
+def train_side(side: str, splits: rb.data.Splits, options: argparse.Namespace, seed: int) -> Run:
     """Train one model and return its figures."""
     settings = (
         {"dim": options.dim, "num_sets": options.sets}

@@ -89,7 +89,7 @@ def parse(given: Sequence[str] | None) -> argparse.Namespace:
 
 
 def train_kind(
-    kind: str, width: int, splits: rb.Splits, options: argparse.Namespace, seed: int
+    kind: str, width: int, splits: rb.data.Splits, options: argparse.Namespace, seed: int
 ) -> Run:
     """Train one model and return its figures."""
     model = start_model("dcn_v2@me", splits, seed, dim=width)

@@ -72,7 +72,7 @@ def parse(given: Sequence[str] | None) -> argparse.Namespace:
 
 
 def train_width(
-    name: str, width: int, splits: rb.Splits, options: argparse.Namespace, seed: int
+    name: str, width: int, splits: rb.data.Splits, options: argparse.Namespace, seed: int
 ) -> Run:
     """Train one model and return its figures."""
     model = start_model(f"{name}@me", splits, seed, dim=width)

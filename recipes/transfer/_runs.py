@@ -155,16 +155,16 @@ def load_text(source: Path | None) -> Text:
     return make_text() if source is None else read_text(source)
 
 
-def load_selection(study: Study) -> rb.Selection:
+def load_selection(study: Study) -> rb.data.Selection:
     """Return which rare words have frequent relatives; counted once, and kept."""
     text = load_text(study.source)
     checksum = str(text.described()["sha256"])
     folder = study.out / f"selection-{checksum[:12]}"
     if folder.exists():
-        return rb.load_selection(folder)
+        return rb.data.load_selection(folder)
     counts = {"embedding": text.counts}
-    made = rb.select(text.train, counts, rb.CoOccurrence(), data_checksum=checksum)
-    rb.save_selection(made, folder)
+    made = rb.data.select(text.train, counts, rb.data.CoOccurrence(), data_checksum=checksum)
+    rb.data.save_selection(made, folder)
     return made
 
 

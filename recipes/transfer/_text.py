@@ -54,7 +54,7 @@ class Text:
     @property
     def is_head(self) -> Tensor:
         """Which words are frequent: the top fifth, `(V,)` of bools."""
-        return split_by_frequency(self.counts, rb.FrequencySplit())
+        return split_by_frequency(self.counts, rb.data.FrequencySplit())
 
     def described(self) -> dict[str, int | str]:
         """Return what a result says of it."""

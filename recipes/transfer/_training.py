@@ -60,7 +60,7 @@ class LanguageTraining:
         sizes: Sizes,
         schedule: Schedule,
         scale: float = 1.0,
-        selection: rb.Selection | None = None,
+        selection: rb.data.Selection | None = None,
         seed: int = 0,
         device: str = "cpu",
     ) -> None:
@@ -164,7 +164,7 @@ class LanguageTraining:
         _wait(device)
 
     def _transfer(
-        self, text: Text, arm: Arm, scale: float, selection: rb.Selection | None, seed: int
+        self, text: Text, arm: Arm, scale: float, selection: rb.data.Selection | None, seed: int
     ) -> rb.transfer.RunningTransfer | None:
         if arm.loss is None:
             return None

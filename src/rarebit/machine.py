@@ -9,8 +9,6 @@ import torch
 
 from rarebit.errors import SettingsError
 
-__all__ = ["choose_device", "commit", "machine"]
-
 FOLDER = Path(__file__).resolve().parent
 
 

@@ -23,20 +23,6 @@ from typing import Any, Literal, TypeVar
 
 from rarebit.errors import SettingsError
 
-__all__ = [
-    "check_types",
-    "find_class",
-    "from_mapping",
-    "keyword_arguments",
-    "offered",
-    "read_toml",
-    "require",
-    "size",
-    "suggest",
-    "to_mapping",
-    "updated",
-]
-
 
 def size(num_bytes: float) -> str:
     """Return bytes in the unit that fits, such as 3.4 MB."""

@@ -3,8 +3,6 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-__all__ = ["NOTHING", "TextTable", "percent"]
-
 NOTHING = "-"
 """A cell without a value."""
 

@@ -21,6 +21,6 @@ def quick(monkeypatch):
 @pytest.fixture
 def log(monkeypatch):
     """Return the small log that benches train on."""
-    data = rb.generate(rb.SyntheticLog(rows=2000)).train
-    monkeypatch.setattr(steps, "generate", lambda wanted: rb.Splits(data, data, data))
+    data = rb.data.generate(rb.data.SyntheticLog(rows=2000)).train
+    monkeypatch.setattr(steps, "generate", lambda wanted: rb.data.Splits(data, data, data))
     return data

@@ -25,7 +25,7 @@ def model_peers(monkeypatch):
     sys.modules.pop("peers")
 
 
-SCHEMA = rb.Schema(tuple(rb.Field(name=f"C{i}", rows=5) for i in range(4)))
+SCHEMA = rb.data.Schema(tuple(rb.data.Field(name=f"C{i}", rows=5) for i in range(4)))
 
 # the defaults of DeepCTR-Torch 0.3.0, by our names
 DEFAULTS = {

@@ -32,7 +32,7 @@ JOB = {"dim": 2, "hidden": [8], "lr": 1e-2, "batch_size": 256, "epochs": 2}
 
 @pytest.fixture(scope="module")
 def splits():
-    return rb.generate(rb.SyntheticLog(preset="criteo", rows=ROWS * 10 // 8))
+    return rb.data.generate(rb.data.SyntheticLog(preset="criteo", rows=ROWS * 10 // 8))
 
 
 @pytest.fixture(scope="module")

@@ -23,9 +23,14 @@ def test_every_function_that_takes_say_alone_is_a_bench():
     for file in FILES:
         module = importlib.import_module(f"rarebit.bench.{file}")
         for name, function in inspect.getmembers(module, inspect.isfunction):
-            if function.__module__ == module.__name__ and name in module.__all__:
-                first, *others = inspect.signature(function).parameters.values()
-                if first.name == "say" and all(one.kind is one.KEYWORD_ONLY for one in others):
+            if function.__module__ == module.__name__ and not name.startswith("_"):
+                parameters = list(inspect.signature(function).parameters.values())
+                first, others = parameters[0] if parameters else None, parameters[1:]
+                if (
+                    first
+                    and first.name == "say"
+                    and all(one.kind is one.KEYWORD_ONLY for one in others)
+                ):
                     found.add((name, file))
     assert found == {(function_name(name), file) for name, file in BENCHES.items()}
     assert bench_names() == sorted(BENCHES)

@@ -4,11 +4,12 @@ import pytest
 import torch
 
 import rarebit as rb
-from rarebit import RowGradients, sum_losses
+from rarebit import RowGradients
 from rarebit.bench import steps
 from rarebit.models import build_model, model_names
 from rarebit.pruning.pep import PEP, count_nonzero, threshold_parameters
 from rarebit.research import factorized_tables
+from rarebit.row_gradients import sum_losses
 from rarebit.sets.sets import sets_of
 
 OTHERS = [name for name in model_names() if name != "dnn"]
@@ -95,10 +96,12 @@ def test_the_figures_of_pep(log, quick):
 
 
 def test_shrunk_tables_have_the_network_and_batches_of_plain_ones(log):
-    variants = [steps.deepfm_step(log, method) for method in (None, rb.Shrinkage(), rb.RowRate())]
+    variants = [
+        steps.deepfm_step(log, method) for method in (None, rb.Shrinkage(), rb.research.RowRate())
+    ]
     assert_same_network_and_batches(variants)
     methods = [{info.methods for info in rb.find_tables(one.model)} for one in variants]
-    assert methods == [{()}, {(str(rb.Shrinkage(c="typical")),)}, {(str(rb.RowRate()),)}]
+    assert methods == [{()}, {(str(rb.Shrinkage(c="typical")),)}, {(str(rb.research.RowRate()),)}]
 
 
 def test_the_figures_of_shrinkage(log, quick):
@@ -169,7 +172,7 @@ def test_the_figures_of_averages(log, quick):
 def test_every_model_has_a_ratio_to_dnn_and_its_width_but_ffm(log, quick, monkeypatch):
     few = log[slice(32)]
     few = rb.Dataset(log.schema, few.ids, few.numeric, few.label)
-    monkeypatch.setattr(steps, "generate", lambda wanted: rb.Splits(few, few, few))
+    monkeypatch.setattr(steps, "generate", lambda wanted: rb.data.Splits(few, few, few))
     built, said = {}, []
 
     def build(name, schema, settings):

@@ -68,7 +68,7 @@ def test_predict_scores_the_saved_model_again(call):
         rows = list(csv.DictReader(file))
     assert len(rows) == 300
     assert all(0.0 < float(row["score"]) < 1.0 for row in rows)
-    splits = rb.generate(rb.SyntheticLog(rows=3000))
+    splits = rb.data.generate(rb.data.SyntheticLog(rows=3000))
     assert [int(row["label"]) for row in rows] == splits.test.label.int().tolist()
     expected = rb.predict(rb.load_model("here"), splits.test).sigmoid().tolist()
     assert [float(row["score"]) for row in rows] == pytest.approx(expected, abs=1e-6)

@@ -63,7 +63,7 @@ def test_a_run_is_shown_field_by_field_with_what_to_try(call, trained):
 def test_json_is_all_there_is_on_standard_output(call, trained):
     out, _ = call(trained, "--json")
     found = json.loads(out)
-    splits = rb.generate(rb.SyntheticLog(rows=2000))
+    splits = rb.data.generate(rb.data.SyntheticLog(rows=2000))
     assert found == json.loads(json.dumps(diagnose(rb.load_model(trained), splits).to_mapping()))
 
 
@@ -196,7 +196,9 @@ def test_many_findings_are_cut_short_and_counted():
 
 
 def test_products_that_are_not_merged_show_how_they_learn(call, tmp_path):
-    schema = rb.Schema((rb.Field(name="user", rows=90), rb.Field(name="item", rows=40)))
+    schema = rb.data.Schema(
+        (rb.data.Field(name="user", rows=90), rb.data.Field(name="item", rows=40))
+    )
     model = FM(schema, dim=4)
     rb.apply_(model, rb.MLET(inner_dim=8), where=lambda t: t.field == "user", verbose=False)
     rb.save_model(model, tmp_path)

@@ -184,7 +184,7 @@ def test_learned_thresholds_may_be_given_more_epochs(call):
     assert "have not met the budget of 1,000 entries in 1 epochs" in " ".join(err.split())
     code, _, err = call("prune", "--resume", "here", "--prune-epochs", "60", "--no-plots")
     assert code == 0, err
-    assert rb.load_ticket("here/pruning/tickets/1000").num_kept <= 1000
+    assert rb.pruning.load_ticket("here/pruning/tickets/1000").num_kept <= 1000
 
 
 @pytest.mark.slow

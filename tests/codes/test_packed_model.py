@@ -12,9 +12,9 @@ from rarebit.models.fm import FM
 from rarebit.tables.apply import table_bytes
 
 FIELDS = (
-    rb.Field(name="user", rows=300),
-    rb.Field(name="tags", kind="multi", rows=90, max_length=3),
-    rb.Field(name="item", rows=200),
+    rb.data.Field(name="user", rows=300),
+    rb.data.Field(name="tags", kind="multi", rows=90, max_length=3),
+    rb.data.Field(name="item", rows=200),
 )
 
 
@@ -103,7 +103,7 @@ def test_a_tied_table_is_refused_with_what_to_do():
 
 
 def test_fields_of_a_stack_are_packed_each_and_merge_back():
-    model = prune_(FM(rb.Schema(FIELDS), dim=6))
+    model = prune_(FM(rb.data.Schema(FIELDS), dim=6))
     tables, ids = model.backbone.tables, batch_of_ids()
     before = tables(ids)
     changes = pack_(model, where=lambda t: t.field != "item", verbose=False)
@@ -149,11 +149,11 @@ def test_an_optimizer_goes_on_with_the_values():
 
 
 def test_a_packed_model_is_trained():
-    model = prune_(FM(rb.Schema(FIELDS), dim=6), kept=0.4)
+    model = prune_(FM(rb.data.Schema(FIELDS), dim=6), kept=0.4)
     pack_(model, verbose=False)
     zeros = [table.weight == 0 for table in model.backbone.tables.tables()]
     label = torch.randint(2, (20,)).float()
-    batch = rb.Batch(batch_of_ids(), torch.zeros(20, 0), label, model.schema)
+    batch = rb.data.Batch(batch_of_ids(), torch.zeros(20, 0), label, model.schema)
     optimizer = torch.optim.Adam(model.parameters(), lr=0.05)
     losses = []
     for _ in range(30):

@@ -16,22 +16,22 @@ from rarebit.models._base import RankingModel
 from rarebit.tables.collection import TableCollection
 from rarebit.testing import counting_large_tensors
 
-SCHEMA = rb.Schema(
+SCHEMA = rb.data.Schema(
     (
-        rb.Field(name="user", rows=11),
-        rb.Field(name="tags", kind="multi", rows=9, max_length=3, pooling="mean"),
-        rb.Field(name="age", kind="numeric"),
-        rb.Field(name="words", kind="multi", rows=10, max_length=2, pooling="sum"),
-        rb.Field(name="item", rows=13),
-        rb.Field(name="price", kind="numeric"),
+        rb.data.Field(name="user", rows=11),
+        rb.data.Field(name="tags", kind="multi", rows=9, max_length=3, pooling="mean"),
+        rb.data.Field(name="age", kind="numeric"),
+        rb.data.Field(name="words", kind="multi", rows=10, max_length=2, pooling="sum"),
+        rb.data.Field(name="item", rows=13),
+        rb.data.Field(name="price", kind="numeric"),
     )
 )
 
-Make = Callable[[rb.Schema], RankingModel]
+Make = Callable[[rb.data.Schema], RankingModel]
 """What builds a model for a schema, small."""
 
 
-def make_batch(rows: int = 24, schema: rb.Schema = SCHEMA) -> rb.Batch:
+def make_batch(rows: int = 24, schema: rb.data.Schema = SCHEMA) -> rb.data.Batch:
     """Return a batch in which some values are padding, and one row has nothing else."""
     ids = torch.cat(
         [torch.randint(f.rows, (rows, f.max_length)) for f in schema.table_fields], dim=1
@@ -44,7 +44,7 @@ def make_batch(rows: int = 24, schema: rb.Schema = SCHEMA) -> rb.Batch:
     return rb.Dataset(schema, ids, numbers, torch.randint(2, (rows,)))[slice(None)]
 
 
-def lively(make: Make, schema: rb.Schema = SCHEMA) -> RankingModel:
+def lively(make: Make, schema: rb.data.Schema = SCHEMA) -> RankingModel:
     """Return a model with weights far from zero, so that a difference shows."""
     model = make(schema)
     with torch.no_grad():
@@ -57,8 +57,8 @@ def lively(make: Make, schema: rb.Schema = SCHEMA) -> RankingModel:
     return model
 
 
-def some_rows(batch: rb.Batch, rows: Tensor | slice) -> rb.Batch:
-    return rb.Batch(batch.ids[rows], batch.numeric[rows], batch.label[rows], batch.schema)
+def some_rows(batch: rb.data.Batch, rows: Tensor | slice) -> rb.data.Batch:
+    return rb.data.Batch(batch.ids[rows], batch.numeric[rows], batch.label[rows], batch.schema)
 
 
 def all_checks() -> dict[str, Callable[[Make], None]]:
@@ -68,8 +68,10 @@ def all_checks() -> dict[str, Callable[[Make], None]]:
 
 def check_shape(make: Make) -> None:
     """One finite score a row, for any number of rows and any kinds of fields."""
-    simple = rb.Schema((rb.Field(name="user", rows=4), rb.Field(name="item", rows=5)))
-    lists = rb.Schema((rb.Field(name="tags", kind="multi", rows=4, max_length=3),))
+    simple = rb.data.Schema(
+        (rb.data.Field(name="user", rows=4), rb.data.Field(name="item", rows=5))
+    )
+    lists = rb.data.Schema((rb.data.Field(name="tags", kind="multi", rows=4, max_length=3),))
     for schema in (SCHEMA, simple, lists):
         for training, rows in ((True, 24), (False, 24), (False, 3)):
             scores = lively(make, schema).train(training)(make_batch(rows, schema))
@@ -95,7 +97,7 @@ def check_gradients(make: Make) -> None:
             _check_rows_with_gradients(module, batch)
 
 
-def _check_rows_with_gradients(tables: TableCollection, batch: rb.Batch) -> None:
+def _check_rows_with_gradients(tables: TableCollection, batch: rb.data.Batch) -> None:
     shadow = copy.deepcopy(tables)  # gradients are laid out as the weights are: they split alike
     with torch.no_grad():
         for target, source in zip(shadow.parameters(), tables.parameters(), strict=True):
@@ -117,7 +119,7 @@ def check_every_field_counts(make: Make) -> None:
         assert float(changed.abs().max().detach()) < 1e-5, f"{field.name}: other rows change too"
 
 
-def _with_another_value(batch: rb.Batch, field: rb.Field) -> rb.Batch:
+def _with_another_value(batch: rb.data.Batch, field: rb.data.Field) -> rb.data.Batch:
     ids, numeric = batch.ids.clone(), batch.numeric.clone()
     if field.kind == "numeric":
         numeric[5, SCHEMA.numeric_fields.index(field)] += 1.0
@@ -157,7 +159,7 @@ def check_rebuild(make: Make) -> None:
     """Settings, through JSON, and state dict are all it takes to build the model again."""
     model, batch = lively(make).eval(), make_batch()
     settings = json.loads(json.dumps(model.settings))
-    schema = rb.Schema.from_mapping(json.loads(json.dumps(model.schema.to_mapping())))
+    schema = rb.data.Schema.from_mapping(json.loads(json.dumps(model.schema.to_mapping())))
     again = type(model)(schema, **settings).eval()
     shapes = [{n: t.shape for n, t in m.state_dict().items()} for m in (model, again)]
     assert shapes[0] == shapes[1], "the settings do not say all"
@@ -206,10 +208,10 @@ def check_cost(make: Make) -> None:
     """A step makes nothing of a table's size, save the dense gradient of the table."""
     rows = 10_000
     fields = (
-        rb.Field(name="user", rows=rows),
-        rb.Field(name="tags", kind="multi", rows=rows, max_length=3),
+        rb.data.Field(name="user", rows=rows),
+        rb.data.Field(name="tags", kind="multi", rows=rows, max_length=3),
     )
-    model, batch = make(rb.Schema(fields)), make_batch(8, rb.Schema(fields))
+    model, batch = make(rb.data.Schema(fields)), make_batch(8, rb.data.Schema(fields))
     with counting_large_tensors(rows) as made:
         model(batch).sum().backward()
     stored = [parameter for parameter in model.parameters() if parameter.numel() >= rows]

@@ -39,13 +39,13 @@ def build(name, num_sets=None):
 class Scorer(nn.Module):
     """A model that takes tensors: what a service sends."""
 
-    def __init__(self, model: nn.Module, schema: rb.Schema) -> None:
+    def __init__(self, model: nn.Module, schema: rb.data.Schema) -> None:
         super().__init__()
         self.model, self.schema = model, schema
 
     def forward(self, ids: Tensor, numeric: Tensor) -> Tensor:
         label = numeric.new_zeros(ids.shape[0])
-        return self.model(rb.Batch(ids, numeric, label, self.schema))
+        return self.model(rb.data.Batch(ids, numeric, label, self.schema))
 
 
 def export(model, batch):

@@ -48,7 +48,7 @@ def with_setting(setting: str) -> list[str]:
 
 
 def maker(name: str, **wanted: Any) -> checks.Make:
-    def make(schema: rb.Schema) -> RankingModel:
+    def make(schema: rb.data.Schema) -> RankingModel:
         return build_model(name, schema, settings_of(name, **wanted))
 
     return make
@@ -116,7 +116,7 @@ def test_a_width_of_zero_is_refused(name):
 
 @every_model
 def test_a_model_without_tables_is_refused(name):
-    schema = rb.Schema((rb.Field(name="age", kind="numeric"),))
+    schema = rb.data.Schema((rb.data.Field(name="age", kind="numeric"),))
     with pytest.raises(SettingsError, match=r"at least one categorical.* got \['age'\]"):
         build_model(name, schema)
 

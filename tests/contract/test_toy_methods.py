@@ -106,7 +106,7 @@ class Nudging(rb.Callback):
     def __init__(self, fault: str) -> None:
         self.fault, self.steps = fault, 0
 
-    def start(self, model: nn.Module, data: rb.TrainingData) -> None:
+    def start(self, model: nn.Module, data: rb.callbacks.TrainingData) -> None:
         del data
         self.model, self.weight = model, next(model.parameters())
         self.hook = model.register_forward_hook(lambda *_: None)

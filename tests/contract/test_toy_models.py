@@ -21,7 +21,7 @@ class Flat(nn.Module):
 class Toy(RankingModel):
     """A small network; with a fault, it does something wrong."""
 
-    def __init__(self, schema: rb.Schema, *, dim: int = 4, fault: str = "") -> None:
+    def __init__(self, schema: rb.data.Schema, *, dim: int = 4, fault: str = "") -> None:
         super().__init__(
             schema,
             backbone=Backbone(schema, dim, Flat()),
@@ -32,59 +32,59 @@ class Toy(RankingModel):
         self.fault = fault
         self.extra = nn.Parameter(torch.ones(4))
 
-    def forward(self, batch: rb.Batch) -> Tensor:
+    def forward(self, batch: rb.data.Batch) -> Tensor:
         if self.fault == "every_field_counts" and "user" in batch.schema.slots:
             batch = without_first_number(batch)
         score = super().forward(batch) + self.extra.sum()
         faulty = getattr(self, "_" + self.fault.replace(": ", "_"), None)
         return score if faulty is None else faulty(score, batch)
 
-    def _shape(self, score: Tensor, batch: rb.Batch) -> Tensor:
+    def _shape(self, score: Tensor, batch: rb.data.Batch) -> Tensor:
         return score.unsqueeze(1)
 
-    def _single_row(self, score: Tensor, batch: rb.Batch) -> Tensor:
+    def _single_row(self, score: Tensor, batch: rb.data.Batch) -> Tensor:
         return score.squeeze()
 
-    def _gradients_parameter(self, score: Tensor, batch: rb.Batch) -> Tensor:
+    def _gradients_parameter(self, score: Tensor, batch: rb.data.Batch) -> Tensor:
         return score - self.extra.sum()
 
-    def _gradients_field(self, score: Tensor, batch: rb.Batch) -> Tensor:
+    def _gradients_field(self, score: Tensor, batch: rb.data.Batch) -> Tensor:
         return score - self.wide.tables(batch.ids)[:, 0, 0]  # the first field's weights cancel
 
-    def _batch_size(self, score: Tensor, batch: rb.Batch) -> Tensor:
+    def _batch_size(self, score: Tensor, batch: rb.data.Batch) -> Tensor:
         return score - score.mean()
 
-    def _row_order(self, score: Tensor, batch: rb.Batch) -> Tensor:
+    def _row_order(self, score: Tensor, batch: rb.data.Batch) -> Tensor:
         return score + 0.01 * torch.arange(len(score))
 
-    def _padding(self, score: Tensor, batch: rb.Batch) -> Tensor:
+    def _padding(self, score: Tensor, batch: rb.data.Batch) -> Tensor:
         rows = self.backbone.tables._look_up(batch.ids)
         return score + rows.sum(dim=(1, 2))
 
-    def _autocast(self, score: Tensor, batch: rb.Batch) -> Tensor:
+    def _autocast(self, score: Tensor, batch: rb.data.Batch) -> Tensor:
         return score * (1.1 if torch.is_autocast_enabled("cpu") else 1.0)
 
-    def _precision(self, score: Tensor, batch: rb.Batch) -> Tensor:
+    def _precision(self, score: Tensor, batch: rb.data.Batch) -> Tensor:
         return score.float()
 
-    def _methods(self, score: Tensor, batch: rb.Batch) -> Tensor:
+    def _methods(self, score: Tensor, batch: rb.data.Batch) -> Tensor:
         return score + 0.01 * len(self.backbone.tables.stacks)
 
-    def _cost(self, score: Tensor, batch: rb.Batch) -> Tensor:
+    def _cost(self, score: Tensor, batch: rb.data.Batch) -> Tensor:
         (weights,) = self.wide.tables.parameters()
         return score + (1e-9 * weights).sum()
 
-    def _compile_breaks(self, score: Tensor, batch: rb.Batch) -> Tensor:
+    def _compile_breaks(self, score: Tensor, batch: rb.data.Batch) -> Tensor:
         return score if bool(score.sum() > 0) else -score  # looks at the data
 
-    def _compile_differs(self, score: Tensor, batch: rb.Batch) -> Tensor:
+    def _compile_differs(self, score: Tensor, batch: rb.data.Batch) -> Tensor:
         return score + (0.01 if torch.compiler.is_compiling() else 0.0)
 
 
-def without_first_number(batch: rb.Batch) -> rb.Batch:
+def without_first_number(batch: rb.data.Batch) -> rb.data.Batch:
     numbers = batch.numeric.clone()
     numbers[:, :1] = 0.0
-    return rb.Batch(batch.ids, numbers, batch.label, batch.schema)
+    return rb.data.Batch(batch.ids, numbers, batch.label, batch.schema)
 
 
 # fault: part of the message of the check of that name

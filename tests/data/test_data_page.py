@@ -4,7 +4,7 @@ import re
 import tomllib
 from pathlib import Path
 
-from rarebit import LogSchema
+from rarebit.data import LogSchema
 from rarebit.data.sources import source_names
 
 PAGE = (Path(__file__).resolve().parents[2] / "docs" / "data.md").read_text("utf-8")

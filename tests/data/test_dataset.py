@@ -5,7 +5,8 @@ from capabilities import needs_cuda
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rarebit import Dataset, Field, Schema
+from rarebit import Dataset
+from rarebit.data import Field, Schema
 from rarebit.data.order import batch_bounds, shuffled_order
 from rarebit.errors import DataError, SettingsError
 

@@ -13,7 +13,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rarebit import Dataset, Field, Schema
+from rarebit import Dataset
+from rarebit.data import Field, Schema
 from rarebit.data.prepared import (
     ArrayWriter,
     DataStatistics,

@@ -3,7 +3,7 @@ import json
 import numpy as np
 import pytest
 
-from rarebit import Field, Schema
+from rarebit.data import Field, Schema
 from rarebit.data.schema import FIRST_VALUE, MISSING, PADDING, UNKNOWN
 from rarebit.errors import DataError, SettingsError
 

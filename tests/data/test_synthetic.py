@@ -7,8 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from rarebit import SyntheticLog, generate
-from rarebit.data import synthetic
+from rarebit.data import SyntheticLog, generate, synthetic
 from rarebit.data.schema import FIRST_VALUE, MISSING, PADDING, UNKNOWN
 from rarebit.data.synthetic import (
     CLICK_RATE,

@@ -20,20 +20,20 @@ from rarebit.tables.spectrum import information_abundance, random_abundance, sta
 from rarebit.tables.table import full_table
 
 FIELDS = (
-    rb.Field(name="user", rows=60),
-    rb.Field(name="tags", kind="multi", rows=9, max_length=3),
+    rb.data.Field(name="user", rows=60),
+    rb.data.Field(name="tags", kind="multi", rows=9, max_length=3),
 )
 
 
 @pytest.fixture
 def data():
     ids = torch.cat([torch.randint(0, 50, (200, 1)), torch.randint(0, 9, (200, 3))], dim=1)
-    return rb.Dataset(rb.Schema(FIELDS), ids, None, torch.randint(0, 2, (200,)).float())
+    return rb.Dataset(rb.data.Schema(FIELDS), ids, None, torch.randint(0, 2, (200,)).float())
 
 
 @pytest.fixture
 def model():
-    return DeepFM(rb.Schema(FIELDS), dim=4, hidden=(4,), std=1.0)
+    return DeepFM(rb.data.Schema(FIELDS), dim=4, hidden=(4,), std=1.0)
 
 
 def test_every_figure_of_a_model_is_that_of_a_loop(model, data):
@@ -76,7 +76,9 @@ def test_the_correlation_of_norm_and_frequency_is_of_values_that_were_seen():
 
 
 def test_training_rows_are_the_ones_that_count(model, data):
-    parts = rb.Splits(data, *(rb.Dataset(data.schema, data.ids[:5], None, data.label[:5]),) * 2)
+    parts = rb.data.Splits(
+        data, *(rb.Dataset(data.schema, data.ids[:5], None, data.label[:5]),) * 2
+    )
     assert diagnose(model, parts) == diagnose(model, data)
     data.divide([100, 50, 50], None)
     assert diagnose(model, data) == diagnose(model, data.splits.train)
@@ -253,7 +255,9 @@ def test_files_that_are_none_are_told_in_a_sentence(tmp_path):
 
 
 def test_each_embedding_set_is_looked_at_by_itself():
-    schema = rb.Schema((rb.Field(name="user", rows=90), rb.Field(name="item", rows=50)))
+    schema = rb.data.Schema(
+        (rb.data.Field(name="user", rows=90), rb.data.Field(name="item", rows=50))
+    )
     model = DCNv2(schema, dim=4, hidden=[8, 8])
     assert diagnose(model).tables[0].set_abundances == ()
     rb.apply_(model, rb.MultiEmbedding(num_sets=3), verbose=False)

@@ -166,7 +166,7 @@ def test_advice_names_what_the_library_has():
     assert {"tables", "table_weight_decay", "clip_norm", "lr"} <= set(
         rb.Training.__dataclass_fields__
     )
-    assert "min_count" in rb.Column.__dataclass_fields__
+    assert "min_count" in rb.data.Column.__dataclass_fields__
 
 
 def test_a_finding_names_its_table_first():
@@ -183,7 +183,7 @@ def test_rows_that_are_zero_on_purpose_are_no_waste():
     with torch.no_grad():
         model[0].weight[:300] = 0.0
     assert "dead" in [finding.kind for finding in diagnose(model).findings]
-    rb.apply_(model, rb.Masked(), verbose=False)
+    rb.apply_(model, rb.pruning.Masked(), verbose=False)
     assert [finding.kind for finding in diagnose(model).findings] == []
     rb.pack_(model, verbose=False)
     assert [finding.kind for finding in diagnose(model).findings] == []

@@ -14,11 +14,11 @@ from rarebit.models.dcn_v2 import DCNv2
 
 pytest.importorskip("matplotlib", reason="capability: package matplotlib: it is not installed")
 
-SCHEMA = rb.Schema(
+SCHEMA = rb.data.Schema(
     (
-        rb.Field(name="user", rows=90),
-        rb.Field(name="item", rows=40),
-        rb.Field(name="price", kind="numeric"),
+        rb.data.Field(name="user", rows=90),
+        rb.data.Field(name="item", rows=40),
+        rb.data.Field(name="price", kind="numeric"),
     )
 )
 COUNTS = {"user": torch.arange(90), "item": torch.ones(40, dtype=torch.int64)}

@@ -13,7 +13,7 @@ from rarebit.diagnosis.report import Diagnosis, product_table, table_of_tables
 from rarebit.errors import ModelFileError
 from rarebit.models.ffm import FFM
 
-SCHEMA = rb.Schema((rb.Field(name="user", rows=90), rb.Field(name="item", rows=40)))
+SCHEMA = rb.data.Schema((rb.data.Field(name="user", rows=90), rb.data.Field(name="item", rows=40)))
 
 
 @pytest.fixture

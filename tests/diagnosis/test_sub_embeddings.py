@@ -7,7 +7,8 @@ import torch
 from capabilities import needs_cuda
 from torch.nn import functional as F
 
-from rarebit import Field, LowRank, Schema, apply_
+from rarebit import LowRank, apply_
+from rarebit.data import Field, Schema
 from rarebit.diagnosis.diagnose import diagnose
 from rarebit.models.dcn_v2 import DCNv2
 from rarebit.models.deepfm import DeepFM

@@ -7,11 +7,11 @@ import rarebit as rb
 from rarebit.models.deepfm import DeepFM
 
 FIELDS = (
-    rb.Field(name="user", rows=20),
-    rb.Field(name="tags", kind="multi", rows=9, max_length=3),
-    rb.Field(name="item", rows=11),
+    rb.data.Field(name="user", rows=20),
+    rb.data.Field(name="tags", kind="multi", rows=9, max_length=3),
+    rb.data.Field(name="item", rows=11),
 )
-SCHEMA = rb.Schema(FIELDS)
+SCHEMA = rb.data.Schema(FIELDS)
 WIDTH = 4
 C = {"user": 2.0, "tags": 0.0, "item": 30.0}
 

@@ -15,9 +15,9 @@ from rarebit.models.fm import FM
 HASHING, LOW_RANK = rb.Hashing(buckets=7), rb.LowRank(rank=2)
 
 FIELDS = (
-    rb.Field(name="user", rows=20),
-    rb.Field(name="tags", kind="multi", rows=9, max_length=3),
-    rb.Field(name="item", rows=11),
+    rb.data.Field(name="user", rows=20),
+    rb.data.Field(name="tags", kind="multi", rows=9, max_length=3),
+    rb.data.Field(name="item", rows=11),
 )
 
 
@@ -86,7 +86,7 @@ def test_an_ill_defined_pair_is_refused_and_nothing_is_changed(first, then, reas
 
 @pytest.mark.parametrize(("first", "then", "reason"), REFUSED.values(), ids=REFUSED)
 def test_only_tables_that_have_the_earlier_method_are_refused(first, then, reason):
-    model = FM(rb.Schema(FIELDS), dim=5)
+    model = FM(rb.data.Schema(FIELDS), dim=5)
     rb.apply_(model, first, where=lambda t: t.field == "user", verbose=False)
     changes = rb.apply_(model, then, where=lambda t: t.field != "user", verbose=False)
     assert [info.field for info in changes.after] == ["tags", "item"]
@@ -111,7 +111,7 @@ def test_after_merging_any_method_may_follow(first, then, reason):
     assert rb.find_tables(model)[0].methods == (str(then),)
 
 
-TRAINED_ONLY = (rb.MLET(inner_dim=8), rb.ProductStart(inner_dim=8))
+TRAINED_ONLY = (rb.MLET(inner_dim=8), rb.research.ProductStart(inner_dim=8))
 
 
 @pytest.mark.parametrize("first", TRAINED_ONLY, ids=str)
@@ -214,7 +214,7 @@ def test_merged_equals_unmerged(methods):
 
 @pytest.mark.parametrize("methods", [(HASHING, LOW_RANK), *OWN])
 def test_a_collection_composes_as_its_tables_do(methods):
-    model = compose(FM(rb.Schema(FIELDS), dim=5), *methods).double()
+    model = compose(FM(rb.data.Schema(FIELDS), dim=5), *methods).double()
     tables, ids = model.backbone.tables, ids_of()
     user, tags, item = tables.tables()
     present = (ids[:, 1:4] != 0).unsqueeze(-1)
@@ -227,7 +227,7 @@ def test_a_collection_composes_as_its_tables_do(methods):
 
 
 def test_a_saved_model_has_the_same_methods_in_the_same_order(tmp_path):
-    model = FM(rb.Schema(FIELDS), dim=5)
+    model = FM(rb.data.Schema(FIELDS), dim=5)
     rb.apply_(model, HASHING, where=lambda t: t.field != "item", verbose=False)
     rb.apply_(model, LOW_RANK, where=lambda t: t.field != "tags", verbose=False)
     move_(model)

@@ -67,19 +67,19 @@ APPLIED = {
     "hashing": (rb.Hashing(buckets=5),),
     "low-rank": (rb.LowRank(rank=2, after_training=False),),
     "mlet": (rb.MLET(inner_dim=6),),
-    "product-start": (rb.ProductStart(inner_dim=6),),
-    "row-rate": (rb.RowRate(counts=7, c=3.0),),
-    "masked": (rb.Masked(),),
-    "pruned": (rb.Pruned(keep=60),),
+    "product-start": (rb.research.ProductStart(inner_dim=6),),
+    "row-rate": (rb.research.RowRate(counts=7, c=3.0),),
+    "masked": (rb.pruning.Masked(),),
+    "pruned": (rb.pruning.Pruned(keep=60),),
     "multi-embedding": (rb.MultiEmbedding(num_sets=2),),
-    "shared-sets": (rb.SharedSets(num_sets=2),),
+    "shared-sets": (rb.research.SharedSets(num_sets=2),),
     "hashing+mlet": (rb.Hashing(buckets=5), rb.MLET(inner_dim=6)),
     "multi-embedding+mlet": (rb.MultiEmbedding(num_sets=2), rb.MLET(inner_dim=6)),
     "multi-embedding+hashing": (rb.MultiEmbedding(num_sets=2), rb.Hashing(buckets=5)),
     "multi-embedding+hashing+masked": (
         rb.MultiEmbedding(num_sets=2),
         rb.Hashing(buckets=5),
-        rb.Masked(ticket(8)),  # both sets side by side
+        rb.pruning.Masked(ticket(8)),  # both sets side by side
     ),
     "shrinkage:prior=zero": (rb.Shrinkage(counts=7, c=3.0, prior="zero"),),
 }
@@ -151,7 +151,7 @@ def test_padding_stays_zero_and_tables_can_be_changed_afterwards():
 
 def test_what_is_cut_stays_zero_while_the_rest_is_forgotten():
     cut = ticket(4)
-    now = rows_by_table(after(deepfm(rb.Masked(cut)), rows_of(64), c=4.0))
+    now = rows_by_table(after(deepfm(rb.pruning.Masked(cut)), rows_of(64), c=4.0))
     for name, mask in cut.kept.items():
         assert not bool(now[name][~mask].any())
         assert bool(now[name][mask].any())
@@ -344,7 +344,7 @@ def losses(*methods: rb.Method) -> list[tuple[float, float]]:
     settings = RunSettings(
         model="deepfm",
         model_settings={"dim": 8, "hidden": (16,)},
-        data=rb.SyntheticLog(rows=1500),
+        data=rb.data.SyntheticLog(rows=1500),
         training=rb.Training(epochs=6, batch_size=50, lr=0.01, patience=None),
         methods=methods,
     )

@@ -24,7 +24,7 @@ from rarebit.training.settings import RunSettings, load_splits
 SETTINGS = RunSettings(
     model="fm",
     model_settings={"dim": 4},
-    data=rb.SyntheticLog(rows=1500),
+    data=rb.data.SyntheticLog(rows=1500),
     training=rb.Training(epochs=2, batch_size=128, lr=0.02),
 )
 TRAIN, VALID, _ = load_splits(SETTINGS.data)
@@ -218,21 +218,21 @@ def test_a_settings_file_holds_it():
 def test_thresholds_that_are_learned_to_the_end_are_refused():
     with pytest.raises(SettingsError, match=r"still being learned; .*pep\+pruned\+harmless"):
         settings_with(rb.PEP(), HarmlessTransfer())
-    settings_with(rb.PEP(), rb.Pruned(keep=10), HarmlessTransfer())
+    settings_with(rb.PEP(), rb.pruning.Pruned(keep=10), HarmlessTransfer())
 
 
 SMALL = {
-    "aligned-sets": rb.AlignedSets(num_sets=2),
+    "aligned-sets": rb.research.AlignedSets(num_sets=2),
     "hashing": rb.Hashing(buckets=50),
     "low-rank": rb.LowRank(rank=2, after_training=False),
-    "masked": rb.Masked(),
+    "masked": rb.pruning.Masked(),
     "mlet": rb.MLET(inner_dim=6),
     "multi-embedding": rb.MultiEmbedding(num_sets=2),
-    "product-start": rb.ProductStart(inner_dim=6),
-    "pruned": rb.Pruned(keep=3000),
+    "product-start": rb.research.ProductStart(inner_dim=6),
+    "pruned": rb.pruning.Pruned(keep=3000),
     "quantize": rb.Quantize(bits=8),
-    "row-rate": rb.RowRate(),
-    "shared-sets": rb.SharedSets(num_sets=2),
+    "row-rate": rb.research.RowRate(),
+    "shared-sets": rb.research.SharedSets(num_sets=2),
     "shrinkage": rb.Shrinkage(),
 }
 OF_SETS = {"aligned-sets", "multi-embedding", "shared-sets"}
@@ -275,7 +275,7 @@ def masked_but(*fields):
         for info in rb.find_tables(model)
         if info.width > 1
     }
-    return rb.Masked(rb.Ticket(kept))
+    return rb.pruning.Masked(rb.pruning.Ticket(kept))
 
 
 def test_a_table_of_which_no_frequent_row_is_left_takes_no_part_and_is_told():

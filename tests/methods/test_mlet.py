@@ -16,9 +16,9 @@ from rarebit.methods.mlet import MLET, FactorizedTable, fold
 from rarebit.models.fm import FM
 
 FIELDS = (
-    rb.Field(name="user", rows=20),
-    rb.Field(name="tags", kind="multi", rows=9, max_length=3),
-    rb.Field(name="item", rows=11),
+    rb.data.Field(name="user", rows=20),
+    rb.data.Field(name="tags", kind="multi", rows=9, max_length=3),
+    rb.data.Field(name="item", rows=11),
 )
 
 
@@ -85,7 +85,7 @@ def test_a_fresh_projection_is_gaussian(std):
 
 
 def test_fields_of_a_model_start_as_their_own_tables_with_their_own_projections():
-    model = FM(rb.Schema(FIELDS), dim=5)
+    model = FM(rb.data.Schema(FIELDS), dim=5)
     rb.apply_(model, MLET(inner_dim=8), verbose=False)
     tables = model.backbone.tables.tables()
     for field, table in zip(FIELDS, tables, strict=True):
@@ -248,12 +248,12 @@ def test_merged_equals_looked_up(shape, inner_dim, padding, mode, seed):
 
 
 def test_the_wide_factor_gets_sparse_gradients_and_the_projection_dense_ones():
-    model = FM(rb.Schema(FIELDS), dim=5)
+    model = FM(rb.data.Schema(FIELDS), dim=5)
     rb.apply_(model, MLET(inner_dim=8), verbose=False)
     optimizer = rb.optimizer(model, lr=0.1, tables="rowwise")
     held = {id(p) for p in optimizer.param_groups[1]["params"]}
     ids = torch.tensor([[3, 1, 4, 0, 7]])
-    batch = rb.Dataset(rb.Schema(FIELDS), ids, torch.zeros(1, 0), torch.ones(1))[slice(None)]
+    batch = rb.Dataset(rb.data.Schema(FIELDS), ids, torch.zeros(1, 0), torch.ones(1))[slice(None)]
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
     model(batch).sum().backward()
     kinds = {
@@ -303,7 +303,7 @@ def test_training_moves_rows_that_were_not_looked_up():
     assert bool((table.weight != before).any(dim=1).all())
 
 
-STACKED = rb.Schema((*FIELDS, rb.Field(name="unused", rows=4)))
+STACKED = rb.data.Schema((*FIELDS, rb.data.Field(name="unused", rows=4)))
 
 
 def stacked_ids(*shape: int) -> Tensor:

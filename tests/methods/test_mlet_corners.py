@@ -13,16 +13,16 @@ from rarebit.methods.mlet import MLET
 from rarebit.models.fm import FM
 
 FIELDS = (
-    rb.Field(name="user", rows=20),
-    rb.Field(name="tags", kind="multi", rows=9, max_length=3),
-    rb.Field(name="item", rows=11),
+    rb.data.Field(name="user", rows=20),
+    rb.data.Field(name="tags", kind="multi", rows=9, max_length=3),
+    rb.data.Field(name="item", rows=11),
 )
 IDS = torch.tensor([3, 0, 7, 3])
 
 
 def test_a_row_rule_sees_rows_of_the_tables_width():
     torch.manual_seed(0)
-    model = FM(rb.Schema(FIELDS), dim=5)
+    model = FM(rb.data.Schema(FIELDS), dim=5)
     rb.apply_(model.backbone, MLET(inner_dim=8), verbose=False)
     plain, shapes = copy.deepcopy(model), []
 
@@ -31,7 +31,7 @@ def test_a_row_rule_sees_rows_of_the_tables_width():
         return gradients.sum(dim=0)
 
     ids = torch.cat([torch.randint(f.rows, (16, f.max_length)) for f in FIELDS], dim=1)
-    batch = rb.Dataset(rb.Schema(FIELDS), ids, torch.zeros(16, 0), torch.ones(16))[slice(None)]
+    batch = rb.Dataset(rb.data.Schema(FIELDS), ids, torch.zeros(16, 0), torch.ones(16))[slice(None)]
     F.softplus(-plain(batch)).mean().backward()
     with rb.RowGradients(model, rule) as rows:
         rows.backward(F.softplus(-model(batch)).mean())
@@ -65,7 +65,7 @@ def test_a_frozen_table_has_frozen_factors_and_stays_frozen(init):
 
 
 def test_a_saved_product_is_the_same_product(tmp_path):
-    model = FM(rb.Schema(FIELDS), dim=5)
+    model = FM(rb.data.Schema(FIELDS), dim=5)
     rb.apply_(model, rb.Hashing(buckets=9), where=lambda t: t.field == "user", verbose=False)
     rb.apply_(model, MLET(inner_dim=8), verbose=False)
     loaded = rb.load_model(rb.save_model(model, tmp_path))
@@ -83,7 +83,7 @@ def test_a_network_in_half_precision_does_not_round_the_product():
 
 @pytest.mark.parametrize("trained", [True, False])
 def test_a_stack_of_products_is_trained_as_its_tables_were(trained):
-    model = FM(rb.Schema(FIELDS), dim=5)
+    model = FM(rb.data.Schema(FIELDS), dim=5)
     model.backbone.requires_grad_(trained)
     rb.apply_(model.backbone, MLET(inner_dim=8), verbose=False)
     assert {parameter.requires_grad for parameter in model.backbone.parameters()} == {trained}

@@ -17,10 +17,10 @@ from rarebit.sets.sets import sets_of
 from rarebit.training.run import start_model
 
 M = 3
-USER = rb.Field(name="user", rows=6)
-AGE = rb.Field(name="age", kind="numeric")
-TAGS = rb.Field(name="tags", kind="multi", rows=7, max_length=3)
-SCHEMA = rb.Schema((USER, AGE, TAGS))
+USER = rb.data.Field(name="user", rows=6)
+AGE = rb.data.Field(name="age", kind="numeric")
+TAGS = rb.data.Field(name="tags", kind="multi", rows=7, max_length=3)
+SCHEMA = rb.data.Schema((USER, AGE, TAGS))
 ROWS = 9
 
 WITH_SETS = [name for name in model_names() if not model_class(name).why_no_sets]
@@ -143,13 +143,13 @@ def test_the_wide_part_stays_and_all_else_is_the_set_form():
 
 def test_each_set_starts_within_the_bound_of_a_table_of_its_own():
     settings = {"dim": 10, "hidden": (8,), "init": "xavier"}
-    fields = (rb.Field(name="user", rows=60), rb.Field(name="item", rows=30))
-    model = build_model("dnn", rb.Schema(fields), settings | {"num_sets": 4})
+    fields = (rb.data.Field(name="user", rows=60), rb.data.Field(name="item", rows=30))
+    model = build_model("dnn", rb.data.Schema(fields), settings | {"num_sets": 4})
     weight = model.backbone.tables.stacks[0].embedding.weight.detach()
     largest = [float(part.abs().max()) for part in weight.chunk(4, dim=1)]
     bound = (6 / (90 + 10)) ** 0.5  # not of 40 columns, 0.215
     assert all(0.97 * bound < one <= bound for one in largest)
-    single = build_model("dnn", rb.Schema(fields), settings)
+    single = build_model("dnn", rb.data.Schema(fields), settings)
     assert float(single.backbone.tables.stacks[0].embedding.weight.detach().abs().max()) <= bound
 
 
@@ -217,8 +217,8 @@ def test_sets_that_start_equal_are_refused_by_name():
 
 
 def test_a_table_of_nothing_but_padding_is_no_equal_set():
-    lonely = rb.Field(name="tags", kind="multi", rows=1, max_length=2)
-    model = build_model("dnn", rb.Schema((USER, lonely)), {"dim": 2, "hidden": (4,)})
+    lonely = rb.data.Field(name="tags", kind="multi", rows=1, max_length=2)
+    model = build_model("dnn", rb.data.Schema((USER, lonely)), {"dim": 2, "hidden": (4,)})
     assert with_sets_of(model).backbone.num_sets == M
 
 
@@ -247,7 +247,7 @@ def test_frozen_tables_and_tables_with_hooks_are_refused():
 
 @pytest.mark.parametrize("tables", ["dense", "rowwise"])
 def test_it_is_trained_by_fit(tables):
-    log = rb.generate(rb.SyntheticLog(rows=3000))
+    log = rb.data.generate(rb.data.SyntheticLog(rows=3000))
     model = build_model("dcn_v2", log.train.schema, {"dim": 4, "hidden": (16, 8)})
     with_sets_of(model)
     start = [p.detach().clone() for p in model.parameters()]
@@ -273,7 +273,7 @@ def test_a_run_takes_it_and_its_model_comes_back(tmp_path):
     assert any(line.startswith("MultiEmbedding(num_sets=2): ") for line in told)
     loaded = rb.load_model(tmp_path)
     assert loaded.backbone.num_sets == 2
-    data = rb.generate(settings.data).test
+    data = rb.data.generate(settings.data).test
     assert bool((rb.predict(loaded, data) == rb.predict(result.model, data)).all())
 
 

@@ -19,19 +19,24 @@ from rarebit.tables.apply import end_training_
 
 M, K = 3, 4
 FIELDS = (
-    rb.Field(name="user", rows=20),
-    rb.Field(name="tags", kind="multi", rows=9, max_length=3),
-    rb.Field(name="item", rows=11),
+    rb.data.Field(name="user", rows=20),
+    rb.data.Field(name="tags", kind="multi", rows=9, max_length=3),
+    rb.data.Field(name="item", rows=11),
 )
-SCHEMA = rb.Schema(FIELDS)
+SCHEMA = rb.data.Schema(FIELDS)
 SETS = (MultiEmbedding(num_sets=M), SharedSets(num_sets=M), AlignedSets(num_sets=M))
 BY_SET = (
     rb.Hashing(buckets=7),
     rb.LowRank(rank=2),
     rb.MLET(inner_dim=6),
-    rb.ProductStart(inner_dim=6),
+    rb.research.ProductStart(inner_dim=6),
 )
-BY_ENTRY = (rb.PEP(), rb.PEP(granularity="dimension"), rb.PEP(schedule="given"), rb.Masked())
+BY_ENTRY = (
+    rb.PEP(),
+    rb.PEP(granularity="dimension"),
+    rb.PEP(schedule="given"),
+    rb.pruning.Masked(),
+)
 LATE = (rb.Quantize(), rb.LowRank(rank=2, after_training=True))
 
 

@@ -27,9 +27,9 @@ from rarebit.models.fm import FM
 both = pytest.mark.parametrize("bits", [8, 4])
 
 FIELDS = (
-    rb.Field(name="user", rows=20),
-    rb.Field(name="tags", kind="multi", rows=9, max_length=3),
-    rb.Field(name="item", rows=11),
+    rb.data.Field(name="user", rows=20),
+    rb.data.Field(name="tags", kind="multi", rows=9, max_length=3),
+    rb.data.Field(name="item", rows=11),
 )
 
 WEIGHTS = st.lists(
@@ -251,7 +251,7 @@ def test_a_table_of_half_precision_stays_so(bits):
 
 
 def test_fields_are_looked_up_at_once_with_a_scale_each():
-    model = FM(rb.Schema(FIELDS), dim=5)
+    model = FM(rb.data.Schema(FIELDS), dim=5)
     tables = model.backbone.tables
     for place, table in enumerate(tables.tables()):
         table.weight.data.mul_(10.0**place)
@@ -274,7 +274,7 @@ def test_fields_are_looked_up_at_once_with_a_scale_each():
 
 
 def test_fields_of_different_bits_and_none_left_that_is_trained():
-    model = FM(rb.Schema(FIELDS), dim=5)
+    model = FM(rb.data.Schema(FIELDS), dim=5)
     tables = model.backbone.tables
     wide = {
         field.name: table.weight.detach()

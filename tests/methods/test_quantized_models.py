@@ -19,9 +19,9 @@ from rarebit.tables.apply import table_bytes
 both = pytest.mark.parametrize("bits", [8, 4])
 
 FIELDS = (
-    rb.Field(name="user", rows=20),
-    rb.Field(name="tags", kind="multi", rows=9, max_length=3),
-    rb.Field(name="item", rows=11),
+    rb.data.Field(name="user", rows=20),
+    rb.data.Field(name="tags", kind="multi", rows=9, max_length=3),
+    rb.data.Field(name="item", rows=11),
 )
 
 
@@ -95,7 +95,7 @@ def test_a_table_that_was_frozen_is_not_said_to_be_frozen_now():
 
 @pytest.mark.parametrize("tables", ["dense", "rowwise"])
 def test_training_goes_on_with_the_network_and_leaves_the_integers_alone(tables):
-    data = rb.generate(rb.SyntheticLog(rows=2000))
+    data = rb.data.generate(rb.data.SyntheticLog(rows=2000))
     model = DeepFM(data.train.schema, dim=4, hidden=(8,))
     rb.apply_(model, Quantize(), verbose=False)
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
@@ -151,7 +151,7 @@ def test_bytes_are_those_of_the_saved_file(bits, num_bytes, tmp_path):
 
 @both
 def test_bytes_of_a_model_are_those_of_the_saved_file(bits, tmp_path):
-    model = FM(rb.Schema(FIELDS), dim=6)
+    model = FM(rb.data.Schema(FIELDS), dim=6)
     rb.apply_(model, Quantize(bits=bits), where=lambda t: t.field != "tags", verbose=False)
     rows, entries = 20 + 11, 6 * bits // 8
     tables = rows * entries + 2 * 4 + 9 * 6 * 4
@@ -165,7 +165,7 @@ def test_bytes_of_a_model_are_those_of_the_saved_file(bits, tmp_path):
 @both
 @pytest.mark.parametrize("first", [None, rb.Hashing(buckets=7), rb.LowRank(rank=2)])
 def test_a_saved_model_comes_back_with_its_integers(bits, first, tmp_path):
-    model = FM(rb.Schema(FIELDS), dim=5)
+    model = FM(rb.data.Schema(FIELDS), dim=5)
     for method in [first, Quantize(bits=bits)] if first else [Quantize(bits=bits)]:
         rb.apply_(model, method, where=lambda t: t.field != "item", verbose=False)
     loaded = rb.load_model(rb.save_model(model, tmp_path))

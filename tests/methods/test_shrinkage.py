@@ -372,7 +372,7 @@ def test_without_a_prior_it_is_the_product():
     assert torch.equal(mix(own, weights, None), weights * own)
 
 
-def batch_of(rows: int = 16) -> rb.Batch:
+def batch_of(rows: int = 16) -> rb.data.Batch:
     return rb.Dataset(SCHEMA, ids_of(rows))[:]
 
 
@@ -422,7 +422,9 @@ def test_rows_of_a_product_are_shrunk():
     assert all(p.grad is not None for p in model.backbone.tables.parameters())
 
 
-@pytest.mark.parametrize("then", [rb.PEP(init=-2.0), rb.Masked(), rb.Pruned(keep=60)])
+@pytest.mark.parametrize(
+    "then", [rb.PEP(init=-2.0), rb.pruning.Masked(), rb.pruning.Pruned(keep=60)]
+)
 def test_what_comes_then_works_on_the_shrunk_rows(then):
     model = deepfm(Shrinkage(counts=counts_by_field(), c=3.0))
     rows = [full_table(table) for table in model.backbone.tables.tables()]
@@ -464,7 +466,9 @@ def test_each_set_is_shrunk_by_the_same_counts():
         assert all(one.evidence.strength.item() == C[field.name] for one in shrunk)
 
 
-@pytest.mark.parametrize("then", [rb.PEP(), rb.Masked(), rb.Pruned(keep=60), rb.Quantize()])
+@pytest.mark.parametrize(
+    "then", [rb.PEP(), rb.pruning.Masked(), rb.pruning.Pruned(keep=60), rb.Quantize()]
+)
 @pytest.mark.parametrize("first", [[], [rb.MLET(inner_dim=8)]])
 def test_a_saved_model_with_other_methods_comes_back(first, then, tmp_path):
     model = deepfm(*first, Shrinkage(counts=counts_by_field(), c=3.0))

@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from rarebit import Dataset, Field, Schema
+from rarebit import Dataset
+from rarebit.data import Field, Schema
 
 USER = Field(name="user", rows=6)
 ITEM = Field(name="item", rows=5)

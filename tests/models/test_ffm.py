@@ -1,6 +1,7 @@
 import torch
 
-from rarebit import Dataset, Field, Schema
+from rarebit import Dataset
+from rarebit.data import Field, Schema
 from rarebit.models import build_model
 from rarebit.models.ffm import FFM
 

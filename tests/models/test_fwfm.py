@@ -1,6 +1,7 @@
 import torch
 
-from rarebit import Dataset, Field, Schema
+from rarebit import Dataset
+from rarebit.data import Field, Schema
 from rarebit.models.fm import FM
 from rarebit.models.fwfm import FwFM
 

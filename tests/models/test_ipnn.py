@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from rarebit import Field, Schema
+from rarebit.data import Field, Schema
 from rarebit.models import build_model
 from rarebit.models.ipnn import IPNN
 

@@ -1,7 +1,8 @@
 import pytest
 import torch
 
-from rarebit import Dataset, Field, Schema
+from rarebit import Dataset
+from rarebit.data import Field, Schema
 from rarebit.errors import SettingsError
 from rarebit.models import build_model
 from rarebit.models.lr import LR

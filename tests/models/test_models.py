@@ -4,7 +4,8 @@ import pytest
 import torch
 
 import rarebit.models
-from rarebit import Dataset, Field, Schema
+from rarebit import Dataset
+from rarebit.data import Field, Schema
 from rarebit.errors import SettingsError
 from rarebit.models import build_model, model_class, model_names
 from rarebit.models.autoint import AutoInt

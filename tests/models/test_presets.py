@@ -21,11 +21,11 @@ every_preset = pytest.mark.parametrize("name", preset_names())
 
 @pytest.fixture
 def schema():
-    return rb.Schema(
+    return rb.data.Schema(
         (
-            rb.Field(name="user", rows=6),
-            rb.Field(name="age", kind="numeric"),
-            rb.Field(name="tags", kind="multi", rows=7, max_length=3),
+            rb.data.Field(name="user", rows=6),
+            rb.data.Field(name="age", kind="numeric"),
+            rb.data.Field(name="tags", kind="multi", rows=7, max_length=3),
         )
     )
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from rarebit import Field, Schema
+from rarebit.data import Field, Schema
 from rarebit.errors import SettingsError
 from rarebit.interactions.basic import Block
 from rarebit.models import build_model, model_class, model_names

@@ -87,7 +87,7 @@ def test_values_and_modules_count_as_their_masks_do():
 
 
 def test_a_model_is_seen_as_its_ticket():
-    splits = rb.generate(rb.SyntheticLog(rows=2000))
+    splits = rb.data.generate(rb.data.SyntheticLog(rows=2000))
     model = DeepFM(splits.train.schema, dim=8, hidden=(4,))
     rb.apply_(model, rb.PEP(schedule="given"), where=lambda t: t.width > 1, verbose=False)
     groups = FrequencyGroups.of(model, splits.train.counts())

@@ -159,7 +159,9 @@ def test_padding_is_left_out_where_a_model_tells_it():
 
 
 def test_fields_of_another_width_meet_as_the_model_projects_them():
-    schema = rb.Schema((rb.Field(name="user", rows=6), rb.Field(name="item", rows=5)))
+    schema = rb.data.Schema(
+        (rb.data.Field(name="user", rows=6), rb.data.Field(name="item", rows=5))
+    )
     collection = TableCollection(schema.fields, 4, widths={"item": 2})
     model = nn.ModuleDict({"deep": collection})
     ticket = random_ticket(**{"deep.user": (6, 4), "deep.item": (5, 2)})

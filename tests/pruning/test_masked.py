@@ -18,16 +18,16 @@ from rarebit.pruning.pep import PEP, take_ticket
 from rarebit.tables.table import full_table
 
 FIELDS = (
-    rb.Field(name="user", rows=20),
-    rb.Field(name="tags", kind="multi", rows=9, max_length=3),
-    rb.Field(name="item", rows=11),
+    rb.data.Field(name="user", rows=20),
+    rb.data.Field(name="tags", kind="multi", rows=9, max_length=3),
+    rb.data.Field(name="item", rows=11),
 )
 WIDTH = 4
 NAMES = [f"backbone.tables.{field.name}" for field in FIELDS]
 
 
 def fm() -> FM:
-    return FM(rb.Schema(FIELDS), dim=WIDTH)
+    return FM(rb.data.Schema(FIELDS), dim=WIDTH)
 
 
 def random_masks() -> dict[str, Tensor]:

@@ -22,16 +22,16 @@ from rarebit.pruning.pep import (
 from rarebit.tables.table import full_table
 
 FIELDS = (
-    rb.Field(name="user", rows=20),
-    rb.Field(name="tags", kind="multi", rows=9, max_length=3),
-    rb.Field(name="item", rows=11),
+    rb.data.Field(name="user", rows=20),
+    rb.data.Field(name="tags", kind="multi", rows=9, max_length=3),
+    rb.data.Field(name="item", rows=11),
 )
 WIDTH = 4
 GIVEN = PEP(schedule="given")
 
 
 def model_of(*methods: rb.Method, dtype: torch.dtype = torch.float32) -> FM:
-    model = FM(rb.Schema(FIELDS), dim=WIDTH).to(dtype)
+    model = FM(rb.data.Schema(FIELDS), dim=WIDTH).to(dtype)
     for method in methods:
         rb.apply_(model, method, verbose=False)
     return model

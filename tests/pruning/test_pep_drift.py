@@ -156,7 +156,9 @@ class DenseFM:
 def test_hundreds_of_steps_equal_an_independent_dense_implementation():
     """The published setting: Adam and a coupled decay on all parameters, s among them."""
     init, steps, lr = -4.0, 500, 3e-3
-    schema = rb.Schema(tuple(rb.Field(name=f"f{i}", rows=rows) for i, rows in enumerate(SIZES)))
+    schema = rb.data.Schema(
+        tuple(rb.data.Field(name=f"f{i}", rows=rows) for i, rows in enumerate(SIZES))
+    )
     model = FM(schema, dim=WIDTH, init="xavier").double()
     dense = DenseFM(model, init)
     rb.apply_(model, PEP(init=init), verbose=False)

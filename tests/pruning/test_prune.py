@@ -20,11 +20,11 @@ from rarebit.tables.table import full_table
 from rarebit.training.fit import Silence
 
 FIELDS = (
-    rb.Field(name="user", rows=40),
-    rb.Field(name="tags", kind="multi", rows=9, max_length=3),
-    rb.Field(name="item", rows=12),
+    rb.data.Field(name="user", rows=40),
+    rb.data.Field(name="tags", kind="multi", rows=9, max_length=3),
+    rb.data.Field(name="item", rows=12),
 )
-SCHEMA = rb.Schema(FIELDS)
+SCHEMA = rb.data.Schema(FIELDS)
 NAMES = [f"backbone.tables.{field.name}" for field in FIELDS]
 WIDTH, TOTAL = 4, (40 + 9 + 12) * 4
 SEEN = 25
@@ -61,7 +61,7 @@ def pruned(folder=None, *, model: nn.Module | None = None, **options):
     model = build() if model is None else model
     torch.manual_seed(6)
     options = {"budgets": [100, 30], "progress": False} | SHORT | options
-    return model, rb.prune(model, TRAIN, folder=folder, **options)
+    return model, rb.pruning.prune(model, TRAIN, folder=folder, **options)
 
 
 def learning() -> DeepFM:
@@ -107,7 +107,7 @@ def test_a_ticket_on_the_way_is_that_of_a_training_that_ends_there():
     assert 1 < at < STEPS
     model = build()
     rb.apply_(model, rb.PEP(schedule="given"), verbose=False)
-    pruner = rb.Pruner(model, [100, 30], steps=STEPS, every=1)
+    pruner = rb.pruning.Pruner(model, [100, 30], steps=STEPS, every=1)
     torch.manual_seed(6)
 
     def until_there(step: int) -> bool:
@@ -165,7 +165,7 @@ def test_rows_never_seen_keep_their_first_values_by_rows_and_vanish_otherwise(de
 def test_a_ticket_says_what_it_is_worth_before_it_is_trained_again():
     model = build()
     torch.manual_seed(6)
-    found = rb.prune(model, TRAIN, VALID, budgets=[100, 30], progress=False, **SHORT)
+    found = rb.pruning.prune(model, TRAIN, VALID, budgets=[100, 30], progress=False, **SHORT)
     assert found.tickets[1].facts["valid_auc"] == rb.evaluate(model, VALID).auc
     assert found.tickets[0].facts["valid_auc"] != found.tickets[1].facts["valid_auc"]
     _, without = pruned()
@@ -243,7 +243,7 @@ def test_with_a_folder_all_of_it_is_there_and_the_same(tmp_path):
     kept = TicketFolder(tmp_path / "here" / "tickets")
     assert (list(kept), len(kept)) == ([30, 100], 2)
     assert_same_tickets([kept[100].with_start(expected.tickets[0].start)], expected.tickets[:1])
-    start = rb.load_ticket(tmp_path / "here" / "start")
+    start = rb.pruning.load_ticket(tmp_path / "here" / "start")
     assert start.num_kept == TOTAL
     assert all(torch.equal(start.start[name], value) for name, value in first_values().items())
     names = {path.name for path in (tmp_path / "here").iterdir()}
@@ -253,8 +253,8 @@ def test_with_a_folder_all_of_it_is_there_and_the_same(tmp_path):
 def test_tickets_are_stored_in_a_folder(tmp_path):
     tickets = TicketFolder(tmp_path / "tickets")
     assert tickets == {}
-    tickets[50] = rb.Ticket({"user": torch.eye(3).bool()})
-    tickets[9] = rb.Ticket({"user": torch.eye(2).bool()})
+    tickets[50] = rb.pruning.Ticket({"user": torch.eye(3).bool()})
+    tickets[9] = rb.pruning.Ticket({"user": torch.eye(2).bool()})
     (tmp_path / "tickets" / "5").mkdir()  # a process that was killed while it wrote
     (tmp_path / "tickets" / "notes").mkdir()
     (tmp_path / "tickets" / "notes" / "ticket.json").touch()
@@ -387,7 +387,7 @@ def test_a_pruned_model_goes_on_being_cut_after_pruning():
 
 
 @pytest.fixture(scope="module")
-def ticket() -> rb.Ticket:
+def ticket() -> rb.pruning.Ticket:
     return pruned()[1].tickets[1]
 
 
@@ -418,7 +418,7 @@ def test_what_was_cut_stays_exactly_zero(ticket, optimizer, tables):
         looked.append(model)
         return model
 
-    model, history = rb.retrain(
+    model, history = rb.pruning.retrain(
         build_watched, ticket, TRAIN, VALID, tables=tables, progress=False, **SHORT, **options
     )
     assert looked == [model]
@@ -433,9 +433,9 @@ def test_what_was_cut_stays_exactly_zero(ticket, optimizer, tables):
         assert not bool(table.weight[~ticket.kept[name]].any())
 
 
-def before_training(start: str, ticket: rb.Ticket) -> DeepFM:
+def before_training(start: str, ticket: rb.pruning.Ticket) -> DeepFM:
     """Return the model as training finds it: what a step without learning leaves."""
-    model, _ = rb.retrain(
+    model, _ = rb.pruning.retrain(
         build, ticket, TRAIN, start=start, epochs=1, optimizer="sgd", lr=1e-300, progress=False
     )
     return model
@@ -467,25 +467,27 @@ def test_survivors_start_from_the_model_where_that_is_wanted(ticket):
 
 def test_a_winning_ticket_is_not_changed_by_training(ticket):
     before = copy.deepcopy(ticket)
-    rb.retrain(build, ticket, TRAIN, progress=False, **SHORT)
+    rb.pruning.retrain(build, ticket, TRAIN, progress=False, **SHORT)
     assert_same_tickets([ticket], [before])
 
 
 def test_training_again_is_what_a_loop_of_ones_own_does(ticket):
     torch.manual_seed(7)
-    found, _ = rb.retrain(build, ticket, TRAIN, VALID, progress=False, **SHORT)
+    found, _ = rb.pruning.retrain(build, ticket, TRAIN, VALID, progress=False, **SHORT)
     model = build()
-    rb.apply_(model, rb.Masked(ticket), where=lambda t: t.name in ticket.kept, verbose=False)
+    rb.apply_(
+        model, rb.pruning.Masked(ticket), where=lambda t: t.name in ticket.kept, verbose=False
+    )
     rb.fit(model, TRAIN, VALID, progress=False, **SHORT)
     assert_same_weights(found, model)
 
 
 def test_training_again_goes_on_where_it_was_stopped(ticket, tmp_path):
-    whole, history = rb.retrain(build, ticket, TRAIN, VALID, progress=False, **SHORT)
+    whole, history = rb.pruning.retrain(build, ticket, TRAIN, VALID, progress=False, **SHORT)
     options = SHORT | {"folder": tmp_path, "progress": False}
     with pytest.raises(TrainingInterrupted):
-        rb.retrain(lambda: stopping(build(), 11), ticket, TRAIN, VALID, **options)
-    again, resumed = rb.retrain(build, ticket, TRAIN, VALID, resume=True, **options)
+        rb.pruning.retrain(lambda: stopping(build(), 11), ticket, TRAIN, VALID, **options)
+    again, resumed = rb.pruning.retrain(build, ticket, TRAIN, VALID, resume=True, **options)
     assert_same_weights(again, whole)
     assert resumed.best_epoch == history.best_epoch
 
@@ -494,17 +496,17 @@ def test_a_start_that_is_none_is_refused(ticket):
     with pytest.raises(
         SettingsError, match="start must be 'ticket' or 'build', got start='random'"
     ):
-        rb.retrain(build, ticket, TRAIN, start="random")
+        rb.pruning.retrain(build, ticket, TRAIN, start="random")
     with pytest.raises(SettingsError, match="the ticket has no initial values to start from"):
-        rb.retrain(build, ticket.with_start(None), TRAIN)
+        rb.pruning.retrain(build, ticket.with_start(None), TRAIN)
 
 
 def test_a_budget_that_a_schedule_went_past_is_told(tmp_path):
-    rb.prune(build(), TRAIN, budgets=[60], epochs=2, folder=tmp_path / "p", progress=False)
+    rb.pruning.prune(build(), TRAIN, budgets=[60], epochs=2, folder=tmp_path / "p", progress=False)
     with pytest.raises(
         TrainingError, match=r"has passed the budget of 90 entries, .* prune in another folder"
     ):
-        rb.prune(
+        rb.pruning.prune(
             build(),
             TRAIN,
             budgets=[90],

@@ -17,7 +17,7 @@ import rarebit as rb
 from rarebit.models.deepfm import DeepFM
 from rarebit.pruning.pruned import TicketFolder, read_scans
 
-SCHEMA = rb.Schema((rb.Field(name="user", rows=300), rb.Field(name="item", rows=60)))
+SCHEMA = rb.data.Schema((rb.data.Field(name="user", rows=300), rb.data.Field(name="item", rows=60)))
 BUDGETS = (900, 400, 200)
 OPTIONS = {"batch_size": 64, "every": 3, "checkpoint_minutes": 1e-3 / 60, "ema_decay": 0.9}
 CASES = {
@@ -46,7 +46,7 @@ def work(folder: Path, case: str, *, tell: bool) -> None:
         rb.apply_(model, rb.PEP(init=-4.5), verbose=False)
     if tell:
         model.register_forward_pre_hook(say_step)
-    found = rb.prune(
+    found = rb.pruning.prune(
         model, log(), budgets=BUDGETS, folder=folder, resume=True, progress=False,
         **OPTIONS, **CASES[case],
     )  # fmt: skip
@@ -59,7 +59,7 @@ def say_step(module: nn.Module, inputs: tuple) -> None:
         sys.stdout.flush()
 
 
-def digest(model: nn.Module, found: rb.Pruning) -> dict[str, str]:
+def digest(model: nn.Module, found: rb.pruning.Pruning) -> dict[str, str]:
     """Return a digest of the weights, of each ticket, and of all else."""
     told = {"weights": dict(model.state_dict())}
     for ticket in found.tickets:

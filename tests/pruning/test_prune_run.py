@@ -24,7 +24,7 @@ from rarebit.tables.table import full_table
 from rarebit.training.fit import Silence
 from rarebit.training.settings import RunSettings, load_splits
 
-LOG = rb.SyntheticLog(rows=1200)
+LOG = rb.data.SyntheticLog(rows=1200)
 TABLE_ROWS = 12_003 + 2503 + 303 + 43 + 103 + 8 + 27 + 103
 WIDTH = 4
 TOTAL = TABLE_ROWS * WIDTH
@@ -89,7 +89,8 @@ def test_two_budgets_share_the_first_stage(two):
     for budget in result.pruned:
         assert not (result.folder / str(budget) / "pruning").exists()
         assert (
-            rb.load_ticket(result.folder / "pruning" / "tickets" / str(budget)).num_kept == budget
+            rb.pruning.load_ticket(result.folder / "pruning" / "tickets" / str(budget)).num_kept
+            == budget
         )
     assert [line for line in said if line in {"3000:", "500:", "unpruned:"}] == [
         "3000:", "500:", "unpruned:",
@@ -179,7 +180,7 @@ def test_a_random_start_is_asked_for(tmp_path):
     [method] = RunSettings.from_mapping(
         json.loads((tmp_path / "500" / "run.json").read_text("utf-8"))["settings"]
     ).methods
-    assert method == rb.Pruned(keep=500, start="random")
+    assert method == rb.pruning.Pruned(keep=500, start="random")
     assert left(result.pruned[500].model) == 500
 
 
@@ -214,7 +215,7 @@ def test_bytes_are_not_passed_where_no_row_is_empty(shapes, share):
         weight = torch.rand(rows, width)
         weight[:, 0] += 1.0  # an entry of each row is among the largest
         tables[str(number)] = torch.nn.Embedding.from_pretrained(weight)
-    method = rb.Pruned(keep=keep)
+    method = rb.pruning.Pruned(keep=keep)
     served = [method.serve(table) for table in method.wrap_all(tables)]
     model = torch.nn.ModuleList(served)
     assert sum(info.num_bytes for info in rb.find_tables(model)) <= size
@@ -274,7 +275,7 @@ def test_nothing_is_written_for_budgets_that_cannot_be_met(tmp_path):
 
 def test_pruned_has_no_place_among_the_methods(tmp_path):
     with pytest.raises(SettingsError, match="leave it out of the methods"):
-        pruned(tmp_path / "new", PruneSettings(budgets=(500,)), rb.Pruned(keep=9))
+        pruned(tmp_path / "new", PruneSettings(budgets=(500,)), rb.pruning.Pruned(keep=9))
     assert not (tmp_path / "new").exists()
 
 

@@ -24,7 +24,7 @@ from rarebit.pruning.pep import (
 from rarebit.tables.table import full_table
 
 GIVEN = rb.PEP(schedule="given")
-SCHEMA = rb.Schema((rb.Field(name="user", rows=30), rb.Field(name="item", rows=20)))
+SCHEMA = rb.data.Schema((rb.data.Field(name="user", rows=30), rb.data.Field(name="item", rows=20)))
 WIDTH, TOTAL = 4, 200
 
 

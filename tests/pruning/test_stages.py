@@ -24,7 +24,7 @@ from rarebit.training.run import start_model, train_model
 from rarebit.training.settings import RunSettings, load_splits
 
 ROWS, KEEP = 1200, 3000
-LOG = rb.SyntheticLog(rows=ROWS)
+LOG = rb.data.SyntheticLog(rows=ROWS)
 SPLITS = load_splits(LOG)
 MLET = rb.MLET(inner_dim=6)
 # thresholds that a few steps of their own decay carry far
@@ -86,7 +86,7 @@ WAYS = [
 @pytest.mark.parametrize(("before", "by", "start"), slow_after(WAYS, quick=4), ids=str)
 def test_what_is_left_is_packed_measured_and_saved(tmp_path, before, by, start):
     epochs = 9 if before == (LEARNED,) else 2
-    method = rb.Pruned(keep=KEEP, by=by, start=start, epochs=epochs)
+    method = rb.pruning.Pruned(keep=KEEP, by=by, start=start, epochs=epochs)
     result = run(settings_of(*before, method), tmp_path)
     if before == (LEARNED,):
         assert 0 < left(result.model) <= KEEP
@@ -108,10 +108,10 @@ def test_what_is_left_is_packed_measured_and_saved(tmp_path, before, by, start):
 
 @pytest.mark.slow
 def test_another_process_scores_as_the_run_did(tmp_path):
-    result = run(settings_of(rb.Pruned(keep=KEEP)), tmp_path)
+    result = run(settings_of(rb.pruning.Pruned(keep=KEEP)), tmp_path)
     program = (
         "import sys, numpy, rarebit as rb\n"
-        f"test = rb.generate(rb.SyntheticLog(rows={ROWS})).test\n"
+        f"test = rb.data.generate(rb.data.SyntheticLog(rows={ROWS})).test\n"
         "numpy.save(sys.argv[2], rb.predict(rb.load_model(sys.argv[1]), test))\n"
     )
     subprocess.run(
@@ -134,7 +134,7 @@ STILL = {"lr": 1e-300, "table_lr": 1e-300, "optimizer": "sgd", "table_weight_dec
 @pytest.mark.parametrize("by", ["threshold", "magnitude"])
 def test_without_learning_the_largest_first_values_are_left(by):
     plain = wide(first_model())
-    result = run(settings_of(rb.Pruned(keep=KEEP, by=by), **STILL))
+    result = run(settings_of(rb.pruning.Pruned(keep=KEEP, by=by), **STILL))
     every = torch.cat([rows.abs().flatten() for rows in plain.values()])
     border = every.sort(descending=True).values[KEEP]
     for name, rows in wide(result.model).items():
@@ -142,9 +142,9 @@ def test_without_learning_the_largest_first_values_are_left(by):
 
 
 def test_a_random_start_is_another_draw_on_the_same_entries():
-    ticket = wide(run(settings_of(rb.Pruned(keep=KEEP), **STILL)).model)
+    ticket = wide(run(settings_of(rb.pruning.Pruned(keep=KEEP), **STILL)).model)
     other = wide(first_model_of_seed(OTHER_DRAW))
-    again = run(settings_of(rb.Pruned(keep=KEEP, start="random"), **STILL))
+    again = run(settings_of(rb.pruning.Pruned(keep=KEEP, start="random"), **STILL))
     for name, rows in wide(again.model).items():
         assert torch.equal(rows, torch.where(ticket[name] != 0, other[name], 0.0))
         assert not bool((rows[rows != 0] == ticket[name][rows != 0]).any())
@@ -162,7 +162,7 @@ def first_model_of_seed(seed: int) -> nn.Module:
 
 def test_a_random_start_is_not_cut_by_thresholds_that_were_learned():
     high = rb.PEP(granularity="global", init=-3.7)  # larger than nearly all first values
-    settings = settings_of(high, rb.Pruned(keep=KEEP, start="random"), **STILL)
+    settings = settings_of(high, rb.pruning.Pruned(keep=KEEP, start="random"), **STILL)
     result = run(settings)
     other = wide(first_model_of_seed(OTHER_DRAW))
     for name, rows in wide(result.model).items():
@@ -174,23 +174,23 @@ def test_a_random_start_is_not_cut_by_thresholds_that_were_learned():
 
 def test_the_second_stage_starts_where_the_first_did_with_mlet_folded():
     product = wide(first_model(MLET))
-    result = run(settings_of(MLET, rb.Pruned(keep=KEEP), **STILL))
+    result = run(settings_of(MLET, rb.pruning.Pruned(keep=KEEP), **STILL))
     for name, rows in wide(result.model).items():
         torch.testing.assert_close(rows[rows != 0], product[name][rows != 0], rtol=1e-5, atol=1e-9)
 
 
 def test_pruning_has_its_own_number_of_epochs():
-    retrained = run(settings_of(rb.Pruned(keep=KEEP, epochs=1)))
+    retrained = run(settings_of(rb.pruning.Pruned(keep=KEEP, epochs=1)))
     assert len(retrained.history.epochs) == 2
     for by in ("threshold", "magnitude"):
-        as_it_is = run(settings_of(rb.Pruned(keep=KEEP, epochs=3, by=by, start="trained")))
+        as_it_is = run(settings_of(rb.pruning.Pruned(keep=KEEP, epochs=3, by=by, start="trained")))
         assert len(as_it_is.history.epochs) == 3
         assert as_it_is.history.best_epoch == 3
-    assert len(run(settings_of(rb.Pruned(keep=KEEP, start="trained"))).history.epochs) == 2
+    assert len(run(settings_of(rb.pruning.Pruned(keep=KEEP, start="trained"))).history.epochs) == 2
 
 
 def test_learned_thresholds_that_end_early_say_so():
-    method = rb.Pruned(keep=KEEP, start="trained", epochs=9)
+    method = rb.pruning.Pruned(keep=KEEP, start="trained", epochs=9)
     result = run(settings_of(LEARNED, method))
     assert len(result.history.epochs) < 9
     assert result.history.stopped_early
@@ -199,7 +199,7 @@ def test_learned_thresholds_that_end_early_say_so():
 @pytest.mark.parametrize("by", ["threshold", "magnitude"])
 @pytest.mark.parametrize("start", ["ticket", "trained"])
 def test_rounded_to_integers_what_was_cut_stays_cut(by, start):
-    method = rb.Pruned(keep=KEEP, by=by, start=start)
+    method = rb.pruning.Pruned(keep=KEEP, by=by, start=start)
     result = run(settings_of(method, rb.Quantize()))
     assert 0 < left(result.model) <= KEEP
     assert not is_packed(result.model)
@@ -209,7 +209,7 @@ def test_rounded_to_integers_what_was_cut_stays_cut(by, start):
 
 def test_weight_decay_of_a_dense_run_does_not_cut_rows_never_seen():
     decay = {"table_weight_decay": 1.0, "lr": 1e-3, "tables": "dense", "batch_size": 64}
-    result = run(settings_of(rb.Pruned(keep=KEEP, start="trained"), **decay))
+    result = run(settings_of(rb.pruning.Pruned(keep=KEEP, start="trained"), **decay))
     never = SPLITS.train.counts()["user"] == 0
     kept = wide(result.model)["user"] != 0
     assert kept[never].float().mean() > kept[~never].float().mean()
@@ -246,7 +246,7 @@ def assert_same_run(found, expected) -> None:
     ids=str,
 )
 def test_a_run_stopped_in_either_stage_goes_on_to_the_same_bits(tmp_path, by, start, begun):
-    settings = settings_of(rb.Pruned(keep=KEEP, by=by, start=start), ema_decay=0.9)
+    settings = settings_of(rb.pruning.Pruned(keep=KEEP, by=by, start=start), ema_decay=0.9)
     whole = run(settings, tmp_path / "whole")
     with pytest.raises(TrainingInterrupted):
         run(settings, tmp_path / "stopped", progress=StopAt(begun))
@@ -257,7 +257,7 @@ def test_a_run_stopped_in_either_stage_goes_on_to_the_same_bits(tmp_path, by, st
 
 @pytest.mark.parametrize("begun", slow_after([2, 4]))
 def test_a_learned_run_stopped_in_either_stage_goes_on_to_the_same_bits(tmp_path, begun):
-    settings = settings_of(LEARNED, rb.Pruned(keep=KEEP, epochs=9))
+    settings = settings_of(LEARNED, rb.pruning.Pruned(keep=KEEP, epochs=9))
     whole = run(settings, tmp_path / "whole")
     with pytest.raises(TrainingInterrupted):
         run(settings, tmp_path / "stopped", progress=StopAt(begun))
@@ -270,7 +270,7 @@ def test_runs_share_a_first_stage_and_end_as_each_would_with_it(tmp_path):
     models = {}
     for keep in shared.budgets:
         models[keep], _ = train_model(
-            settings_of(rb.Pruned(keep=keep)),
+            settings_of(rb.pruning.Pruned(keep=keep)),
             SPLITS.train,
             SPLITS.valid,
             folder=tmp_path / str(keep) / "checkpoints",
@@ -295,11 +295,11 @@ def test_runs_share_a_first_stage_and_end_as_each_would_with_it(tmp_path):
 @pytest.mark.parametrize("prior", ["mean", "zero"])
 def test_a_prior_that_pruning_may_keep_is_told(prior):
     said = []
-    run(settings_of(rb.Shrinkage(prior=prior), rb.Pruned(keep=KEEP)), say=said.append)
+    run(settings_of(rb.Shrinkage(prior=prior), rb.pruning.Pruned(keep=KEEP)), say=said.append)
     assert any("use shrinkage:prior=zero" in line for line in said) == (prior == "mean")
 
 
 def test_a_run_says_what_its_second_stage_trains():
     said: list[str] = []
-    run(settings_of(rb.Pruned(keep=KEEP)), say=said.append)
+    run(settings_of(rb.pruning.Pruned(keep=KEEP)), say=said.append)
     assert "retraining the 3,000 entries that are left" in said

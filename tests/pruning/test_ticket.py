@@ -89,7 +89,7 @@ def test_thresholds_of_a_table_without_mask_are_refused():
 def test_a_ticket_with_thresholds_is_applied_as_one_without(tmp_path):
     ticket = Ticket({"0": torch.eye(4).bool()}, levels={"0": torch.zeros(4)})
     model = nn.Sequential(nn.Embedding(4, 4))
-    rb.apply_(model, rb.Masked(str(save_ticket(ticket, tmp_path))), verbose=False)
+    rb.apply_(model, rb.pruning.Masked(str(save_ticket(ticket, tmp_path))), verbose=False)
     assert torch.equal(model[0].weight != 0, torch.eye(4).bool())
 
 

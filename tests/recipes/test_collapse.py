@@ -67,7 +67,7 @@ def rows_of(model, field):
 
 @pytest.fixture
 def splits():
-    return rb.generate(rb.SyntheticLog(rows=600))
+    return rb.data.generate(rb.data.SyntheticLog(rows=600))
 
 
 def test_there_is_a_recipe_for_each_piece_of_evidence():
@@ -406,7 +406,9 @@ def test_patterns_run(ran):
 def test_a_prepared_log_is_read(ran, tmp_path):
     rows = "".join(f"{n % 7},{n % 5},{n * n % 3 % 2}\n" for n in range(400))
     (tmp_path / "log.csv").write_text("user,item,click\n" + rows)
-    schema = rb.LogSchema(label="click", columns=(rb.Column(name="user"), rb.Column(name="item")))
+    schema = rb.data.LogSchema(
+        label="click", columns=(rb.data.Column(name="user"), rb.data.Column(name="item"))
+    )
     rb.prepare(tmp_path / "log.csv", tmp_path / "log", schema=schema)
     stored, _ = ran("ffm", *TINY, "--dim", "2", "--data", str(tmp_path / "log"))
     assert sum(stored["log"]["rows"]) == 400

@@ -16,7 +16,7 @@ from rarebit.research.frequency_decay import FrequencyDecay
 from rarebit.tables.apply import find_sites
 
 
-def penalty(model: nn.Module, batch: rb.Batch, counts: dict[str, Tensor], c: float) -> Tensor:
+def penalty(model: nn.Module, batch: rb.data.Batch, counts: dict[str, Tensor], c: float) -> Tensor:
     """Return half the mean over the batch of the squares of its values' rows, with loops."""
     total = torch.zeros((), dtype=torch.float64)
     for tables in (model.backbone.tables, model.wide.tables):
@@ -31,7 +31,7 @@ def penalty(model: nn.Module, batch: rb.Batch, counts: dict[str, Tensor], c: flo
     return total / 2 / len(batch)
 
 
-def loss_of(model: nn.Module, batch: rb.Batch) -> Tensor:
+def loss_of(model: nn.Module, batch: rb.data.Batch) -> Tensor:
     logits = model(batch)
     return F.binary_cross_entropy_with_logits(logits, batch.label.to(logits.dtype))
 

@@ -46,7 +46,9 @@ def test_rows_are_drawn_before_each_epoch_but_the_first():
 
 
 def test_fresh_rows_are_like_the_first_ones_and_the_network_stays():
-    schema = rb.Schema((rb.Field(name="a", rows=3000), rb.Field(name="b", rows=2000)))
+    schema = rb.data.Schema(
+        (rb.data.Field(name="a", rows=3000), rb.data.Field(name="b", rows=2000))
+    )
     train = rb.Dataset(schema, torch.randint(2000, (64, 2)), label=torch.arange(64) % 2)
     model = DeepFM(schema, dim=4, hidden=(8,), std=0.07)
     fresh = FreshTables().start(model, training_data(train))

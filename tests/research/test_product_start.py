@@ -11,9 +11,9 @@ from rarebit.models.fm import FM
 from rarebit.research.product_start import ProductStart
 
 FIELDS = (
-    rb.Field(name="user", rows=20),
-    rb.Field(name="tags", kind="multi", rows=9, max_length=3),
-    rb.Field(name="item", rows=11),
+    rb.data.Field(name="user", rows=20),
+    rb.data.Field(name="tags", kind="multi", rows=9, max_length=3),
+    rb.data.Field(name="item", rows=11),
 )
 
 
@@ -39,8 +39,8 @@ def test_it_starts_at_the_merged_product_to_the_last_bit(inner_dim, std, padding
 
 
 def test_all_fields_of_a_model_start_at_the_products():
-    product = started(FM(rb.Schema(FIELDS), dim=5), MLET(inner_dim=8))
-    plain = started(FM(rb.Schema(FIELDS), dim=5), ProductStart(inner_dim=8))
+    product = started(FM(rb.data.Schema(FIELDS), dim=5), MLET(inner_dim=8))
+    plain = started(FM(rb.data.Schema(FIELDS), dim=5), ProductStart(inner_dim=8))
     for model in (product, plain):
         rb.merge_(model, verbose=False)
     tables = [

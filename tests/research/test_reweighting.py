@@ -268,8 +268,8 @@ def test_looking_does_not_change_training():
 
 
 def test_the_tables_of_a_model_are_found_by_field_and_share_their_weights():
-    fields = (rb.Field(name="user", rows=20), rb.Field(name="item", rows=11))
-    model = FM(rb.Schema(fields), dim=5)
+    fields = (rb.data.Field(name="user", rows=20), rb.data.Field(name="item", rows=11))
+    model = FM(rb.data.Schema(fields), dim=5)
     rb.apply_(model, rb.Hashing(buckets=7), where=lambda t: t.field == "user", verbose=False)
     rb.apply_(model, MLET(inner_dim=8), verbose=False)
     tables = factorized_tables(model)

@@ -11,11 +11,11 @@ from rarebit.methods._counts import counted_in, set_counts_
 from rarebit.models.deepfm import DeepFM
 from rarebit.research.row_rate import RatedStack, RatedTable, RowRate
 
-SCHEMA = rb.Schema(
+SCHEMA = rb.data.Schema(
     (
-        rb.Field(name="user", rows=20),
-        rb.Field(name="tags", kind="multi", rows=9, max_length=3),
-        rb.Field(name="item", rows=11),
+        rb.data.Field(name="user", rows=20),
+        rb.data.Field(name="tags", kind="multi", rows=9, max_length=3),
+        rb.data.Field(name="item", rows=11),
     )
 )
 COUNTS = torch.tensor([0, 1, 2, 30, 100_000])

@@ -16,11 +16,11 @@ from rarebit.research.aligned_sets import AlignedSets, pattern_variance, squared
 from rarebit.research.shared_sets import SharedSets
 
 M, K = 3, 4
-SCHEMA = rb.Schema(
+SCHEMA = rb.data.Schema(
     (
-        rb.Field(name="user", rows=6),
-        rb.Field(name="age", kind="numeric"),
-        rb.Field(name="item", rows=5),
+        rb.data.Field(name="user", rows=6),
+        rb.data.Field(name="age", kind="numeric"),
+        rb.data.Field(name="item", rows=5),
     )
 )
 WITH_SETS = [name for name in model_names() if not model_class(name).why_no_sets]

@@ -18,7 +18,10 @@ import rarebit as rb
 from rarebit.row_gradients.seam import RowGradients, sum_losses
 from rarebit.tables.collection import TableCollection
 
-FIELDS = (rb.Field(name="item", rows=9), rb.Field(name="words", kind="multi", rows=8, max_length=3))
+FIELDS = (
+    rb.data.Field(name="item", rows=9),
+    rb.data.Field(name="words", kind="multi", rows=8, max_length=3),
+)
 NUM_RANKS, NUM_STEPS, SIZES = 2, 20, (17, 12)
 
 

@@ -155,8 +155,8 @@ class Fields(nn.Module):
 
 def test_a_stack_is_the_tables_of_its_fields():
     fields = (
-        rb.Field(name="user", rows=9),
-        rb.Field(name="tags", kind="multi", rows=7, max_length=3),
+        rb.data.Field(name="user", rows=9),
+        rb.data.Field(name="tags", kind="multi", rows=7, max_length=3),
     )
     stacked = Net(TableCollection(fields, 6, std=1.0))
     apart = Net(Fields(stacked.table.tables()))

@@ -18,7 +18,7 @@ import rarebit as rb
 from rarebit.data.prepared import StoredEncoder
 from rarebit.models.fm import FM
 
-SCHEMA = rb.Schema((rb.Field(name="user", rows=9), rb.Field(name="item", rows=7)))
+SCHEMA = rb.data.Schema((rb.data.Field(name="user", rows=9), rb.data.Field(name="item", rows=7)))
 # Changes of the disk that Python reports: a kill before each of them, and before each operation of Disk.
 EVENTS = {"open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.truncate"}
 

@@ -20,7 +20,7 @@ MLET = rb.MLET(inner_dim=8, std=0.5)
 
 @pytest.fixture(scope="module")
 def train():
-    return rb.generate(rb.SyntheticLog(rows=3000)).train
+    return rb.data.generate(rb.data.SyntheticLog(rows=3000)).train
 
 
 def settings(**training):
@@ -115,7 +115,7 @@ def test_the_control_tries_all_rates_from_both_starts(train):
     control, [method] = control_of("mlet:std=0.5", train, trials=2)
     assert (method.control, control.control) == (control.name, None)
     assert len(method.trials) == 2
-    start = rb.ProductStart(inner_dim=64, std=0.5)
+    start = rb.research.ProductStart(inner_dim=64, std=0.5)
     expected = [
         (methods, factor * 1e-3) for methods in ((), (start,)) for factor in (3.0, *RATE_FACTORS)
     ]
@@ -126,7 +126,10 @@ def test_the_control_tries_all_rates_from_both_starts(train):
 def test_other_methods_stay_in_the_control(train):
     hashing = rb.Hashing(buckets=500)
     control, _ = control_of("hashing:buckets=500+mlet", train)
-    assert {run.methods for run in control.trials} == {(hashing,), (hashing, rb.ProductStart())}
+    assert {run.methods for run in control.trials} == {
+        (hashing,),
+        (hashing, rb.research.ProductStart()),
+    }
 
 
 def test_tables_that_are_kept_start_as_they_are(train):

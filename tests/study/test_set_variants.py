@@ -16,7 +16,7 @@ from rarebit.study.variants import variants_of
 from rarebit.study.worker import mean_abundance
 from rarebit.training.metrics import auc
 
-SCHEMA = rb.Schema((rb.Field(name="user", rows=90), rb.Field(name="item", rows=50)))
+SCHEMA = rb.data.Schema((rb.data.Field(name="user", rows=90), rb.data.Field(name="item", rows=50)))
 MODEL = {"name": "dcn_v2", "dim": 4, "hidden": [8, 8]}
 
 

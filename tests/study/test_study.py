@@ -338,7 +338,7 @@ def test_a_grid_names_what_differs(tmp_path):
 def test_a_log_without_validation_rows_is_told_before_anything_is_written(tmp_path):
     lines = [f"u{number % 7},{number % 2}" for number in range(60)]
     (tmp_path / "log.csv").write_text("\n".join(["user,click", *lines]))
-    split = rb.Split(shares=(0.9, 0.0, 0.1))
+    split = rb.data.Split(shares=(0.9, 0.0, 0.1))
     rb.prepare(tmp_path / "log.csv", tmp_path / "log", label="click", split=split)
     with pytest.raises(DataError, match="picks on validation rows, and log has none"):
         compare(tmp_path / "study", data=str(tmp_path / "log"))

@@ -120,7 +120,7 @@ def settings_of(*methods, seed=0):
     return RunSettings(methods=methods, training=rb.Training(seed=seed))
 
 
-PRUNED = rb.Pruned(keep=9)
+PRUNED = rb.pruning.Pruned(keep=9)
 
 
 def test_a_first_stage_is_that_of_the_run_without_what_takes_part_in_training():
@@ -129,7 +129,7 @@ def test_a_first_stage_is_that_of_the_run_without_what_takes_part_in_training():
     assert key == stage_key(settings_of(PRUNED, HarmlessTransfer()))
     assert key == stage_key(settings_of(HarmlessTransfer(rule="sum"), PRUNED))
     others = [
-        settings_of(rb.Pruned(keep=8)),
+        settings_of(rb.pruning.Pruned(keep=8)),
         settings_of(PRUNED, seed=1),
         settings_of(rb.MLET(inner_dim=9), PRUNED),
     ]
@@ -137,7 +137,7 @@ def test_a_first_stage_is_that_of_the_run_without_what_takes_part_in_training():
     alone = [
         settings_of(),
         settings_of(HarmlessTransfer()),
-        settings_of(rb.Pruned(keep=9, start="trained")),
+        settings_of(rb.pruning.Pruned(keep=9, start="trained")),
     ]
     assert [stage_key(settings) for settings in alone] == [None, None, None]
 
@@ -225,17 +225,17 @@ def test_a_first_stage_that_is_there_serves_all_runs_that_have_it(tmp_path):
     plan = StudyPlan.from_mapping(
         {name: options[name] for name in ("methods", "model", "data", "training")}
     )
-    pruned = dataclasses.replace(plan.runs[0], methods=(rb.Pruned(keep=3000),))
+    pruned = dataclasses.replace(plan.runs[0], methods=(rb.pruning.Pruned(keep=3000),))
     # which entries survive is known already: seven of one table
     shared = SharedPruning(tmp_path / "pruning" / stage_key(pruned), (3000,), as_ticket=True)
     splits = load_splits(pruned.data)
     train_model(
         pruned, splits.train, splits.valid, progress=False, say=lambda line: None, shared=shared
     )
-    ticket = rb.load_ticket(shared.folder / "ticket")
+    ticket = rb.pruning.load_ticket(shared.folder / "ticket")
     kept = {name: torch.zeros_like(mask) for name, mask in ticket.kept.items()}
     kept["backbone.tables.item"].view(-1)[:7] = True
-    rb.save_ticket(rb.Ticket(kept, start=ticket.start), shared.folder / "ticket")
+    rb.pruning.save_ticket(rb.pruning.Ticket(kept, start=ticket.start), shared.folder / "ticket")
     starts = Starts()
     found = rb.study(tmp_path, **options | {"progress": starts})
     names = several.split(",")

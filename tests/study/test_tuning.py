@@ -185,7 +185,7 @@ def test_what_is_made_of_a_trained_model_is_what_validation_judges(tmp_path):
     settings = rb.RunSettings(
         model="fm",
         model_settings={"dim": 4},
-        data=rb.SyntheticLog(rows=1500),
+        data=rb.data.SyntheticLog(rows=1500),
         training=rb.Training(epochs=1, lr=0.02),
         methods=(rb.Quantize(bits=4),),
     )
@@ -196,7 +196,7 @@ def test_what_is_made_of_a_trained_model_is_what_validation_judges(tmp_path):
         device=torch.device("cpu"),
     )
     alone = rb.run(settings, progress=False, say=lambda line: None)
-    valid = rb.generate(settings.data).valid
+    valid = rb.data.generate(settings.data).valid
     assert found.valid_auc == rb.evaluate(alone.model, valid).auc
     assert found.valid_auc != alone.history.epochs[0].valid.auc
     assert found.auc == alone.test.auc

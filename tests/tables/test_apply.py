@@ -40,7 +40,10 @@ def test_narrow_tables_change_when_they_are_asked_for():
 
 
 def test_first_order_weights_of_a_model_are_left_alone():
-    model = FM(rb.Schema((rb.Field(name="user", rows=9), rb.Field(name="item", rows=8))), dim=3)
+    model = FM(
+        rb.data.Schema((rb.data.Field(name="user", rows=9), rb.data.Field(name="item", rows=8))),
+        dim=3,
+    )
     changes = rb.apply_(model, HASHING, verbose=False)
     assert [name for name, _ in changes.skipped] == ["wide.tables.user", "wide.tables.item"]
 
@@ -65,7 +68,10 @@ def test_where_chooses_tables(where, chosen):
 
 
 def test_where_chooses_fields_of_a_stack():
-    model = FM(rb.Schema((rb.Field(name="user", rows=9), rb.Field(name="item", rows=8))), dim=3)
+    model = FM(
+        rb.data.Schema((rb.data.Field(name="user", rows=9), rb.data.Field(name="item", rows=8))),
+        dim=3,
+    )
     rb.apply_(model, HASHING, where=lambda t: t.field == "item", verbose=False)
     assert kinds(model.backbone) == {"tables.user": (), "tables.item": (str(HASHING),)}
 

@@ -12,11 +12,11 @@ import rarebit as rb
 from rarebit.tables.collection import TableCollection
 
 FIELDS = (
-    rb.Field(name="user", rows=8),
-    rb.Field(name="tags", kind="multi", rows=9, max_length=3, pooling="mean"),
-    rb.Field(name="item", rows=7),
-    rb.Field(name="words", kind="multi", rows=10, max_length=2, pooling="sum"),
-    rb.Field(name="shop", rows=6),
+    rb.data.Field(name="user", rows=8),
+    rb.data.Field(name="tags", kind="multi", rows=9, max_length=3, pooling="mean"),
+    rb.data.Field(name="item", rows=7),
+    rb.data.Field(name="words", kind="multi", rows=10, max_length=2, pooling="sum"),
+    rb.data.Field(name="shop", rows=6),
 )
 D = 4
 IDS = torch.tensor(
@@ -59,7 +59,10 @@ def members(tables: TableCollection) -> list[list[str]]:
 
 
 def test_rows_worked_by_hand():
-    fields = (rb.Field(name="x", rows=2), rb.Field(name="y", kind="multi", rows=3, max_length=2))
+    fields = (
+        rb.data.Field(name="x", rows=2),
+        rb.data.Field(name="y", kind="multi", rows=3, max_length=2),
+    )
     tables = TableCollection(fields, 1)
     tables.stacks[0].embedding.weight.data = torch.tensor([[1.0], [2.0], [0.0], [4.0], [8.0]])
     assert tables(torch.tensor([[1, 1, 2], [0, 2, 0], [0, 0, 0]])).tolist() == [
@@ -107,7 +110,7 @@ def test_padding_starts_at_zero_and_other_rows_do_not():
 
 
 def test_rows_start_with_the_spread_that_is_asked_for():
-    (weight,) = TableCollection((rb.Field(name="user", rows=4000),), 8, std=0.1).parameters()
+    (weight,) = TableCollection((rb.data.Field(name="user", rows=4000),), 8, std=0.1).parameters()
     assert float(weight.detach().std()) == pytest.approx(0.1, rel=0.02)
 
 

@@ -13,11 +13,11 @@ from rarebit.models import build_model, model_class, model_names
 from rarebit.tables.collection import TableCollection
 
 FIELDS = (
-    rb.Field(name="user", rows=8),
-    rb.Field(name="tags", kind="multi", rows=9, max_length=3, pooling="mean"),
-    rb.Field(name="item", rows=7),
-    rb.Field(name="words", kind="multi", rows=10, max_length=2, pooling="sum"),
-    rb.Field(name="shop", rows=6),
+    rb.data.Field(name="user", rows=8),
+    rb.data.Field(name="tags", kind="multi", rows=9, max_length=3, pooling="mean"),
+    rb.data.Field(name="item", rows=7),
+    rb.data.Field(name="words", kind="multi", rows=10, max_length=2, pooling="sum"),
+    rb.data.Field(name="shop", rows=6),
 )
 STARTS = (0, 1, 4, 5, 7)
 D = 4
@@ -76,8 +76,8 @@ def by_field(tables):
 
 def test_rows_worked_by_hand():
     fields = (
-        rb.Field(name="x", rows=2),
-        rb.Field(name="y", kind="multi", rows=3, max_length=2, pooling="sum"),
+        rb.data.Field(name="x", rows=2),
+        rb.data.Field(name="y", kind="multi", rows=3, max_length=2, pooling="sum"),
     )
     tables = TableCollection(fields, 1, widths={"y": 2})
     x, y = tables.tables()
@@ -129,7 +129,7 @@ def test_an_empty_list_is_a_row_of_zeros():
 
 
 def test_rows_keep_their_size_on_average_when_projected():
-    fields = (rb.Field(name="wide", rows=3000), rb.Field(name="plain", rows=3000))
+    fields = (rb.data.Field(name="wide", rows=3000), rb.data.Field(name="plain", rows=3000))
     tables = TableCollection(fields, 40, std=0.1, widths={"wide": 200})
     rows = tables(torch.arange(3000).unsqueeze(1).expand(-1, 2)).detach()
     assert float(rows[:, 0].std()) == pytest.approx(0.1, rel=0.1)
@@ -202,7 +202,7 @@ def test_bad_widths_are_refused():
         collection({"user": 0})
 
 
-SCHEMA = rb.Schema((*FIELDS, rb.Field(name="age", kind="numeric")))
+SCHEMA = rb.data.Schema((*FIELDS, rb.data.Field(name="age", kind="numeric")))
 
 
 def small(name, **wanted):

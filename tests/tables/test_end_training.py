@@ -15,9 +15,9 @@ from rarebit.tables.apply import end_training_
 HASHING, LOW_RANK, MLET = rb.Hashing(buckets=7), rb.LowRank(rank=2), rb.MLET(inner_dim=8)
 
 FIELDS = (
-    rb.Field(name="user", rows=20),
-    rb.Field(name="tags", kind="multi", rows=9, max_length=3),
-    rb.Field(name="item", rows=11),
+    rb.data.Field(name="user", rows=20),
+    rb.data.Field(name="tags", kind="multi", rows=9, max_length=3),
+    rb.data.Field(name="item", rows=11),
 )
 IDS = torch.tensor([[3, 19, 0], [3, 3, 12]])
 
@@ -65,7 +65,7 @@ def test_a_plain_model_stays_untouched():
     assert model[0] is table
 
 
-@pytest.mark.parametrize("inside", [MLET, rb.ProductStart(inner_dim=8)], ids=str)
+@pytest.mark.parametrize("inside", [MLET, rb.research.ProductStart(inner_dim=8)], ids=str)
 def test_hashing_stays_around_what_is_folded(inside):
     model = holding(HASHING, inside)
     before = model[0](IDS).detach()
@@ -99,7 +99,7 @@ def test_a_bag_is_a_bag_of_the_same_kind_again(mode):
 
 
 def test_fields_of_a_stack_are_folded_where_they_must_be():
-    model = FM(rb.Schema(FIELDS), dim=5)
+    model = FM(rb.data.Schema(FIELDS), dim=5)
     for name, method in (("user", MLET), ("tags", MLET), ("item", LOW_RANK)):
         rb.apply_(model.backbone, method, where=lambda t, n=name: t.field == n, verbose=False)
     ids = torch.cat([torch.randint(f.rows, (8, f.max_length)) for f in FIELDS], dim=1)

@@ -15,7 +15,9 @@ HASHING = rb.Hashing(buckets=5)
 
 
 def mixed_model() -> nn.Module:
-    schema = rb.Schema((rb.Field(name="user", rows=9), rb.Field(name="item", rows=8)))
+    schema = rb.data.Schema(
+        (rb.data.Field(name="user", rows=9), rb.data.Field(name="item", rows=8))
+    )
     return nn.ModuleDict(
         {
             "plain": nn.Embedding(20, 4),
@@ -128,7 +130,7 @@ def test_bytes_of_a_weight_in_two_tables_are_counted_once():
 
 
 def test_bytes_of_a_model_are_those_of_its_tables_and_their_projections():
-    fields = (rb.Field(name="user", rows=9), rb.Field(name="item", rows=8))
+    fields = (rb.data.Field(name="user", rows=9), rb.data.Field(name="item", rows=8))
     tables = TableCollection(fields, 3, widths={"item": 2})
     assert table_bytes(tables) == 4 * (9 * 3 + 8 * 2 + 2 * 3)
 

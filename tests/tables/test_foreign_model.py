@@ -81,7 +81,7 @@ def click_log(rows: int = 400) -> rb.Dataset:
     return rb.Dataset.from_columns(columns, label=label)
 
 
-def score(model: nn.Module, batch: rb.Batch) -> torch.Tensor:
+def score(model: nn.Module, batch: rb.data.Batch) -> torch.Tensor:
     return model(batch["user"], batch["tags"], price=batch["price"])["logit"]
 
 

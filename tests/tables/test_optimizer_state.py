@@ -14,10 +14,10 @@ from rarebit.tables.collection import TableCollection
 HASHING, LOW_RANK = rb.Hashing(buckets=5), rb.LowRank(rank=2)
 
 FIELDS = (
-    rb.Field(name="a", rows=6),
-    rb.Field(name="b", rows=9),
-    rb.Field(name="c", rows=7),
-    rb.Field(name="d", rows=8),
+    rb.data.Field(name="a", rows=6),
+    rb.data.Field(name="b", rows=9),
+    rb.data.Field(name="c", rows=7),
+    rb.data.Field(name="d", rows=8),
 )
 IDS = torch.tensor([[5, 8, 6, 7], [0, 1, 2, 3], [1, 1, 6, 0]])
 
@@ -95,7 +95,7 @@ def test_the_order_is_that_of_the_model():
 
 @pytest.mark.parametrize("fields", [("a",), ("b", "d"), ("d",), ("a", "b", "c", "d")])
 def test_the_order_is_that_of_a_model_with_stacks(fields):
-    model = FM(rb.Schema(FIELDS), dim=4)
+    model = FM(rb.data.Schema(FIELDS), dim=4)
     optimizer = Adam(model.parameters())
     rb.apply_(model, HASHING, where=named("c"), optimizer=optimizer, verbose=False)
     rb.apply_(model, LOW_RANK, where=named(*fields), optimizer=optimizer, verbose=False)
@@ -179,7 +179,7 @@ def test_joined_rows_start_afresh_unless_all_have_a_state():
 
 
 def test_a_stack_that_did_not_change_keeps_weights_and_state():
-    model = FM(rb.Schema(FIELDS), dim=4)
+    model = FM(rb.data.Schema(FIELDS), dim=4)
     wide = next(model.wide.tables.parameters())
     optimizer = Adam(model.parameters())
     data = rb.Dataset(model.schema, IDS)[slice(None)]
@@ -191,7 +191,7 @@ def test_a_stack_that_did_not_change_keeps_weights_and_state():
 
 
 def test_names_stay_in_step():
-    model = FM(rb.Schema(FIELDS), dim=4)
+    model = FM(rb.data.Schema(FIELDS), dim=4)
     optimizer = Adam(model.named_parameters())
     changes = [
         lambda: rb.apply_(model, HASHING, where=named("b"), optimizer=optimizer, verbose=False),
@@ -301,7 +301,7 @@ def test_check_names_three_of_many():
 
 
 def test_check_passes_when_the_optimizer_went_along():
-    model = FM(rb.Schema(FIELDS), dim=4)
+    model = FM(rb.data.Schema(FIELDS), dim=4)
     optimizer = rb.optimizer(model, lr=0.1, table_lr=0.2)
     rb.apply_(model, HASHING, where=named("b"), optimizer=optimizer, verbose=False)
     rb.check_optimizer(model, optimizer)
@@ -321,7 +321,7 @@ def test_check_asks_for_no_frozen_table():
 
 
 def test_fit_refuses_an_optimizer_built_too_early():
-    data = rb.Dataset(rb.Schema(FIELDS), IDS, label=[0, 1, 0])
+    data = rb.Dataset(rb.data.Schema(FIELDS), IDS, label=[0, 1, 0])
     model = FM(data.schema, dim=4)
     optimizer = SGD(model.parameters(), lr=0.1)
     rb.apply_(model, HASHING, verbose=False)

@@ -98,7 +98,9 @@ def test_a_wrapped_table_that_was_tied_is_refused_too():
 
 
 def test_two_models_with_tied_stacks_are_refused():
-    schema = rb.Schema((rb.Field(name="user", rows=9), rb.Field(name="item", rows=8)))
+    schema = rb.data.Schema(
+        (rb.data.Field(name="user", rows=9), rb.data.Field(name="item", rows=8))
+    )
     model = nn.ModuleDict({"a": FM(schema, dim=3), "b": FM(schema, dim=3)})
     stacks = [model[name].backbone.tables.stacks[0] for name in "ab"]
     stacks[1].embedding.weight = stacks[0].embedding.weight
@@ -107,7 +109,7 @@ def test_two_models_with_tied_stacks_are_refused():
 
 
 def test_a_collection_in_two_places_is_not_tied():
-    tables = FM(rb.Schema((rb.Field(name="user", rows=9),)), dim=3).backbone.tables
+    tables = FM(rb.data.Schema((rb.data.Field(name="user", rows=9),)), dim=3).backbone.tables
     model = nn.ModuleDict({"a": nn.Sequential(tables), "b": nn.Sequential(tables)})
     assert rb.apply_(model, HASHING, verbose=False)
     assert model["a"][0] is model["b"][0]
@@ -155,7 +157,10 @@ def test_a_wrapped_table_with_a_hook_is_refused_a_second_method():
 
 
 def test_a_stacked_table_with_a_hook_is_refused():
-    model = FM(rb.Schema((rb.Field(name="user", rows=9), rb.Field(name="item", rows=8))), dim=3)
+    model = FM(
+        rb.data.Schema((rb.data.Field(name="user", rows=9), rb.data.Field(name="item", rows=8))),
+        dim=3,
+    )
     handle = next(model.backbone.tables.parameters()).register_hook(nothing)
     refused(model, "cannot be applied to 'backbone.tables.user': its weight has gradient hooks")
     handle.remove()
@@ -167,13 +172,19 @@ def test_a_hook_inside_a_table_is_refused():
     rb.apply_(model, rb.Hashing(buckets=8), verbose=False)
     model[0].inner.register_forward_hook(nothing)
     refused(model, "it has hooks")
-    model = FM(rb.Schema((rb.Field(name="user", rows=9), rb.Field(name="item", rows=8))), dim=3)
+    model = FM(
+        rb.data.Schema((rb.data.Field(name="user", rows=9), rb.data.Field(name="item", rows=8))),
+        dim=3,
+    )
     model.backbone.tables.stacks[0].register_forward_hook(nothing)
     refused(model, "cannot be applied to 'backbone.tables.user': it has hooks")
 
 
 def test_a_hook_on_a_collection_is_kept():
-    tables, seen = FM(rb.Schema((rb.Field(name="user", rows=9),)), dim=3).backbone.tables, []
+    tables, seen = (
+        FM(rb.data.Schema((rb.data.Field(name="user", rows=9),)), dim=3).backbone.tables,
+        [],
+    )
     tables.register_forward_hook(lambda *_: seen.append(1))
     rb.apply_(tables, HASHING, verbose=False)
     tables(torch.tensor([[1]]))
@@ -212,7 +223,10 @@ def test_a_wrapped_table_alone_is_refused_too(kind):
 
 
 def test_a_collection_may_be_the_whole_model():
-    model = FM(rb.Schema((rb.Field(name="user", rows=9), rb.Field(name="item", rows=8))), dim=3)
+    model = FM(
+        rb.data.Schema((rb.data.Field(name="user", rows=9), rb.data.Field(name="item", rows=8))),
+        dim=3,
+    )
     changes = rb.apply_(model.backbone.tables, HASHING, verbose=False)
     assert [info.name for info in changes.after] == ["user", "item"]
 

@@ -5,7 +5,8 @@ import copy
 import torch
 from torch import nn
 
-from rarebit import Dataset, Field, Schema, optimizer
+from rarebit import Dataset, optimizer
+from rarebit.data import Field, Schema
 from rarebit.models.deepfm import DeepFM
 
 SCHEMA = Schema(

@@ -13,7 +13,7 @@ import rarebit as rb
 from rarebit.errors import TrainingInterrupted
 from rarebit.models.fm import FM
 
-SCHEMA = rb.Schema((rb.Field(name="user", rows=20), rb.Field(name="item", rows=9)))
+SCHEMA = rb.data.Schema((rb.data.Field(name="user", rows=20), rb.data.Field(name="item", rows=9)))
 ROWS, BATCH = 40, 16
 BATCHES = 3
 """Of 16, 16 and 8 rows."""

@@ -7,7 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from rarebit import Dataset, Field, Schema, evaluate, predict
+from rarebit import Dataset, evaluate, predict
+from rarebit.data import Field, Schema
 from rarebit.errors import DataError, SettingsError, TrainingError
 from rarebit.models.deepfm import DeepFM
 from rarebit.models.fm import FM

@@ -7,7 +7,8 @@ from torch import nn
 from torch.nn import functional as F
 
 import rarebit as rb
-from rarebit import Dataset, Field, Hashing, Schema, Training, apply_, evaluate, fit
+from rarebit import Dataset, Hashing, Training, apply_, evaluate, fit
+from rarebit.data import Field, Schema
 from rarebit.data.order import shuffled_order
 from rarebit.errors import (
     DataError,

@@ -7,7 +7,8 @@ from torch._dynamo.utils import counters
 from torch.nn import functional as F
 
 import rarebit as rb
-from rarebit import Dataset, Field, Schema, evaluate, fit
+from rarebit import Dataset, evaluate, fit
+from rarebit.data import Field, Schema
 from rarebit.data.order import shuffled_order
 from rarebit.errors import NotEnoughMemoryError, TrainingError
 from rarebit.models.deepfm import DeepFM
@@ -121,7 +122,7 @@ def test_row_gradients_train_through_fit(tables):
     data = some_data(64)
     model, reference = pair(lambda: DeepFM(SCHEMA, dim=3, hidden=(4,)))
     options = {"epochs": 2, "batch_size": 16, "tables": tables, "progress": False}
-    with rb.RowGradients(model, rb.sum_losses) as rows:
+    with rb.RowGradients(model, rb.row_gradients.sum_losses) as rows:
         fit(model, data, backward=rows.backward, **options)
     fit(reference, data, **options)
     assert_same(model, reference)
@@ -171,7 +172,7 @@ def test_what_cannot_be_compiled_is_said_in_one_line_and_trained_anyway(monkeypa
 def test_row_gradients_without_their_backward_are_refused():
     model = DeepFM(SCHEMA, dim=3, hidden=(4,))
     with (
-        rb.RowGradients(model, rb.sum_losses),
+        rb.RowGradients(model, rb.row_gradients.sum_losses),
         pytest.raises(TrainingError, match=r"rows\.backward"),
     ):
         fit(model, some_data(), epochs=1, progress=False)

@@ -11,7 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from rarebit import Dataset, Field, Hashing, LowRank, Schema, Training, apply_
+from rarebit import Dataset, Hashing, LowRank, Training, apply_
+from rarebit.data import Field, Schema
 from rarebit.models.deepfm import DeepFM
 from rarebit.models.fm import FM
 from rarebit.training.checkpoints import (

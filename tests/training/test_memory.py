@@ -7,7 +7,8 @@ import torch
 from capabilities import needs_cuda
 from torch import nn
 
-from rarebit import Dataset, Field, Hashing, LowRank, Schema, Training, apply_, fit, optimizer
+from rarebit import Dataset, Hashing, LowRank, Training, apply_, fit, optimizer
+from rarebit.data import Field, Schema
 from rarebit.errors import NotEnoughMemoryError, TrainingError
 from rarebit.models.deepfm import DeepFM
 from rarebit.training.fit import Silence

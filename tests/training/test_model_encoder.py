@@ -257,7 +257,7 @@ def test_a_model_saved_over_another_has_its_own_vocabulary_or_none(tmp_path, sav
     rb.save_model(FM(other.schema, dim=4), saved)
     values = encoder_of(rb.load_model(saved)).values["user"]
     assert set(values) == {f"u{i}" for i in range(5, 15)}
-    plain = rb.Schema((rb.Field(name="user", rows=9),))
+    plain = rb.data.Schema((rb.data.Field(name="user", rows=9),))
     rb.save_model(FM(plain, dim=4), saved)
     assert not list(saved.glob("encoder*"))
     assert rb.load_model(saved).schema.encoder is None

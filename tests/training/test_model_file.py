@@ -20,11 +20,9 @@ from torch import nn
 
 from rarebit import (
     Dataset,
-    Field,
     Hashing,
     LowRank,
     Method,
-    Schema,
     Table,
     apply_,
     find_tables,
@@ -33,6 +31,7 @@ from rarebit import (
     predict,
     save_model,
 )
+from rarebit.data import Field, Schema
 from rarebit.errors import ModelFileError
 from rarebit.interactions.basic import FactorizationMachine
 from rarebit.models import build_model, model_class, model_names

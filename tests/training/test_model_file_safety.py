@@ -13,7 +13,8 @@ from capabilities import needs, slow_after
 from safetensors.torch import load_file, save_file
 from stored import sign, tensors_file
 
-from rarebit import Field, Hashing, LowRank, Schema, apply_, find_tables, load_model, save_model
+from rarebit import Hashing, LowRank, apply_, find_tables, load_model, save_model
+from rarebit.data import Field, Schema
 from rarebit.errors import ModelFileError
 from rarebit.models.dcn_v2 import DCNv2
 from rarebit.models.deepfm import DeepFM

@@ -2,7 +2,8 @@ import pytest
 import torch
 from torch import nn
 
-from rarebit import Field, Hashing, LowRank, Schema, apply_, optimizer
+from rarebit import Hashing, LowRank, apply_, optimizer
+from rarebit.data import Field, Schema
 from rarebit.errors import OptimizerError, SettingsError
 from rarebit.models.deepfm import DeepFM
 

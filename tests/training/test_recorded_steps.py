@@ -6,7 +6,8 @@ import pytest
 import torch
 from capabilities import needs_cuda
 
-from rarebit import Dataset, Field, RowGradients, Schema, fit, optimizer
+from rarebit import Dataset, RowGradients, fit, optimizer
+from rarebit.data import Field, Schema
 from rarebit.models.deepfm import DeepFM
 from rarebit.row_gradients.seam import sum_losses
 from rarebit.training.fit import Silence

@@ -10,16 +10,7 @@ from hypothesis import strategies as st
 from torch import nn
 from training.rowwise_models import SCHEMA, backward, batch_of, twins
 
-from rarebit import (
-    Dataset,
-    Hashing,
-    LowRank,
-    apply_,
-    check_optimizer,
-    fit,
-    merge_,
-    optimizer,
-)
+from rarebit import Dataset, Hashing, LowRank, apply_, check_optimizer, fit, merge_, optimizer
 from rarebit.errors import OptimizerError, SettingsError
 from rarebit.models.deepfm import DeepFM
 from rarebit.training.optimizers import RowwiseAdagrad, RowwiseAdam, RowwiseSGD, row_kernel

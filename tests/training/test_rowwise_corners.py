@@ -7,8 +7,9 @@ import torch
 from torch import distributed, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from rarebit import RowGradients, clip_grad_norm_, optimizer, sum_losses
+from rarebit import RowGradients, clip_grad_norm_, optimizer
 from rarebit.errors import OptimizerError, SettingsError
+from rarebit.row_gradients import sum_losses
 from rarebit.training.optimizers import RowwiseAdam, RowwiseSGD
 
 KINDS = ["adam", "adagrad", "sgd"]

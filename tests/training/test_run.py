@@ -18,7 +18,7 @@ from rarebit.training.fit import Silence
 from rarebit.training.run import finish_model, num_parameters, start_model, train_model
 from rarebit.training.settings import RunSettings
 
-SCHEMA = rb.Schema((rb.Field(name="user", rows=30), rb.Field(name="item", rows=20)))
+SCHEMA = rb.data.Schema((rb.data.Field(name="user", rows=30), rb.data.Field(name="item", rows=20)))
 D, ROWS = 4, 30 + 20
 FIRST_ORDER = ROWS + 1  # a weight a value, and the bias
 HASHING, MLET = rb.Hashing(buckets=9), rb.MLET(inner_dim=8)
@@ -167,7 +167,7 @@ def test_a_run_is_saved_as_it_was_measured(methods, tmp_path):
     settings = settings_of(*methods)
     result = rb.run(settings, folder=tmp_path, progress=False, say=silence)
     loaded = rb.load_model(tmp_path)
-    test = rb.generate(rb.SyntheticLog(rows=2000)).test
+    test = rb.data.generate(rb.data.SyntheticLog(rows=2000)).test
     assert (rb.predict(loaded, test) == rb.predict(result.model, test)).all()
     assert rb.evaluate(loaded, test).overall == rb.evaluate(result.model, test).overall
     assert result.test.overall.auc == rb.evaluate(loaded, test).overall.auc
@@ -212,7 +212,7 @@ def test_a_run_counts_its_training_rows_for_tables_that_ask():
     settings = settings_of(rb.Shrinkage(c=5.0))
     result = rb.run(settings, progress=False, say=silence)
     assert methods_on(result.model) == {()}  # folded: it is served as plain tables
-    splits = rb.generate(rb.SyntheticLog(rows=2000))
+    splits = rb.data.generate(rb.data.SyntheticLog(rows=2000))
     counts = splits.train.counts()["user"]
     never = full_table(result.model.backbone.tables.tables()[0])[counts == 0]
     assert len(never) > 1
@@ -220,14 +220,14 @@ def test_a_run_counts_its_training_rows_for_tables_that_ask():
 
 
 def test_pruning_a_shrunk_model_counts_its_rows_in_both_stages():
-    settings = settings_of(rb.Shrinkage(c=5.0), rb.Pruned(keep=500))
+    settings = settings_of(rb.Shrinkage(c=5.0), rb.pruning.Pruned(keep=500))
     result = rb.run(settings, progress=False, say=silence)
     left = sum(int((full_table(t) != 0).sum()) for t in result.model.backbone.tables.tables())
     assert 0 < left <= 500
 
 
 def test_a_folder_with_a_first_stage_is_refused_before_anything_of_it_is_changed(tmp_path):
-    settings = settings_of(rb.Pruned(keep=500, start="trained"))
+    settings = settings_of(rb.pruning.Pruned(keep=500, start="trained"))
     rb.run(settings, folder=tmp_path / "run", progress=False, say=silence)
     before = (tmp_path / "run" / "run.json").read_bytes()
     assert not (tmp_path / "run" / "checkpoints").exists()

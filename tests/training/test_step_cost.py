@@ -6,7 +6,8 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from training.rowwise_models import backward
 
-from rarebit import Dataset, Field, Schema, clip_grad_norm_, optimizer
+from rarebit import Dataset, clip_grad_norm_, optimizer
+from rarebit.data import Field, Schema
 from rarebit.models.deepfm import DeepFM
 
 KINDS = ["adam", "adagrad", "sgd"]

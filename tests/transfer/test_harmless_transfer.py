@@ -261,7 +261,7 @@ def test_only_the_entries_that_are_left_of_a_masked_table_count():
         model.item.weight[torch.rand(ROWS, WIDTH) < 0.4] = 0.0
         model.item.weight[[2, 5]] = 0.0  # a rare and a frequent row without survivors
         model.item.weight[3] = torch.tensor([1.0, 0.0, 2.0, 0.0])
-    rb.apply_(model, rb.Masked(), verbose=False)
+    rb.apply_(model, rb.pruning.Masked(), verbose=False)
     weight = model.item.weight.detach()
     loss, plain = plain_gradients(model, ids)
     g = plain["item.inner.weight"]

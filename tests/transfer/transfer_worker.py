@@ -20,8 +20,8 @@ from rarebit.tables.collection import TableCollection
 from rarebit.transfer.losses import MMD, Adversarial, SlicedWasserstein
 
 FIELDS = (
-    rb.Field(name="item", rows=19),
-    rb.Field(name="words", kind="multi", rows=18, max_length=3),
+    rb.data.Field(name="item", rows=19),
+    rb.data.Field(name="words", kind="multi", rows=18, max_length=3),
 )
 NUM_RANKS, NUM_STEPS, SIZES, ROWS = 2, 12, (17, 12), 24
 COUNTS = {

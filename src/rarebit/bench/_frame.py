@@ -18,21 +18,6 @@ from typing import TypeAlias
 
 from rarebit.machine import machine
 
-__all__ = [
-    "FOLDER",
-    "BenchResult",
-    "OtherLoad",
-    "Say",
-    "Timing",
-    "compare",
-    "measure",
-    "print_to_stderr",
-    "ratios",
-    "result_of",
-    "run_python",
-    "timing_figures",
-]
-
 FOLDER = Path(__file__).resolve().parent
 TOO_MUCH_LOAD = 0.1
 """Two threads on two cores wait for each other, so a little other work slows them down a lot."""

@@ -9,8 +9,6 @@ from typing import Any
 
 import numpy as np
 
-__all__ = ["prepare"]
-
 INTEGERS = [f"I{number}" for number in range(1, 14)]
 TEXTS = [f"C{number}" for number in range(1, 27)]
 MIN_COUNT = 10

@@ -13,8 +13,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["NAMES", "NUM_VALUES", "write_raw_log"]
-
 NUM_INTEGERS, NUM_TEXTS = 13, 26
 NAMES = (
     "label",

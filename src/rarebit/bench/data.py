@@ -28,8 +28,6 @@ from rarebit.data.dataset import Dataset
 from rarebit.data.order import shuffled_order
 from rarebit.errors import MissingExtraError
 
-__all__ = ["SIDES", "Work", "compare", "data", "measured", "prepare"]
-
 ROWS, ROUNDS = 300_000, 3
 BATCH_SIZE, EPOCHS, OPENINGS = 4096, 5, 11
 SIDES = {

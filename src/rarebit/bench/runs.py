@@ -19,8 +19,6 @@ from rarebit.training.run import start_model
 from rarebit.training.settings import Training, load_splits
 from rarebit.training.step import Steps
 
-__all__ = ["checkpoint", "import_", "study"]
-
 STEPS = 100
 """Enough steps to write a checkpoint."""
 TORCH = "import torch"

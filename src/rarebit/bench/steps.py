@@ -35,22 +35,6 @@ from rarebit.training.ema import EMA
 from rarebit.training.optimizers import TableMode, optimizer
 from rarebit.training.step import TrainingStep
 
-__all__ = [
-    "NextStep",
-    "criteo_log",
-    "deepfm_step",
-    "ema",
-    "forgetting",
-    "mlet",
-    "models",
-    "multi_embedding",
-    "pep",
-    "row_gradients",
-    "shrinkage",
-    "sliced",
-    "transfer",
-]
-
 ROWS, BATCH_SIZE, SMALL_BATCH = 204_800, 4096, 1024
 DIM, HIDDEN, LR = 16, (400, 400), 1e-3
 DECAY = 0.999

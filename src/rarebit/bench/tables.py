@@ -22,8 +22,6 @@ from rarebit.tables.collection import lookups_of
 from rarebit.tables.spectrum import singular_values
 from rarebit.training.optimizers import PlainRows, row_kernel
 
-__all__ = ["bound", "draw_lookups", "packed", "quantize", "resident_bytes", "rows", "spectrum"]
-
 MILLION = 1_000_000
 BATCH, DRAWS = 4096, 8
 SPARSITIES = {"90": 0.9, "97": 0.97, "99": 0.99, "99_9": 0.999}

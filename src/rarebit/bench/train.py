@@ -33,8 +33,6 @@ from rarebit.models._base import MLP
 from rarebit.models.deepfm import DeepFM
 from rarebit.tables.collection import TableCollection
 
-__all__ = ["DeepFMByHand", "copy_weights", "train"]
-
 BATCH_SIZES = {"": 1024, "_4096": 4096}
 """By the end of their keys: the first is the main one."""
 BUDGET = 20.0

@@ -21,8 +21,6 @@ from rarebit.cli.prune import prune
 from rarebit.cli.train import train
 from rarebit.errors import RarebitError
 
-__all__ = ["app", "start"]
-
 EXAMPLES = """[bold]Examples[/bold]
 
 rarebit demo

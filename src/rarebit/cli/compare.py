@@ -22,8 +22,6 @@ from rarebit.study.results import (
 from rarebit.study.study import study
 from rarebit.text import TextTable
 
-__all__ = ["compare", "run_study", "show_study"]
-
 MOST_MISSING = 5
 """Lines on runs that are missing."""
 

@@ -28,8 +28,6 @@ from rarebit.errors import SettingsError
 from rarebit.settings import suggest, updated
 from rarebit.text import NOTHING, percent
 
-__all__ = ["data_app", "show_dataset", "show_schema", "tail_chart", "treatment"]
-
 EXAMPLES = """[bold]Examples[/bold]
 
 rarebit data prepare clicks.parquet --label click --out data/clicks

@@ -10,8 +10,6 @@ from rarebit.cli import screen
 from rarebit.cli.compare import run_study
 from rarebit.study.plan import StudyPlan
 
-__all__ = ["demo"]
-
 ROWS = 60_000
 FOLDER = Path("studies/demo")
 PLAN = {

@@ -20,8 +20,6 @@ from rarebit.training.model_file import load_model
 from rarebit.training.run import read_reports, read_run
 from rarebit.training.settings import load_splits
 
-__all__ = ["diagnose_command", "show_diagnosis"]
-
 DESCRIPTION = "model.json"
 """The file next to the weights in the folder of a model."""
 MOST_FINDINGS = 8

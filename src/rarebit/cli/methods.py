@@ -19,8 +19,6 @@ from rarebit.technique import (
     technique_names,
 )
 
-__all__ = ["methods", "methods_as_data", "show_methods"]
-
 CONTROLS = {
     "baseline": "plain tables",
     "magnitude": "magnitude pruning after training, to the same number of entries",

@@ -19,8 +19,6 @@ from rarebit.training.run import read_run
 from rarebit.training.score import bad_rows_file, score_log
 from rarebit.training.settings import load_splits
 
-__all__ = ["predict_"]
-
 
 def predict_(  # noqa: PLR0917  # typer calls it by name
     model: Annotated[Path, Option(help="Folder of a run, made by rarebit train.", readable=False)],

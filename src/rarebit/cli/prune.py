@@ -15,8 +15,6 @@ from rarebit.settings import from_mapping, read_toml, require, size
 from rarebit.technique import technique_name
 from rarebit.training.settings import RunSettings, load_splits
 
-__all__ = ["prune"]
-
 UNITS = {"": 1, "B": 1, "KB": 1e3, "MB": 1e6, "GB": 1e9}
 
 

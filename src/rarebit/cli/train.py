@@ -10,8 +10,6 @@ from rarebit.settings import read_toml, size
 from rarebit.training.run import read_run, run
 from rarebit.training.settings import PreparedLog, RunSettings
 
-__all__ = ["epoch_hint", "train"]
-
 
 def train(  # noqa: PLR0917  # typer calls it by name
     model: opt.Model = None,

@@ -74,8 +74,6 @@ from rarebit.tables.table import (
 )
 from rarebit.technique import Rank
 
-__all__ = ["Pack", "PackedTable", "load_packed", "pack_", "save_packed", "take_packed_"]
-
 WORD = 64
 """Bits of a word that marks filled rows."""
 PAIRS, FOURS, BYTES = 0x5555555555555555, 0x3333333333333333, 0x0F0F0F0F0F0F0F0F

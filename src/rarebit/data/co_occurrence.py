@@ -25,8 +25,6 @@ from rarebit.data.schema import PADDING
 from rarebit.errors import DataError
 from rarebit.settings import suggest
 
-__all__ = ["CoOccurrences", "SparseCounts", "count_in_records", "count_in_text", "find_top_items"]
-
 MEMORY = 1 << 30
 """Bytes of counts in one pass."""
 CHUNK = 1 << 18

@@ -22,8 +22,6 @@ from rarebit.settings import suggest
 if TYPE_CHECKING:
     from rarebit.data.log_schema import LogSchema, Split
 
-__all__ = ["Batch", "Dataset", "Splits", "check_ids", "collate"]
-
 
 def _to_tensor(name: str, values: ArrayLike | Tensor) -> Tensor:
     """Return the values as a tensor of a type that torch can compute with."""
@@ -204,7 +202,7 @@ class Dataset:
 
     Ids are checked once, when the data set is made, on whatever device they are on.
 
-    >>> from rarebit import Field
+    >>> from rarebit.data import Field
     >>> schema = Schema((Field(name="user", rows=4), Field(name="age", kind="numeric")))
     >>> data = Dataset(schema, ids=[[1], [3]], numeric=[[0.5], [-1.0]], label=[0, 1])
     >>> data[torch.tensor([1])]["user"]

@@ -17,8 +17,6 @@ from typing import Any, Literal
 from rarebit.errors import DataError
 from rarebit.settings import check_types, from_mapping, read_toml, require, suggest, to_mapping
 
-__all__ = ["FORMAT", "SPLIT_NAMES", "Column", "LogSchema", "Split", "TextFormat"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class TextFormat:

@@ -23,17 +23,6 @@ from torch import Tensor
 
 from rarebit.settings import require
 
-__all__ = [
-    "batch_bounds",
-    "bell",
-    "chunk_plan",
-    "chunk_shuffled_order",
-    "random_bits",
-    "shuffled_order",
-    "stream_key",
-    "uniform",
-]
-
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 _SIXTEEN_BITS = np.uint64(0xFFFF)
 _BELL_CENTER = 4 * (2**16 - 1) / 2

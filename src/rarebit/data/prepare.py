@@ -17,9 +17,6 @@ from rarebit.settings import suggest
 if TYPE_CHECKING:  # reading raw logs needs Polars, importing this does not
     from rarebit.data.raw.infer import Inferred
 
-__all__ = ["infer_log", "prepare", "prepare_source"]
-
-
 PathLike = str | os.PathLike[str]
 
 

@@ -38,21 +38,6 @@ from rarebit.storage.files import (
     own_checksum,
 )
 
-__all__ = [
-    "FORMAT",
-    "ArrayWriter",
-    "DataStatistics",
-    "FieldStatistics",
-    "PreparedFolder",
-    "Progress",
-    "StoredEncoder",
-    "new_folder",
-    "no_progress",
-    "tail_ranks",
-    "value_statistics",
-    "write_manifest",
-]
-
 FORMAT = 1
 MANIFEST, ENCODER, SCHEMA, BAD_ROWS = "manifest.json", "encoder", "schema.toml", "bad_rows.jsonl"
 OWN = "manifest_sha256"

@@ -18,8 +18,6 @@ from typing import Any, Literal
 from rarebit.errors import DataError
 from rarebit.settings import check_types, from_mapping, require, suggest, to_mapping
 
-__all__ = ["FIRST_VALUE", "MISSING", "PADDING", "UNKNOWN", "Field", "Schema"]
-
 PADDING, UNKNOWN, MISSING, FIRST_VALUE = range(4)
 
 Kind = Literal["categorical", "multi", "numeric"]

@@ -40,21 +40,6 @@ from rarebit.errors import DataError, SettingsError
 from rarebit.settings import check_types, from_mapping, require, suggest, to_mapping
 from rarebit.storage.files import TensorFolder
 
-__all__ = [
-    "DESCRIPTION",
-    "SELECTIONS",
-    "CoOccurrence",
-    "FieldSelection",
-    "FrequencySplit",
-    "Selection",
-    "find_relatives",
-    "load_selection",
-    "save_selection",
-    "select",
-    "split_by_frequency",
-    "stored_selection",
-]
-
 RARE, FREQUENT = 1 << 10, 1 << 12
 """Items compared at once."""
 CHECKED = 1 << 8

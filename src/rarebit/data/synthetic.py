@@ -46,24 +46,6 @@ from rarebit.data.order import bell, random_bits, stream_key, uniform
 from rarebit.data.schema import FIRST_VALUE, MISSING, PADDING, UNKNOWN, Field, Schema
 from rarebit.settings import check_types, require
 
-__all__ = [
-    "CLICK_RATE",
-    "MIN_COUNT",
-    "Counters",
-    "DrawnColumn",
-    "Ids",
-    "Numbers",
-    "Rows",
-    "SyntheticLog",
-    "Teacher",
-    "draw_column",
-    "draw_effects",
-    "draw_topics",
-    "generate",
-    "logistic",
-    "parent_ids",
-]
-
 _MAX_TOPICS = 256
 _VALUES_PER_TOPIC = 20  # at least, so that every topic has four frequent values
 # The lower 11 of the 64 random bits do not enter u, so coins can be cut from them.

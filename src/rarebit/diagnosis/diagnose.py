@@ -30,8 +30,6 @@ from rarebit.tables.spectrum import abundance_of
 from rarebit.tables.table import AnyTable, methods_of
 from rarebit.technique import Rank
 
-__all__ = ["Diagnosis", "diagnose", "diagnose_file"]
-
 FLOAT_BITS = {"F64": 64, "F32": 32, "F16": 16, "BF16": 16}
 """The float types of a safetensors file that a table may have."""
 TALLER_THAN = 4

@@ -43,22 +43,6 @@ from rarebit.settings import to_mapping
 from rarebit.tables.spectrum import abundance_of, random_abundance, stable_rank_of, triangle_of
 from rarebit.tables.table import AnyTable, Table
 
-__all__ = [
-    "Product",
-    "Reweighting",
-    "SubEmbeddings",
-    "TableDiagnosis",
-    "describe_table",
-    "find_product",
-    "find_sub_embeddings",
-    "product_of",
-    "refuse_not_finite",
-    "reweighting",
-    "short_names",
-    "singular_rank",
-    "wide_rows",
-]
-
 
 @runtime_checkable
 class Product(Protocol):

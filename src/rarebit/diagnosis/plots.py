@@ -16,8 +16,6 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-__all__ = ["draw_plots"]
-
 MOST_PANELS = 48
 """At most so many tables are drawn, the largest first."""
 LONGEST_NAME = 22

@@ -24,8 +24,6 @@ from rarebit.storage.files import write_files
 from rarebit.technique import technique_class
 from rarebit.text import NOTHING, TextTable, percent
 
-__all__ = ["Diagnosis", "Finding", "LeftAlone", "find_waste", "product_table", "table_of_tables"]
-
 Kind = Literal["not finite", "collapsed", "rare", "dead"]
 
 FORMAT = 1

@@ -19,19 +19,6 @@ from torch import Tensor, nn
 from rarebit.tables.spectrum import default_chunk, triangle_of
 from rarebit.tables.table import AnyTable, home_of
 
-__all__ = [
-    "NormBin",
-    "Rows",
-    "Scan",
-    "count_dead",
-    "norm_bins",
-    "rows_of_slice",
-    "rows_of_table",
-    "scan",
-    "spearman",
-    "without",
-]
-
 DEAD = 1e-3
 
 

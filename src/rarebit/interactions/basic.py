@@ -30,23 +30,6 @@ from torch.nn import functional as F
 
 from rarebit.settings import require
 
-__all__ = [
-    "Block",
-    "Blocks",
-    "Concatenation",
-    "FactorizationMachine",
-    "InnerProducts",
-    "Linear",
-    "Parallel",
-    "SetBatchNorm",
-    "TwoStreams",
-    "affine",
-    "as_autocast",
-    "filled_up",
-    "require_sizes",
-    "sets_axis",
-]
-
 MULTIPLES = {"cuda": 8}
 """Numbers of half precision that a device reads at a time, where it matters."""
 

@@ -22,8 +22,6 @@ from torch.nn import functional as F
 from rarebit.interactions.basic import require_sizes, sets_axis
 from rarebit.settings import require
 
-__all__ = ["CompressedInteraction"]
-
 
 class CompressedInteraction(nn.Module):
     """Pooled feature maps of all layers, `(..., F, D)` to `(..., out_width)`."""

@@ -20,8 +20,6 @@ from torch import Tensor, nn
 
 from rarebit.interactions.basic import affine, as_autocast, filled_up, require_sizes, sets_axis
 
-__all__ = ["CrossNetwork", "VectorCrossNetwork"]
-
 
 class CrossNetwork(nn.Module):
     """Crossed features of all fields, `(..., F, D)` to `(..., F * D)`, by one matrix per layer."""

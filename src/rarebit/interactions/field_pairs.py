@@ -21,8 +21,6 @@ from torch import Tensor, nn
 
 from rarebit.interactions.basic import require_sizes, sets_axis
 
-__all__ = ["FieldAwareMachine", "FieldWeightedMachine", "FieldWeightedPooling"]
-
 
 class FieldAwareMachine(nn.Module):
     """Sum of the products of all pairs of fields, `(..., F, F * D)` to `(..., D)`."""

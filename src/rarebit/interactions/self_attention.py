@@ -25,8 +25,6 @@ from torch.nn import functional as F
 from rarebit.interactions.basic import require_sizes, sets_axis
 from rarebit.settings import require
 
-__all__ = ["OneResidual", "SelfAttention"]
-
 
 class SelfAttention(nn.Module):
     """Layers of attention with a residual each, `(..., F, D)` to `(..., F * heads * head_dim)`."""

@@ -28,8 +28,6 @@ from rarebit.tables.apply import find_sites
 from rarebit.tables.collection import Stack, stack_tables
 from rarebit.tables.table import AnyTable, Method, Table, home_of, num_weights, wrap
 
-__all__ = ["CountedMethod", "CountedStack", "CountedTable", "Counts", "Evidence", "set_counts_"]
-
 T = TypeVar("T")
 
 Counts: TypeAlias = int | Tensor | Mapping[str, Tensor]

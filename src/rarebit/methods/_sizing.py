@@ -5,8 +5,6 @@ from collections.abc import Sequence
 from rarebit.errors import SettingsError
 from rarebit.settings import require
 
-__all__ = ["check_share", "plain_weights", "too_small"]
-
 
 def check_share(share: float) -> None:
     """Raise unless this is a share."""

@@ -37,7 +37,7 @@ from rarebit.settings import check_types, require
 from rarebit.tables.apply import Site, check_optimizer, find_sites, table_parameters
 from rarebit.tables.table import CHUNK
 
-__all__ = ["Forgetting", "forget_", "restart_", "stored_rows"]
+__all__ = ["Forgetting"]
 
 C = 30.0
 """How often training must see an id in an epoch to keep half of its row."""

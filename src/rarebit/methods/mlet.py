@@ -51,7 +51,7 @@ from rarebit.tables.table import (
 )
 from rarebit.technique import Rank, Technique, technique_from_mapping
 
-__all__ = ["MLET", "FactorizedTable", "fold", "fresh_factors"]
+__all__ = ["MLET"]
 
 PACKAGE = str(Path(__file__).parent.parent / "_").removesuffix("_")
 """The folder of the package, with the last slash."""

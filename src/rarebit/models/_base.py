@@ -35,21 +35,6 @@ from rarebit.settings import find_class, keyword_arguments, offered, require, su
 from rarebit.tables.collection import TableCollection, TableInit
 from rarebit.tables.table import full_table
 
-__all__ = [
-    "MLP",
-    "Backbone",
-    "FirstOrder",
-    "Network",
-    "Presets",
-    "RankingModel",
-    "TableOptions",
-    "build_model",
-    "model_class",
-    "model_names",
-    "model_settings",
-    "preset_names",
-]
-
 PACKAGE = "rarebit.models"
 """Where models are, one per file."""
 Presets: TypeAlias = Mapping[str, Mapping[str, Any]]

@@ -30,8 +30,6 @@ from rarebit.storage.files import write_files
 from rarebit.tables.apply import FieldSite, Site, find_sites
 from rarebit.tables.table import CHUNK, AnyTable, home_of
 
-__all__ = ["FrequencyGroups", "PruningInsight", "pruning_insight", "write_insight"]
-
 DECILES = 10
 
 

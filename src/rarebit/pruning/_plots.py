@@ -21,8 +21,6 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-__all__ = ["draw_insight"]
-
 MOST_PANELS = 6
 """Heat maps in one image, the largest tickets first."""
 MOST_TABLES = 48

@@ -45,7 +45,7 @@ from rarebit.tables.table import (
 )
 from rarebit.technique import Rank
 
-__all__ = ["Masked", "Ticket", "load_ticket", "save_ticket"]
+__all__ = ["Masked"]
 
 DESCRIPTION = "ticket.json"
 PARTS = ("kept", "start", "levels")

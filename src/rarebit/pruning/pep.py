@@ -61,7 +61,7 @@ from rarebit.tables.table import (
 )
 from rarebit.technique import Rank, Technique, technique_text
 
-__all__ = ["PEP", "LearnedPruner", "Pruner", "set_threshold_", "take_ticket"]
+__all__ = ["PEP"]
 
 Granularity = Literal[
     "global", "dimension", "feature", "feature_dimension", "field", "field_dimension"

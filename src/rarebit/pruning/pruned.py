@@ -83,16 +83,7 @@ from rarebit.training.run import (
 )
 from rarebit.training.settings import RunSettings, Training, load_splits
 
-__all__ = [
-    "PruneResult",
-    "PruneSettings",
-    "Pruned",
-    "Pruning",
-    "explain_pruning",
-    "prune",
-    "prune_run",
-    "retrain",
-]
+__all__ = ["Pruned"]
 
 PrunedBy = Literal["threshold", "magnitude"]
 PrunedStart = Literal["ticket", "random", "trained"]

@@ -1,10 +1,27 @@
 """Controls, neighbours and theory: what we measure and do not recommend."""
 
-from rarebit.research._reweighting import (
-    UpdateSplit,
-    factorized_tables,
-    reweighting,
-    update_split,
-)
+from rarebit.diagnosis.measure import reweighting
+from rarebit.research._reweighting import UpdateSplit, factorized_tables, update_split
+from rarebit.research.aligned_sets import AlignedSets
+from rarebit.research.frequency_decay import FrequencyDecay
+from rarebit.research.fresh_tables import FreshTables
+from rarebit.research.group_stopping import GroupStopping
+from rarebit.research.id_dropout import IdDropout
+from rarebit.research.product_start import ProductStart
+from rarebit.research.row_rate import RowRate
+from rarebit.research.shared_sets import SharedSets
 
-__all__ = ["UpdateSplit", "factorized_tables", "reweighting", "update_split"]
+__all__ = [
+    "AlignedSets",
+    "FrequencyDecay",
+    "FreshTables",
+    "GroupStopping",
+    "IdDropout",
+    "ProductStart",
+    "RowRate",
+    "SharedSets",
+    "UpdateSplit",
+    "factorized_tables",
+    "reweighting",
+    "update_split",
+]

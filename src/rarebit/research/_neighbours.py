@@ -22,8 +22,6 @@ from rarebit.tables.collection import TableCollection
 from rarebit.tables.table import home_of
 from rarebit.technique import Technique, technique_name
 
-__all__ = ["LookupPlace", "Neighbour", "OpenShares", "find_lookups"]
-
 
 class Neighbour(TrainingMethod):
     """A known way to treat rare rows in training, compared with ours."""

@@ -15,7 +15,6 @@ from rarebit.diagnosis.measure import (
     find_product,
     product_of,
     refuse_not_finite,
-    reweighting,
     singular_rank,
     wide_rows,
 )
@@ -23,8 +22,6 @@ from rarebit.errors import DataError
 from rarebit.tables.apply import find_sites
 from rarebit.tables.spectrum import triangle_of
 from rarebit.tables.table import AnyTable
-
-__all__ = ["UpdateSplit", "factorized_tables", "reweighting", "update_split"]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -44,8 +44,6 @@ from rarebit.tables.bag import Bag, pool_rows
 from rarebit.tables.collection import NO_ROW, WATCHED, Stack, is_watched
 from rarebit.tables.table import Table
 
-__all__ = ["RowGroup", "wide", "world_size"]
-
 
 def world_size() -> int:
     """Return the number of processes that train together."""

@@ -16,8 +16,6 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-__all__ = ["Recorded", "aside", "is_recording", "join", "record_graph"]
-
 Function: TypeAlias = Callable[[Sequence[Tensor]], tuple[Tensor, ...]]
 """Tensors to tensors, without reading their values on the host."""
 Replay: TypeAlias = Callable[[], tuple[Tensor, ...]]

@@ -61,8 +61,6 @@ from rarebit.row_gradients.recorded import Recorded, aside, is_recording, join
 from rarebit.tables.apply import TableInfo, refuse_wrapped_model
 from rarebit.tables.collection import Distinct, PlainStack, find_distinct, take_rows
 
-__all__ = ["GroupRule", "RowGradients", "RowStep", "Rule", "sum_losses"]
-
 Rule: TypeAlias = Callable[[Tensor, Tensor], Tensor]
 """Ids `(U,)` and gradients `(K, U, D)` of distinct rows to one gradient per row, `(U, D)`."""
 

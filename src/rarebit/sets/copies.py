@@ -23,16 +23,6 @@ from rarebit.sets.sets import SetsMethod, sets_of
 from rarebit.tables.apply import find_tables
 from rarebit.tables.collection import TableCollection
 
-__all__ = [
-    "AveragedSets",
-    "ModelWithSets",
-    "copy_backbone_",
-    "draw_anew_",
-    "mean_of_features",
-    "set_copies",
-    "set_projections",
-]
-
 
 class AveragedSets(nn.Module):
     """The mean of the features of several backbones."""

@@ -48,16 +48,6 @@ from rarebit.tables.table import (
 )
 from rarebit.technique import Rank
 
-__all__ = [
-    "SetsMethod",
-    "SetsStack",
-    "SetsTable",
-    "SplitSetsStack",
-    "SplitSetsTable",
-    "sets_of",
-]
-
-
 PLACE = "backbone"
 """The part of a model that has several sets."""
 

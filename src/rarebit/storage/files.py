@@ -47,8 +47,6 @@ from torch import Tensor, nn
 
 from rarebit.errors import CheckpointError, RarebitError
 
-__all__ = ["StateDecoder", "StateEncoder", "TensorFolder", "place_of"]
-
 
 class Disk:
     """The operations that change the disk. They raise what the system raises."""

@@ -14,8 +14,6 @@ from rarebit.settings import check_types, from_mapping, require, suggest, to_map
 from rarebit.technique import Expression, parse_techniques
 from rarebit.training.settings import RunSettings
 
-__all__ = ["StudyPlan", "StudySettings", "section_tables"]
-
 SECTIONS = ("model", "data", "training")
 OWN = "own"
 """Each method is compared with the control that it names."""

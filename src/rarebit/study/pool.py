@@ -20,8 +20,6 @@ from typing import Any, Self, TypeAlias
 
 from rarebit.study.runs import RunRecord
 
-__all__ = ["Pool", "StudyLines", "StudyProgress"]
-
 PACKAGE = Path(__file__).resolve().parents[2]
 """The folder that `rarebit` is imported from, so that workers import the same."""
 ENDS = ("done", "failed", "stopped")

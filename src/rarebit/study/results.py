@@ -20,22 +20,6 @@ from rarebit.study.runs import UNREADABLE, RunRecord
 from rarebit.study.statistics import Comparison, PairedAUC, judge
 from rarebit.text import NOTHING, TextTable
 
-__all__ = [
-    "RESULTS",
-    "TENTHS",
-    "Ceiling",
-    "CellResult",
-    "StudyResult",
-    "Trial",
-    "VariantResult",
-    "comparison_table",
-    "decile_table",
-    "pick",
-    "read_result",
-    "variant_table",
-    "verdict_lines",
-]
-
 FORMAT = 1
 RESULTS = "results.json"
 """The file of a result in the folder of its study."""

@@ -32,8 +32,6 @@ from rarebit.technique import technique_text
 from rarebit.training.metrics import Evaluation
 from rarebit.training.settings import PreparedLog, RunSettings, Training
 
-__all__ = ["RunFolder", "RunRecord", "ensemble_record", "identify", "run_key", "stage_key"]
-
 FORMAT = 1
 RESULT, SCORES, CHECKPOINTS, MODEL = "result.json", "scores.npy", "checkpoints", "model"
 KEY_DIGITS = 20

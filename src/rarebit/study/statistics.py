@@ -44,8 +44,6 @@ from torch import Tensor
 from rarebit.errors import DataError, MissingExtraError
 from rarebit.settings import require
 
-__all__ = ["Comparison", "PairedAUC", "Verdict", "delong", "judge", "scipy_special"]
-
 Verdict = Literal["helps", "hurts", "no difference", "too few seeds"]
 
 EQUIVALENCE_LEVEL = 0.10

@@ -43,8 +43,6 @@ from rarebit.training.metrics import evaluate_scores
 from rarebit.training.run import STAGE
 from rarebit.training.settings import PreparedLog, RunSettings, load_splits
 
-__all__ = ["Cell", "PlannedRun", "study"]
-
 MEMBER_SEEDS = 1_000_000
 """The distance between the seeds of an ensemble's models; the first has the seed of the ensemble."""
 GPU_WORKERS = 1

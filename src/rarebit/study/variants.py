@@ -52,8 +52,6 @@ from rarebit.training.fit import fit
 from rarebit.training.run import finish_model, start_model
 from rarebit.training.settings import RunSettings
 
-__all__ = ["BASELINE", "MeasuredRates", "Variant", "rate_multiplier", "variants_of"]
-
 RATE_FACTORS = (1.0, 2.0, 4.0, 8.0, 16.0)
 """Factors of the tables' learning rate for matched-rate, in addition to the measured one."""
 TUNED_LR, TUNED_DECAY = (1.0, 2.0, 0.5), (1.0, 10.0, 0.1)

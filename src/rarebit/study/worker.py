@@ -42,8 +42,6 @@ from rarebit.training.model_file import save_model
 from rarebit.training.run import STAGE, finish_model, num_parameters, train_model
 from rarebit.training.settings import RunSettings, load_splits
 
-__all__ = ["Log", "make_run", "mean_abundance", "open_log", "shortened"]
-
 Tell: TypeAlias = Callable[[Mapping[str, Any]], None]
 
 

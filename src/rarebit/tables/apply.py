@@ -36,30 +36,6 @@ from rarebit.tables.table import (
 )
 from rarebit.technique import refusal
 
-__all__ = [
-    "Exchange",
-    "FieldSite",
-    "ModuleSite",
-    "Site",
-    "TableChanges",
-    "TableInfo",
-    "apply_",
-    "check_optimizer",
-    "end_training_",
-    "exchange_parameters",
-    "find_sites",
-    "find_tables",
-    "lookup_refusal",
-    "merge_",
-    "put_tables",
-    "refuse_composition",
-    "refuse_wrapped_model",
-    "reported",
-    "restore_tables",
-    "table_bytes",
-    "table_parameters",
-]
-
 Kind: TypeAlias = Literal["embedding", "bag", "field"]
 TableModule: TypeAlias = nn.Embedding | nn.EmbeddingBag | Table | Bag
 Where: TypeAlias = Callable[["TableInfo"], bool]

@@ -8,8 +8,6 @@ from torch.nn import functional as F
 
 from rarebit.tables.table import AnyTable, Table
 
-__all__ = ["Bag", "bag_like", "pool_rows", "table_of_bag"]
-
 
 class Bag(nn.Module):
     """Pools the rows of a table as `nn.EmbeddingBag` does: same arguments, same answers."""

@@ -47,29 +47,6 @@ from rarebit.errors import OptimizerError
 from rarebit.settings import require, suggest
 from rarebit.tables.table import AnyTable, Table, home_of, is_trainable, methods_of, plain_like
 
-__all__ = [
-    "NO_ROW",
-    "Distinct",
-    "GradientMemory",
-    "LoopStack",
-    "PlainStack",
-    "RowMove",
-    "Stack",
-    "TableCollection",
-    "TableInit",
-    "find_distinct",
-    "gather",
-    "gather_eagerly",
-    "is_watched",
-    "lookups_of",
-    "row_gradient",
-    "row_gradients_kept",
-    "set_row_gradients",
-    "stack_key",
-    "stack_tables",
-    "take_rows",
-]
-
 NO_ROW = -1
 """The id of a slot that holds no row."""
 WATCHED: "weakref.WeakSet[nn.Module]" = weakref.WeakSet()

@@ -22,8 +22,6 @@ from torch import Tensor, nn
 
 from rarebit.errors import DataError
 
-__all__ = ["COMPILERS", "is_plain", "is_switched_off", "load_compiled"]
-
 # Not -ffast-math: sums keep their order and NaN stays NaN. Square roots need no errno, and without
 # contraction the bits do not depend on whether the processor can multiply and add in one.
 FLAGS = (

@@ -24,19 +24,6 @@ from torch import Tensor
 from rarebit.errors import DataError
 from rarebit.settings import require
 
-__all__ = [
-    "abundance_of",
-    "default_chunk",
-    "information_abundance",
-    "random_abundance",
-    "random_singular_values",
-    "rough_information_abundance",
-    "singular_values",
-    "stable_rank",
-    "stable_rank_of",
-    "triangle_of",
-]
-
 CPU_CHUNK = 2048
 """Rows of a step. Measured from 4 to 320 columns: with fewer, calls cost; with more, the caches."""
 GPU_CHUNK = 1 << 16

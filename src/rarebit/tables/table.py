@@ -26,22 +26,6 @@ if TYPE_CHECKING:
     from rarebit.tables.apply import TableChanges
     from rarebit.tables.collection import Stack
 
-__all__ = [
-    "AnyTable",
-    "Method",
-    "Shared",
-    "Table",
-    "full_table",
-    "home_of",
-    "is_trainable",
-    "methods_of",
-    "num_weights",
-    "plain_like",
-    "stored_tensors",
-    "unsuited",
-    "wrap",
-]
-
 # Ids looked up at once when a whole table is built: bounds the memory of what `rows` computes.
 CHUNK = 1 << 16
 

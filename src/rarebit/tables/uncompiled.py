@@ -8,6 +8,4 @@ import torch
 
 from rarebit.tables.collection import gather_eagerly
 
-__all__ = ["gather_uncompiled"]
-
 gather_uncompiled = torch.compiler.disable(gather_eagerly)

@@ -73,21 +73,6 @@ from rarebit.training.step import first_line, raise_if_weights_are_not_finite
 if TYPE_CHECKING:
     from rarebit.training.fit import TrainingLoop
 
-__all__ = [
-    "FORMAT",
-    "MAY_CHANGE",
-    "CheckpointFolder",
-    "Checkpoints",
-    "Found",
-    "StopRequests",
-    "describe_environment",
-    "describe_run",
-    "differences",
-    "environment_warnings",
-    "map_tensors",
-    "stop_requests",
-]
-
 FORMAT = 1
 STATE, TENSORS, LOCK = "state.json", "tensors.safetensors", "lock"
 PARTS = {STATE, TENSORS}

@@ -22,8 +22,6 @@ from rarebit.errors import OptimizerError, TrainingError
 from rarebit.settings import require
 from rarebit.tables.collection import lookups_of
 
-__all__ = ["EMA"]
-
 NEVER = -1
 """The step of a row that has not moved yet: its average is its weight."""
 CHUNK = 1 << 18

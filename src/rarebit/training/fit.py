@@ -66,22 +66,6 @@ from rarebit.training.step import (
     why_not_recorded,
 )
 
-__all__ = [
-    "EpochRecord",
-    "History",
-    "LineProgress",
-    "Progress",
-    "Silence",
-    "TrainingLoop",
-    "check_data",
-    "fit",
-    "fit_started",
-    "measured",
-    "random_state",
-    "set_random_state",
-    "training_data",
-]
-
 OPTIMIZER_SETTINGS = (
     *("lr", "tables", "table_lr", "weight_decay", "table_weight_decay"),
     *("threshold_weight_decay", "decoupled", "momentum"),

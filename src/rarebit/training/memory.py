@@ -32,14 +32,6 @@ from rarebit.training.metrics import device_of
 from rarebit.training.optimizers import RowwiseOptimizer
 from rarebit.training.settings import Training
 
-__all__ = [
-    "OBJECT_BYTES",
-    "AllocationLimit",
-    "MemoryEstimate",
-    "available_memory",
-    "estimate_memory",
-]
-
 KINDS: dict[str, type[Optimizer]] = {"adam": Adam, "sgd": SGD, "adagrad": Adagrad}
 
 PARTS = {

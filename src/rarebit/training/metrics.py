@@ -17,25 +17,6 @@ from rarebit.data.schema import PADDING
 from rarebit.errors import DataError, TrainingError
 from rarebit.models._base import RankingModel
 
-__all__ = [
-    "Evaluation",
-    "Forward",
-    "Metrics",
-    "auc",
-    "average_precision",
-    "check_counts",
-    "check_labels",
-    "check_schema",
-    "device_of",
-    "evaluate",
-    "evaluate_scores",
-    "logloss",
-    "measure",
-    "predict",
-    "rarity",
-    "score",
-]
-
 
 @dataclass(frozen=True, kw_only=True)
 class Metrics:

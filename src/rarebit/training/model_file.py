@@ -29,8 +29,6 @@ from rarebit.tables.table import Method, methods_of
 from rarebit.technique import technique_class, technique_from_mapping, technique_to_mapping
 from rarebit.training.memory import OBJECT_BYTES, AllocationLimit
 
-__all__ = ["load_model", "save_model"]
-
 FOLDER = TensorFolder(
     "model",
     "model.json",
@@ -87,7 +85,7 @@ def load_model(
     Weights keep the precision they were saved in.
 
     >>> import tempfile
-    >>> from rarebit import Field
+    >>> from rarebit.data import Field
     >>> from rarebit.models.fm import FM
     >>> with tempfile.TemporaryDirectory() as folder:
     ...     saved = save_model(FM(Schema((Field(name="user", rows=9),)), dim=4), folder)

@@ -45,21 +45,6 @@ from rarebit.tables.apply import table_parameters
 from rarebit.tables.collection import find_distinct, lookups_of, set_row_gradients, take_rows
 from rarebit.tables.compiler import is_plain, load_compiled
 
-__all__ = [
-    "Kind",
-    "PlainRows",
-    "RowKernel",
-    "RowwiseAdagrad",
-    "RowwiseAdam",
-    "RowwiseOptimizer",
-    "RowwiseSGD",
-    "TableMode",
-    "load_row_kernel",
-    "optimizer",
-    "row_kernel",
-    "suits",
-]
-
 Kind = Literal["adam", "sgd", "adagrad"]
 TableMode = Literal["dense", "rowwise"]
 

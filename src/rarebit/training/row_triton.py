@@ -20,8 +20,6 @@ try:
 except ImportError:
     triton = tl = None
 
-__all__ = ["adagrad", "adam", "sgd", "suits"]
-
 TINY = 1e-300
 """In place of a beta of 0, which has no logarithm."""
 ROWS_A_PROGRAM = 32

@@ -38,24 +38,6 @@ from rarebit.training.metrics import Evaluation, evaluate
 from rarebit.training.model_file import save_model
 from rarebit.training.settings import PreparedLog, RunSettings, Training, load_splits
 
-__all__ = [
-    "CHECKPOINTS",
-    "STAGE",
-    "RunResult",
-    "Trained",
-    "TrainingJob",
-    "finish_model",
-    "make_folder",
-    "num_parameters",
-    "read_reports",
-    "read_run",
-    "run",
-    "start_model",
-    "stored_settings",
-    "train_model",
-    "with_checksum",
-]
-
 CHECKPOINTS, STAGE = "checkpoints", "pruning"
 """Folders of a run: its checkpoints, and the first stage of a training that has two."""
 

@@ -19,8 +19,6 @@ if TYPE_CHECKING:
     from rarebit.data.raw.encoder import EncodedRows, LogEncoder
     from rarebit.data.raw.rows import RawChunk
 
-__all__ = ["Scored", "bad_rows_file", "score_log"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class Scored:

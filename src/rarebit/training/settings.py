@@ -13,8 +13,6 @@ from rarebit.settings import check_types, from_mapping, require, suggest, to_map
 from rarebit.technique import Technique, technique_from_mapping, technique_to_mapping
 from rarebit.training.optimizers import Kind, TableMode
 
-__all__ = ["Precision", "PreparedLog", "RunSettings", "Training", "load_splits"]
-
 Precision = Literal["float32", "bfloat16"]
 
 

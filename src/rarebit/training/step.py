@@ -30,20 +30,6 @@ from rarebit.training.metrics import Forward, device_of, score
 from rarebit.training.optimizers import RowwiseAdagrad, RowwiseSGD
 from rarebit.training.settings import Precision
 
-__all__ = [
-    "Backward",
-    "Loss",
-    "RecordedSteps",
-    "Steps",
-    "TrainingStep",
-    "clip_grad_norm_",
-    "first_line",
-    "raise_if_weights_are_not_finite",
-    "recording",
-    "where_not_finite",
-    "why_not_recorded",
-]
-
 
 @torch.no_grad()
 def clip_grad_norm_(model: nn.Module, max_norm: float) -> Tensor:

@@ -24,8 +24,6 @@ from rarebit.text import NOTHING, TextTable, percent
 from rarebit.transfer.lexico import Barrier
 from rarebit.transfer.losses import Picked, TransferBatch
 
-__all__ = ["REMEMBERED", "GroupLedger", "Ledger", "explain_ledger"]
-
 EDGES = (0.0, 0.25, 0.5, 0.75, 0.999, 1.001, 1.5, 2.0, 5.0, 20.0, 100.0)
 """Ends of the bins of lambda, in multiples of alpha; alpha itself has its own bin."""
 REMEMBERED = 16

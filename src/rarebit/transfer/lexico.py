@@ -25,8 +25,6 @@ from typing import Literal, NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
-__all__ = ["RULES", "Barrier", "BarrierRule", "TransferRule", "global_barrier", "row_barrier"]
-
 TransferRule = Literal["lexico", "global", "sum"]
 BarrierRule: TypeAlias = Callable[[Tensor, Tensor, Tensor, float], "Barrier"]
 """Main and transfer gradients `(U, M, D)`, the main loss and alpha to one gradient per row."""

@@ -32,22 +32,6 @@ from torch.nn import functional as F
 from rarebit.errors import SettingsError, TrainingError
 from rarebit.settings import check_types, require
 
-__all__ = [
-    "MMD",
-    "Adversarial",
-    "CosReg",
-    "Draws",
-    "LossTables",
-    "Moments",
-    "Picked",
-    "Relatives",
-    "RunningLoss",
-    "SlicedWasserstein",
-    "StatelessLoss",
-    "TransferBatch",
-    "TransferLoss",
-]
-
 
 def _signed(bits: int) -> int:
     """Return 64 bits as the integer that torch keeps them in."""

@@ -45,8 +45,6 @@ from rarebit.transfer.ledger import REMEMBERED, GroupLedger, Ledger
 from rarebit.transfer.lexico import RULES, BarrierRule, TransferRule
 from rarebit.transfer.losses import Draws, LossTables, Picked, TransferBatch, TransferLoss
 
-__all__ = ["Explanation", "RunningTransfer"]
-
 ABSENT = 3 << 29
 """The first place of the random numbers that choose rare rows outside the batch."""
 OTHER_SIDE = 1 << 30

@@ -23,16 +23,6 @@ from rarebit.data.raw.rows import BadRows, RawChunk, shortened
 from rarebit.data.schema import FIRST_VALUE, MISSING, PADDING, UNKNOWN
 from rarebit.errors import DataError
 
-__all__ = [
-    "LOWEST_BIN",
-    "CodedRows",
-    "GrowingDictionary",
-    "RowCoder",
-    "one_spelling",
-    "other_spellings",
-    "text_of",
-]
-
 MAX_EXACT = 1 << 53
 """Up to here, a float tells two neighbouring whole numbers apart."""
 WHOLE, WHOLE_AS_DECIMAL = r"^[+-]?\d+$", r"^([+-]?\d+)\.0+$"

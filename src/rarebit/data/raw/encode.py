@@ -47,15 +47,6 @@ from rarebit.data.schema import FIRST_VALUE, MISSING, PADDING, UNKNOWN
 from rarebit.errors import DataError, SettingsError
 from rarebit.settings import to_mapping
 
-__all__ = [
-    "add_counts",
-    "as_polars",
-    "encode_frame",
-    "encode_log",
-    "make_vocabulary",
-    "split_rows",
-]
-
 T = TypeVar("T")
 Counts = Mapping[str, NDArray[np.int64]]
 """How often each code or id of each column occurs, `(3, n)`: in train, valid and test."""

@@ -25,8 +25,6 @@ from rarebit.data.raw.rows import BadRows, RawChunk
 from rarebit.data.schema import FIRST_VALUE, MISSING, UNKNOWN, Field, Schema
 from rarebit.errors import DataError
 
-__all__ = ["EncodedRows", "Finisher", "LogEncoder", "encoder_of", "unknown_values"]
-
 FORMAT = 1
 DESCRIPTION = "encoder.json"
 DAMAGE = (OSError, ValueError, LookupError, TypeError, AttributeError, pl.exceptions.PolarsError)

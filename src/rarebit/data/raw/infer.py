@@ -35,8 +35,6 @@ from rarebit.data.log_schema import Column, LogSchema, Split
 from rarebit.errors import DataError
 from rarebit.settings import suggest
 
-__all__ = ["SAMPLE_ROWS", "Inferred", "infer_schema"]
-
 NUMBER = r"^[+-]?(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][+-]?[0-9]+)?$"
 LEADING_ZERO = r"^[+-]?0[0-9]"
 

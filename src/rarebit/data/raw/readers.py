@@ -28,8 +28,6 @@ from rarebit.data.raw.text_files import (
 from rarebit.errors import DataError
 from rarebit.settings import suggest
 
-__all__ = ["FileProgress", "column_names", "find_format", "read_frame", "read_raw"]
-
 CHUNK_ROWS = 100_000
 BUFFER_BYTES = 1 << 20
 TEXT = (".csv", ".tsv", ".txt", ".dat")

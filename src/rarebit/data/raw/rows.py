@@ -14,8 +14,6 @@ from numpy.typing import NDArray
 
 from rarebit.errors import DataError
 
-__all__ = ["BadRows", "Place", "RawChunk", "shortened"]
-
 MOST_CHARACTERS = 120
 WAITING_CHARACTERS = 1 << 20
 

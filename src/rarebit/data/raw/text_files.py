@@ -39,16 +39,6 @@ from rarebit.data.log_schema import TextFormat
 from rarebit.data.raw.rows import BadRows, Place, RawChunk
 from rarebit.errors import DataError
 
-__all__ = [
-    "BLOCK_BYTES",
-    "COMPRESSED",
-    "MAX_RECORD_BYTES",
-    "ByteStream",
-    "TextReader",
-    "sniff_format",
-    "sniff_like",
-]
-
 BLOCK_BYTES = 6 << 20
 MAX_RECORD_BYTES = 1 << 20
 PIECE_BYTES = 1 << 20

@@ -25,8 +25,6 @@ from rarebit.data.raw.rows import BadRows, Place, RawChunk
 from rarebit.errors import DataError, SettingsError
 from rarebit.settings import suggest
 
-__all__ = ["FileFacts", "Source", "keep", "read_table", "skip_wrong", "split_lines"]
-
 LEAK = (
     "Values are counted over all rows, as in the paper: training knows the values of the test rows."
 )
