@@ -252,8 +252,11 @@ def technique_class(name: str) -> type[Technique]:
         if not (isinstance(found, type) and issubclass(found, Technique)):
             raise SettingsError(f"the entry point {name!r} is {found!r}, not a method of Rarebit")
         return found
-    known = [cls for cls in _subclasses(Technique) if hasattr(cls, "__dataclass_fields__")]
-    imported = [cls for cls in known if technique_name(cls) == name]
+    # of a class that was defined again, as in a notebook, the newest
+    known = {
+        _path(cls): cls for cls in _subclasses(Technique) if hasattr(cls, "__dataclass_fields__")
+    }
+    imported = [cls for path, cls in known.items() if name in (path, technique_name(cls))]
     if len(imported) > 1:
         raise SettingsError(f"{name!r} names {len(imported)} methods; give each an entry point")
     if not imported:
@@ -298,10 +301,17 @@ def technique_from_mapping(values: Mapping[str, Any]) -> Technique:
 
 
 def technique_to_mapping(technique: Technique) -> dict[str, Any]:
-    """Return a technique as plain values that `technique_from_mapping` reads."""
+    """Return a technique as plain values that `technique_from_mapping` reads.
+
+    A class without an entry point is stored by module and name, which must be imported to read it.
+    """
     name = technique_name(technique)
     file = name.replace("-", "_")
-    return {"method": file if file in _files() else name, **to_mapping(technique)}
+    if file not in _files() and name not in _foreign() and not technique.registered_name:
+        file = _path(type(technique))
+    elif file not in _files():
+        file = name
+    return {"method": file, **to_mapping(technique)}
 
 
 def technique_text(technique: Technique) -> str:
@@ -537,6 +547,10 @@ def _foreign() -> dict[str, tuple[str, str]]:
         for point in entry_points(group=GROUP)
         if point.name.replace("-", "_") not in _files()
     }
+
+
+def _path(cls: type[Technique]) -> str:
+    return f"{cls.__module__}:{cls.__qualname__}"
 
 
 def _subclasses(cls: type[Technique]) -> Iterator[type[Technique]]:
