@@ -6,7 +6,7 @@ import sys
 def main() -> None:
     """Run the command line; say which extra is missing where one is."""
     try:
-        import rich  # noqa: F401  # asked for here, so that its absence is told in one line
+        import rich  # noqa: F401  # imported here, so that its absence is one clear line
         import typer  # noqa: F401  # likewise
     except ImportError as error:
         from rarebit.errors import MissingExtraError

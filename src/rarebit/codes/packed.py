@@ -181,7 +181,7 @@ def packed_kernel() -> "PackedKernel | None":
     kernel = load_packed_kernel(os.environ)
     if kernel is None and not is_switched_off(os.environ):
         _log.warning(
-            "no C++ compiler made a kernel for packed tables, so lookups take up to four times as long; "
+            "no C++ compiler made a kernel for packed tables, so lookups are up to four times slower; "
             "install g++ or clang++, or set RAREBIT_COMPILE=0 to run without it"
         )
     return kernel

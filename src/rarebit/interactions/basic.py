@@ -16,7 +16,7 @@ product, of which the upper triangle is taken. Some fields may be kept before th
 the one vector of all numbers.
 
 In half precision, the matrix units of a GPU read rows in pieces of sixteen bytes, and only rows whose length is a multiple of that.
-Those of 39 fields of width 10 are not, and their product takes three times as long. Columns of zeros fill such rows up; they change
+Those of 39 fields of width 10 are not, and their product is three times slower. Columns of zeros fill such rows up; they change
 no sum.
 """
 

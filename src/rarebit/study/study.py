@@ -46,7 +46,7 @@ from rarebit.training.settings import PreparedLog, RunSettings, load_splits
 MEMBER_SEEDS = 1_000_000
 """The distance between the seeds of an ensemble's models; the first has the seed of the ensemble."""
 GPU_WORKERS = 1
-"""Four parallel runs with captured steps take four times as long each (H200, recipes/compression-ml-1m.toml)."""
+"""Four parallel runs with captured steps are four times slower each (H200, recipes/compression-ml-1m.toml)."""
 
 
 def study(
