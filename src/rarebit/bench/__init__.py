@@ -13,11 +13,11 @@ from rarebit.settings import suggest
 __all__ = ["BENCHES", "BenchResult", "bench_names", "run_bench"]
 
 BENCHES = {
-    "checkpoint": "runs",
+    "checkpoint": "processes",
     "data": "data",
     "ema": "steps",
     "forgetting": "steps",
-    "import": "runs",
+    "import": "processes",
     "mlet": "steps",
     "models": "steps",
     "multi_embedding": "steps",
@@ -28,7 +28,7 @@ BENCHES = {
     "rows": "tables",
     "shrinkage": "steps",
     "spectrum": "tables",
-    "study": "runs",
+    "study": "processes",
     "train": "train",
     "transfer": "steps",
 }

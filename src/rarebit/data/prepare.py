@@ -46,9 +46,9 @@ def prepare(
     >>> len(data), data.schema["user"].rows
     (40, 5)
     """
+    from rarebit.data.raw.chunks import BadRows
     from rarebit.data.raw.encode import encode_log
     from rarebit.data.raw.readers import find_format, read_raw
-    from rarebit.data.raw.rows import BadRows
 
     if isinstance(log, Mapping):
         for part in log:
@@ -116,8 +116,8 @@ def prepare_source(
     ...
     rarebit.errors.SettingsError: unknown source 'movielens'; ...
     """
+    from rarebit.data.raw.chunks import BadRows
     from rarebit.data.raw.encode import encode_log
-    from rarebit.data.raw.rows import BadRows
 
     source = find_source(name)
     bad = BadRows(bad_rows)
@@ -145,9 +145,9 @@ def infer_log(
     """Guess the schema of a log from its first rows."""
     import polars as pl
 
+    from rarebit.data.raw.chunks import BadRows
     from rarebit.data.raw.infer import SAMPLE_ROWS, infer_schema
     from rarebit.data.raw.readers import find_format, read_raw
-    from rarebit.data.raw.rows import BadRows
 
     if not label:
         raise SettingsError("which column is the label? Name it (--label click), or give a schema")

@@ -16,8 +16,8 @@ from rarebit.models._base import RankingModel
 from rarebit.training.metrics import Metrics, measure, predict
 
 if TYPE_CHECKING:
+    from rarebit.data.raw.chunks import RawChunk
     from rarebit.data.raw.encoder import EncodedRows, LogEncoder
-    from rarebit.data.raw.rows import RawChunk
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,9 +58,9 @@ def score_log(
     >>> scored.rows, scored.unknown
     (2, {'user': 1})
     """
+    from rarebit.data.raw.chunks import BadRows
     from rarebit.data.raw.encoder import unknown_values
     from rarebit.data.raw.readers import column_names, find_format, read_raw
-    from rarebit.data.raw.rows import BadRows
 
     path, target = Path(log), None if out is None else Path(out)
     encoder = _encoder_of(model)

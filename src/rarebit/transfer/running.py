@@ -91,7 +91,7 @@ Given = ParamSpec("Given")
 Result = TypeVar("Result")
 
 
-class Part(Generic[Given, Result]):
+class CompiledPart(Generic[Given, Result]):
     """A method of an object that is compiled on request, for the first size that comes twice in a row.
 
     Where the compiler cannot follow all of it, it runs uncompiled, which is logged once. It may change the
@@ -138,7 +138,7 @@ class Part(Generic[Given, Result]):
         return self._run(*args, **kwargs)
 
 
-class Found(NamedTuple):
+class FoundRows(NamedTuple):
     """What the transfer loss wants of the rows of a step."""
 
     gradient: Tensor  # the transfer gradient, (U, M, D)
@@ -188,9 +188,9 @@ class TransferGroup:
         self._may_move = torch.cat([moves, moves.new_zeros(1)])
         like = torch.empty(0, dtype=self.dtype, device=self.device)
         self.ledger = GroupLedger(self.names, *shape, like)
-        self._draw = Part("the sample", TransferGroup._draw_ids, self, say)
-        self._find = Part("the loss", TransferGroup._find_gradient, self, say)
-        self.weigh = Part("the barrier", TransferGroup._weigh_gradients, self, say)
+        self._draw = CompiledPart("the sample", TransferGroup._draw_ids, self, say)
+        self._find = CompiledPart("the loss", TransferGroup._find_gradient, self, say)
+        self.weigh = CompiledPart("the barrier", TransferGroup._weigh_gradients, self, say)
 
     def _split_rows(self, sites: Sequence[Site]) -> tuple[list[Tensor], list[Tensor]]:
         """Return masks of frequent and rare rows; padding and rows of zeros are neither."""
@@ -232,7 +232,7 @@ class TransferGroup:
         rows = self._rows.look_up(self._number, ids)
         return rows.reshape(*ids.shape, *self._shape).to(self.dtype)
 
-    def prepare(self, ids: Tensor, rows: Tensor, draws: Draws) -> tuple[TransferBatch, Found]:
+    def prepare(self, ids: Tensor, rows: Tensor, draws: Draws) -> tuple[TransferBatch, FoundRows]:
         """Return the rows of a step, and what the transfer loss wants of them."""
         if (rows.device, rows.dtype) != (self.device, self.dtype):
             raise TrainingError(
@@ -269,7 +269,7 @@ class TransferGroup:
 
     def _find_gradient(
         self, batch: TransferBatch, flipped: TransferBatch | None, again: Tensor
-    ) -> Found:
+    ) -> FoundRows:
         """Return what the transfer loss wants; the ledger compares its rows `(P, F, M, D)`."""
         self.ledger.compare(again)
         accuracy = self.running.learn(batch)
@@ -278,14 +278,14 @@ class TransferGroup:
             gradient = gradient + self.running.loss_and_gradient(flipped)[1]
         if self.is_masked:
             gradient = gradient * (batch.rows.detach() != 0)
-        return Found(gradient, losses, accuracy, batch.pick(REMEMBERED))
+        return FoundRows(gradient, losses, accuracy, batch.pick(REMEMBERED))
 
     def _weigh_gradients(
         self,
         rule: BarrierRule,
         batch: TransferBatch,
         main: Tensor,
-        found: Found,
+        found: FoundRows,
         loss: Tensor,
         *,
         alpha: float,

@@ -5,7 +5,7 @@ import pytest
 
 pl = pytest.importorskip("polars", reason="capability: package polars: it is not installed")
 
-from rarebit.data.raw.rows import (  # noqa: E402  # after the check that Polars is there
+from rarebit.data.raw.chunks import (  # noqa: E402  # after the check that Polars is there
     BadRows,
     Place,  # the same
     shortened,

@@ -6,12 +6,12 @@ import pytest
 pl = pytest.importorskip("polars", reason="capability: package polars: it is not installed")
 
 from rarebit.data.log_schema import Column, LogSchema, Split  # noqa: E402  # after the check that Polars is there
-from rarebit.data.raw.coding import GrowingDictionary, RowCoder  # noqa: E402  # the same
-from rarebit.data.raw.rows import (  # noqa: E402  # the same
+from rarebit.data.raw.chunks import (  # noqa: E402  # the same
     BadRows,  # the same
     Place,
     RawChunk,
 )
+from rarebit.data.raw.coding import GrowingDictionary, RowCoder  # noqa: E402  # the same
 from rarebit.errors import DataError  # noqa: E402  # the same
 
 FIVE = pl.Enum(["5", "-1", "2.5", "x", "true"])

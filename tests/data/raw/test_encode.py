@@ -14,13 +14,13 @@ pl = pytest.importorskip("polars", reason="capability: package polars: it is not
 from rarebit.data.log_schema import Column, LogSchema, Split  # noqa: E402  # the same
 from rarebit.data.prepared import PreparedFolder  # noqa: E402  # after the check that Polars is there
 from rarebit.data.raw import encode as encoding  # noqa: E402  # the same
-from rarebit.data.raw.encode import encode_log  # noqa: E402  # the same
-from rarebit.data.raw.encoder import LogEncoder  # noqa: E402  # the same
-from rarebit.data.raw.rows import (  # noqa: E402  # the same
+from rarebit.data.raw.chunks import (  # noqa: E402  # the same
     BadRows,  # the same
     Place,
     RawChunk,
 )
+from rarebit.data.raw.encode import encode_log  # noqa: E402  # the same
+from rarebit.data.raw.encoder import LogEncoder  # noqa: E402  # the same
 from rarebit.errors import DataError  # noqa: E402  # the same
 
 PARTS = ("train", "valid", "test")

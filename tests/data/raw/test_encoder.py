@@ -21,6 +21,7 @@ from rarebit.data.log_schema import (  # noqa: E402  # the same
     TextFormat,  # the same
 )
 from rarebit.data.prepare import prepare  # noqa: E402  # the same
+from rarebit.data.raw.chunks import BadRows  # noqa: E402  # the same
 from rarebit.data.raw.encode import split_rows  # noqa: E402  # the same
 from rarebit.data.raw.encoder import (  # noqa: E402  # the same
     LogEncoder,
@@ -28,7 +29,6 @@ from rarebit.data.raw.encoder import (  # noqa: E402  # the same
     unknown_values,
 )
 from rarebit.data.raw.readers import read_frame  # noqa: E402  # the same
-from rarebit.data.raw.rows import BadRows  # noqa: E402  # the same
 from rarebit.errors import DataError  # noqa: E402  # the same
 
 needs_pyarrow = pytest.mark.skipif(

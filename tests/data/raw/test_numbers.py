@@ -9,10 +9,10 @@ pl = pytest.importorskip("polars", reason="capability: package polars: it is not
 
 from rarebit.data.log_schema import Column, LogSchema, Split  # noqa: E402  # after the check that Polars is there
 from rarebit.data.prepared import PreparedFolder  # noqa: E402  # the same
+from rarebit.data.raw.chunks import BadRows  # noqa: E402  # the same
 from rarebit.data.raw.encode import encode_log  # noqa: E402  # the same
 from rarebit.data.raw.encoder import LogEncoder  # noqa: E402  # the same
 from rarebit.data.raw.readers import read_frame  # noqa: E402  # the same
-from rarebit.data.raw.rows import BadRows  # noqa: E402  # the same
 
 LARGEST = np.finfo(np.float32).max
 

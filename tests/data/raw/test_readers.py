@@ -18,8 +18,8 @@ from capabilities import slow_after
 pl = pytest.importorskip("polars", reason="capability: package polars: it is not installed")
 
 from rarebit.data.log_schema import TextFormat  # noqa: E402  # the same
+from rarebit.data.raw.chunks import BadRows  # noqa: E402  # after the check that Polars is there
 from rarebit.data.raw.readers import column_names, read_frame, read_raw  # noqa: E402  # the same
-from rarebit.data.raw.rows import BadRows  # noqa: E402  # after the check that Polars is there
 from rarebit.errors import DataError  # noqa: E402  # the same
 
 needs_pyarrow = pytest.mark.skipif(
@@ -379,7 +379,7 @@ def test_a_frame_is_read_in_slices(tmp_path):
 MEASURE = """
 import sys
 from pathlib import Path
-from rarebit.data.raw.rows import BadRows
+from rarebit.data.raw.chunks import BadRows
 from rarebit.data.raw.readers import read_raw
 from rarebit.data.log_schema import TextFormat
 chunks = read_raw(Path(sys.argv[1]), None, BadRows("aside"), format=TextFormat(separator=chr(9)))

@@ -11,9 +11,9 @@ pd = pytest.importorskip("pandas", reason="capability: package pandas: it is not
 from rarebit import Dataset  # noqa: E402  # after the check that Polars is there
 from rarebit.data.log_schema import Column, LogSchema  # noqa: E402  # the same
 from rarebit.data.prepare import prepare  # noqa: E402  # the same
+from rarebit.data.raw.chunks import BadRows  # noqa: E402  # the same
 from rarebit.data.raw.encoder import encoder_of  # noqa: E402  # the same
 from rarebit.data.raw.readers import find_format, read_raw  # noqa: E402  # the same
-from rarebit.data.raw.rows import BadRows  # noqa: E402  # the same
 from rarebit.errors import DataError  # noqa: E402  # the same
 
 ROWS = 300

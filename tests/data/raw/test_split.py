@@ -10,13 +10,13 @@ from hypothesis import strategies as st
 pl = pytest.importorskip("polars", reason="capability: package polars: it is not installed")
 
 from rarebit.data.log_schema import Column, LogSchema, Split  # noqa: E402  # after the check that Polars is there
-from rarebit.data.raw.coding import RowCoder  # noqa: E402  # the same
-from rarebit.data.raw.encode import split_rows  # noqa: E402  # the same
-from rarebit.data.raw.rows import (  # noqa: E402  # the same
+from rarebit.data.raw.chunks import (  # noqa: E402  # the same
     BadRows,  # the same
     Place,
     RawChunk,
 )
+from rarebit.data.raw.coding import RowCoder  # noqa: E402  # the same
+from rarebit.data.raw.encode import split_rows  # noqa: E402  # the same
 from rarebit.errors import DataError  # noqa: E402  # the same
 
 NO_KEY = np.empty(0)

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 pl = pytest.importorskip("polars", reason="capability: package polars: it is not installed")
 
 from rarebit.data.log_schema import TextFormat  # noqa: E402  # the same
+from rarebit.data.raw.chunks import BadRows  # noqa: E402  # after the check that Polars is there
 from rarebit.data.raw.readers import column_names, read_raw  # noqa: E402  # the same
-from rarebit.data.raw.rows import BadRows  # noqa: E402  # after the check that Polars is there
 from rarebit.data.raw.text_files import MAX_RECORD_BYTES, sniff_format, sniff_like  # noqa: E402  # the same
 from rarebit.errors import DataError, SettingsError  # noqa: E402  # the same
 

@@ -9,7 +9,7 @@ class Reading:
     def __init__(self, name, place, keep="stop"):
         import polars as pl
 
-        from rarebit.data.raw.rows import BadRows
+        from rarebit.data.raw.chunks import BadRows
         from rarebit.data.sources import find_source
 
         self.bad = BadRows(keep)

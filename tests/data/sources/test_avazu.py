@@ -6,7 +6,7 @@ import pytest
 
 pytest.importorskip("polars", reason="capability: package polars: it is not installed")
 
-from rarebit.data.raw.rows import BadRows
+from rarebit.data.raw.chunks import BadRows
 from rarebit.data.sources import find_source
 from rarebit.errors import DataError
 

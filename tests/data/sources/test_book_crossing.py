@@ -7,7 +7,7 @@ pytest.importorskip("polars", reason="capability: package polars: it is not inst
 import polars as pl
 from capabilities import needs_real_data, real_data
 
-from rarebit.data.raw.rows import BadRows
+from rarebit.data.raw.chunks import BadRows
 from rarebit.data.sources import find_source
 from rarebit.data.sources.book_crossing import all_ratings
 

@@ -10,7 +10,7 @@ from capabilities import needs_real_data, real_data
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rarebit.data.raw.rows import BadRows
+from rarebit.data.raw.chunks import BadRows
 from rarebit.data.sources import find_source
 from rarebit.data.sources.frappe import draw_unused
 from rarebit.errors import DataError

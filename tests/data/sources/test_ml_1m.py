@@ -8,7 +8,7 @@ pytest.importorskip("polars", reason="capability: package polars: it is not inst
 
 from capabilities import needs_real_data, real_data
 
-from rarebit.data.raw.rows import BadRows
+from rarebit.data.raw.chunks import BadRows
 from rarebit.data.sources import find_source
 from rarebit.errors import DataError
 

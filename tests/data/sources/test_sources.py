@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rarebit.data.log_schema import LogSchema
-from rarebit.data.raw.rows import BadRows, Place, RawChunk
+from rarebit.data.raw.chunks import BadRows, Place, RawChunk
 from rarebit.data.sources import find_source, source_names
 from rarebit.data.sources._base import FileFacts, keep, read_table, skip_wrong, split_lines
 from rarebit.errors import DataError, SettingsError

@@ -19,7 +19,7 @@ import polars as pl
 from numpy.typing import NDArray
 
 from rarebit.data.log_schema import SPLIT_NAMES, Column, LogSchema
-from rarebit.data.raw.rows import BadRows, RawChunk, shortened
+from rarebit.data.raw.chunks import BadRows, RawChunk, shortened
 from rarebit.data.schema import FIRST_VALUE, MISSING, PADDING, UNKNOWN
 from rarebit.errors import DataError
 

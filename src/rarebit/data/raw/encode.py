@@ -38,11 +38,11 @@ from rarebit.data.prepared import (
     value_statistics,
     write_manifest,
 )
+from rarebit.data.raw.chunks import BadRows, RawChunk
 from rarebit.data.raw.coding import LOWEST_BIN, CodedRows, GrowingDictionary, RowCoder
 from rarebit.data.raw.encoder import Finisher, LogEncoder, encoder_of
 from rarebit.data.raw.infer import SAMPLE_ROWS, infer_schema
 from rarebit.data.raw.readers import read_frame
-from rarebit.data.raw.rows import BadRows, RawChunk
 from rarebit.data.schema import FIRST_VALUE, MISSING, PADDING, UNKNOWN
 from rarebit.errors import DataError, SettingsError
 from rarebit.settings import to_mapping

@@ -20,8 +20,8 @@ from numpy.typing import NDArray
 
 from rarebit.data.log_schema import Column, LogSchema
 from rarebit.data.prepared import StoredEncoder
+from rarebit.data.raw.chunks import BadRows, RawChunk
 from rarebit.data.raw.coding import CodedRows, RowCoder
-from rarebit.data.raw.rows import BadRows, RawChunk
 from rarebit.data.schema import FIRST_VALUE, MISSING, UNKNOWN, Field, Schema
 from rarebit.errors import DataError
 

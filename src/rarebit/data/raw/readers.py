@@ -16,7 +16,7 @@ import pyarrow as pa  # type: ignore[import-untyped]  # it comes without types
 import pyarrow.parquet as pq  # type: ignore[import-untyped]  # it comes without types
 
 from rarebit.data.log_schema import TextFormat
-from rarebit.data.raw.rows import BadRows, Place, RawChunk
+from rarebit.data.raw.chunks import BadRows, Place, RawChunk
 from rarebit.data.raw.text_files import (
     BLOCK_BYTES,
     COMPRESSED,

@@ -36,7 +36,7 @@ from numpy.typing import NDArray
 from pyarrow import csv
 
 from rarebit.data.log_schema import TextFormat
-from rarebit.data.raw.rows import BadRows, Place, RawChunk
+from rarebit.data.raw.chunks import BadRows, Place, RawChunk
 from rarebit.errors import DataError
 
 BLOCK_BYTES = 6 << 20

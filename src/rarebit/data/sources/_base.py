@@ -18,10 +18,10 @@ import polars as pl
 
 from rarebit.data.log_schema import LogSchema, TextFormat
 from rarebit.data.prepared import value_statistics
+from rarebit.data.raw.chunks import BadRows, Place, RawChunk
 from rarebit.data.raw.coding import GrowingDictionary
 from rarebit.data.raw.encode import add_counts
 from rarebit.data.raw.readers import FileProgress, read_raw
-from rarebit.data.raw.rows import BadRows, Place, RawChunk
 from rarebit.errors import DataError, SettingsError
 from rarebit.settings import suggest
 

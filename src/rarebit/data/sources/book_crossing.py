@@ -19,8 +19,8 @@ from typing import ClassVar
 import polars as pl
 
 from rarebit.data.log_schema import Column, LogSchema, TextFormat
+from rarebit.data.raw.chunks import BadRows, RawChunk
 from rarebit.data.raw.readers import FileProgress, read_raw
-from rarebit.data.raw.rows import BadRows, RawChunk
 from rarebit.data.sources._base import FileFacts, Source, keep, read_table, skip_wrong
 
 __all__ = ["BookCrossing"]

@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import ClassVar
 
 from rarebit.data.log_schema import Column, LogSchema, Split, TextFormat
+from rarebit.data.raw.chunks import BadRows, RawChunk
 from rarebit.data.raw.readers import FileProgress, read_raw
-from rarebit.data.raw.rows import BadRows, RawChunk
 from rarebit.data.sources._base import Source
 
 __all__ = ["Criteo", "Criteo80k"]

@@ -20,8 +20,8 @@ from numpy.typing import NDArray
 
 from rarebit.data.log_schema import Column, LogSchema, Split, TextFormat
 from rarebit.data.order import random_bits, stream_key
+from rarebit.data.raw.chunks import BadRows, Place, RawChunk
 from rarebit.data.raw.readers import FileProgress, read_raw
-from rarebit.data.raw.rows import BadRows, Place, RawChunk
 from rarebit.data.sources._base import FileFacts, Source, skip_wrong
 from rarebit.errors import DataError
 

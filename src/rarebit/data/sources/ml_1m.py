@@ -16,8 +16,8 @@ from typing import ClassVar
 import polars as pl
 
 from rarebit.data.log_schema import Column, LogSchema
+from rarebit.data.raw.chunks import BadRows, RawChunk
 from rarebit.data.raw.readers import FileProgress
-from rarebit.data.raw.rows import BadRows, RawChunk
 from rarebit.data.sources._base import (
     FileFacts,
     Source,

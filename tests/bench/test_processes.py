@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 import rarebit
-from rarebit.bench import _frame, runs, steps
+from rarebit.bench import _frame, steps
+from rarebit.bench import processes as runs
 from rarebit.bench._frame import measure, run_python
 from rarebit.data.synthetic import generate
 
