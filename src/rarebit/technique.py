@@ -260,7 +260,8 @@ def technique_class(name: str) -> type[Technique]:
     if len(imported) > 1:
         raise SettingsError(f"{name!r} names {len(imported)} methods; give each an entry point")
     if not imported:
-        advice = suggest(name.replace("_", "-"), [BASELINE, *technique_names()])
+        known_names = [BASELINE, *technique_names()]
+        advice = "" if ":" in name else suggest(name.replace("_", "-"), known_names)
         raise SettingsError(
             f"unknown method {name!r}{advice}. A method of another package needs an entry point in the group "
             f"{GROUP!r}, or its module must be imported first"

@@ -219,5 +219,5 @@ def test_an_imported_class_is_found_by_its_name_and_missed_clearly(imported, tmp
     assert last.startswith(
         "rarebit.errors.ModelFileError: 'model' names methods that cannot be read"
     )
-    assert "unknown method 'Gain'" in last
+    assert "unknown method 'rarebit_gain.gain:Gain'" in last
     assert "or its module must be imported first" in last
