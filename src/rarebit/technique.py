@@ -262,10 +262,12 @@ def technique_class(name: str) -> type[Technique]:
     if not imported:
         known_names = [BASELINE, *technique_names()]
         advice = "" if ":" in name else suggest(name.replace("_", "-"), known_names)
-        raise SettingsError(
-            f"unknown method {name!r}{advice}. A method of another package needs an entry point in the group "
-            f"{GROUP!r}, or its module must be imported first"
-        )
+        if not advice.endswith("?"):  # not a slip of the pen
+            advice += (
+                f". A method of another package needs an entry point in the group {GROUP!r}, or its module must be "
+                "imported first"
+            )
+        raise SettingsError(f"unknown method {name!r}{advice}")
     return imported[0]
 
 
