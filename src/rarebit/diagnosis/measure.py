@@ -41,7 +41,7 @@ from rarebit.interactions.field_pairs import FieldAwareMachine
 from rarebit.models._base import Backbone, RankingModel
 from rarebit.settings import to_mapping
 from rarebit.tables.spectrum import abundance_of, random_abundance, stable_rank_of, triangle_of
-from rarebit.tables.table import AnyTable, Table
+from rarebit.tables.table import AnyTable, Table, field_of, table_name
 
 
 @runtime_checkable
@@ -239,7 +239,7 @@ class TableDiagnosis:
     @property
     def field(self) -> str:
         """The last part of the name: the field or attribute."""
-        return self.name.rpartition(".")[2]
+        return field_of(self.name)
 
     @property
     def abundance_ratio(self) -> float | None:
@@ -394,7 +394,9 @@ def _of_model(
 ) -> Iterator[SubEmbeddings]:
     tables = backbone.tables
     fields = tuple(field.name for field in tables.fields)
-    own = [triangles.get(f"{prefix}backbone.tables.{name}") for name in fields]  # (k, M * D) each
+    own = [
+        triangles.get(table_name(f"{prefix}backbone.tables", name)) for name in fields
+    ]  # (k, M * D) each
     for index, projection in tables.projections.items():  # to the width of the model
         triangle = own[int(index)]
         if triangle is not None:

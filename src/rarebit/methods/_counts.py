@@ -26,7 +26,7 @@ from rarebit.sets.sets import SplitSetsTable
 from rarebit.settings import check_types, require
 from rarebit.tables.apply import find_sites
 from rarebit.tables.collection import Stack, stack_tables
-from rarebit.tables.table import AnyTable, Method, Table, home_of, num_weights, wrap
+from rarebit.tables.table import AnyTable, Method, Table, field_of, home_of, num_weights, wrap
 
 T = TypeVar("T")
 
@@ -39,7 +39,7 @@ UNKNOWN = -1
 
 def by_table_name(name: str, values: Mapping[str, T]) -> T | None:
     """Return the value for a table: by its full name, else by the last part, its field."""
-    return values.get(name, values.get(name.rpartition(".")[2]))
+    return values.get(name, values.get(field_of(name)))
 
 
 def counts_of_table(name: str, rows: int | None, counts: Counts) -> Tensor:

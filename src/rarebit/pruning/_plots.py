@@ -15,6 +15,7 @@ from rarebit.pruning._insight import (
     TicketInsight,
     Widths,
 )
+from rarebit.tables.table import field_of
 from rarebit.text import percent
 
 if TYPE_CHECKING:
@@ -245,6 +246,6 @@ def _kept_share(ticket: TicketInsight) -> str:
 
 def _short(names: Sequence[str]) -> list[str]:
     """Return the last part of each name, or the whole where two end alike."""
-    ends = [name.rpartition(".")[2] for name in names]
+    ends = [field_of(name) for name in names]
     times = Counter(ends)
     return [end if times[end] == 1 else name for end, name in zip(ends, names, strict=True)]

@@ -19,7 +19,7 @@ from rarebit.methods._counts import counts_of_table
 from rarebit.tables.apply import ModuleSite, find_sites
 from rarebit.tables.bag import Bag
 from rarebit.tables.collection import TableCollection
-from rarebit.tables.table import home_of
+from rarebit.tables.table import field_of, home_of, table_name
 from rarebit.technique import Technique, technique_name
 
 
@@ -48,7 +48,7 @@ class TableShape:
     @property
     def field(self) -> str:
         """The last part of the name."""
-        return self.name.rpartition(".")[2]
+        return field_of(self.name)
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ def find_lookups(model: nn.Module) -> list[LookupPlace]:
     for collection in (part for part in model.modules() if isinstance(part, TableCollection)):
         shapes = [
             TableShape(
-                field.name,
+                table_name("", field.name),
                 field.rows,
                 table.embedding_dim,
                 field.max_length,

@@ -37,7 +37,7 @@ from rarebit.storage.files import write_json
 from rarebit.study.plan import OWN, StudyPlan, StudySettings
 from rarebit.study.runs import UNREADABLE, run_key
 from rarebit.tables.apply import find_sites, find_tables, table_bytes
-from rarebit.tables.table import full_table
+from rarebit.tables.table import field_of, full_table
 from rarebit.technique import (
     BASELINE,
     Expression,
@@ -378,6 +378,6 @@ def _distances(run: RunSettings, train: Dataset) -> Tensor:
     fit(model, train, settings=replace(run.training, epochs=1), progress=False)
     moved = []
     for name, table in tables().items():
-        ids = train.ids[:, train.schema.slots[name.rpartition(".")[2]]].long().unique()
+        ids = train.ids[:, train.schema.slots[field_of(name)]].long().unique()
         moved.append((table - before[name])[ids].norm(dim=1))
     return torch.cat(moved)

@@ -27,10 +27,12 @@ from rarebit.tables.table import (
     Method,
     Shared,
     Table,
+    field_of,
     is_trainable,
     methods_of,
     num_weights,
     stored_tensors,
+    table_name,
     unsuited,
     wrap,
 )
@@ -74,7 +76,7 @@ class TableInfo:
     @property
     def field(self) -> str:
         """The last part of the name: the field or attribute it is called by."""
-        return self.name.rpartition(".")[2]
+        return field_of(self.name)
 
 
 @dataclass(frozen=True)
@@ -191,9 +193,9 @@ def find_sites(model: nn.Module) -> list[Site]:
         if isinstance(module, TableCollection):
             # a collection stays where it is: its stacks are replaced
             refusal = tie or _hook_refusal(module.stacks)
-            start = f"{names[0]}." if names[0] else ""
             for index, table in enumerate(module.tables()):
-                info = _info(start + module.fields[index].name, table, "field", refusal)
+                name = table_name(names[0], module.fields[index].name)
+                info = _info(name, table, "field", refusal)
                 sites.append(FieldSite(module, index, table, info, tie))
         else:
             kind: Kind = "bag" if isinstance(module, nn.EmbeddingBag | Bag) else "embedding"

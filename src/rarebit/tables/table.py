@@ -11,6 +11,7 @@ another table (`inner`), plain or not, so techniques compose:
 Shapes: N rows of the table, D its width.
 """
 
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Hashable, Mapping, Sequence
 from itertools import chain
@@ -28,6 +29,24 @@ if TYPE_CHECKING:
 
 # Ids looked up at once when a whole table is built: bounds the memory of what `rows` computes.
 CHUNK = 1 << 16
+QUOTED_FIELD = re.compile(r'(?:^|\.)"((?:[^"\\]|\\.)*)"$', re.DOTALL)
+
+
+def table_name(place: str, field: str) -> str:
+    """Return the name of a field's table in a model; a field with a dot in its name is quoted.
+
+    >>> table_name("backbone.tables", "user"), table_name("backbone.tables", "user.id")
+    ('backbone.tables.user', 'backbone.tables."user.id"')
+    """
+    if "." in field or '"' in field:
+        field = '"' + re.sub(r'(["\\])', r"\\\1", field) + '"'
+    return f"{place}.{field}" if place else field
+
+
+def field_of(name: str) -> str:
+    """Return the last part of a table's name: the field or attribute it is called by."""
+    quoted = QUOTED_FIELD.search(name)
+    return re.sub(r"\\(.)", r"\1", quoted[1]) if quoted else name.rpartition(".")[2]
 
 
 class Table(nn.Module, ABC):

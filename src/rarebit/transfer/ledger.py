@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rarebit.tables.table import field_of
 from rarebit.text import NOTHING, TextTable, percent
 from rarebit.transfer.lexico import Barrier
 from rarebit.transfer.losses import Picked, TransferBatch
@@ -206,7 +207,7 @@ def _mean(total: float, number: float) -> float | None:
 
 def explain_ledger(ledger: Mapping[str, Any]) -> list[TextTable | str]:
     """Return the figures of each table, how lambda is distributed, and what looks suspicious."""
-    tables = [(name.rpartition(".")[2], table) for name, table in ledger["tables"].items()]
+    tables = [(field_of(name), table) for name, table in ledger["tables"].items()]
     figures = TextTable(
         "Harmless transfer: rare rows, counted in each step they occur in",
         ["table", "rare", "opposed", "realised", "met", "strength", "loss", "accuracy"],
@@ -244,9 +245,7 @@ def explain_ledger(ledger: Mapping[str, Any]) -> list[TextTable | str]:
     for name, table in tables:
         notes += [f"{name}: {suspicion}" for suspicion in _suspicions(table)]
     for name in ledger.get("left_out", ()):
-        notes.append(
-            f"{name.rpartition('.')[2]}: skipped, because it has no frequent rows to learn from."
-        )
+        notes.append(f"{field_of(name)}: skipped, because it has no frequent rows to learn from.")
     return [*(table for table in (figures, barrier) if table.rows), *notes]
 
 

@@ -39,7 +39,7 @@ from rarebit.row_gradients.seam import GroupRule, RowGradients, RowStep
 from rarebit.sets.sets import SetsMethod
 from rarebit.settings import require, suggest
 from rarebit.tables.apply import Site, TableInfo, find_sites
-from rarebit.tables.table import full_table, methods_of
+from rarebit.tables.table import field_of, full_table, methods_of
 from rarebit.technique import technique_name
 from rarebit.transfer.ledger import REMEMBERED, GroupLedger, Ledger
 from rarebit.transfer.lexico import RULES, BarrierRule, TransferRule
@@ -460,7 +460,7 @@ class RunningTransfer(Callback):
         known = [(group, number) for group in self.groups for number in range(len(group.names))]
         for group, number in known:
             name, part = group.names[number], group.parts[number]
-            if table not in (name, name.rpartition(".")[2]):
+            if table not in (name, field_of(name)):
                 continue
             last = len(part.counts) - 1
             require(0 <= id <= last, f"{name!r} has ids from 0 to {last}, got {id}")
