@@ -177,6 +177,14 @@ def test_a_run_is_finished_by_its_result(finished, tmp_path):
     assert RunFolder(tmp_path, "another").read() is None
 
 
+def test_a_run_whose_scores_cannot_be_written_has_no_result(record, tmp_path):
+    folder = RunFolder(tmp_path, run_key(BASE))
+    (folder.path / "scores.npy").mkdir(parents=True)  # where a file should be
+    with pytest.raises(StudyError, match=r"scores\.npy"):
+        folder.write(BASE, record(3, key=folder.key), torch.zeros(3))
+    assert folder.read() is None
+
+
 def damage(values):
     """Return texts that are no result of this run, each with what is told of it."""
     result = values["result"]
