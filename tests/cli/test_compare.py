@@ -1,6 +1,7 @@
 """`rarebit compare` as a user meets it: what it prints, what it keeps, how it fails."""
 
 import json
+import shlex
 from pathlib import Path
 
 import pytest
@@ -67,16 +68,21 @@ def test_a_comparison_is_printed_kept_and_shown_again(call):
     code, _, err = call(*command, "--no-resume")
     assert (code, err.count("\n")) == (2, 1)
     assert f"'{folder}' holds runs already; resume them, or choose another" in err
-    assert call(*command, "--no-resume", "--out", "new", *AT_ONCE)[0] == 0
+    assert call(*command, "--no-resume", "--out", "new", *AT_ONCE)[0] == 1
 
 
-def test_runs_that_are_missing_are_told(call):
-    code, out, _ = call("compare", "--methods", "low-rank", *SMALL, *AT_ONCE, "--out", "here")
-    assert code == 0
+def test_runs_that_are_missing_are_named_with_the_command_that_makes_them(call):
+    command = ["compare", "--methods", "low-rank", *SMALL, "--out", "my study"]
+    code, out, err = call(*command, *AT_ONCE, "--no-resume")
+    assert code == 1
     assert "missing: baseline, seed 0: not run yet" in out
     assert out.count("\nmissing: ") == 5
     assert "and 1 more" in out
-    assert "Some runs are missing: repeat the command to run them." in out
+    assert "Saved in" not in out
+    last = err.splitlines()[-1]
+    start, _, resume = last.partition("; to resume: ")
+    assert start == "rarebit: the study is incomplete: baseline, seed 0: not run yet and 5 more"
+    assert shlex.split(resume)[1:] == [*command, *AT_ONCE]
 
 
 PLAN = """
@@ -97,7 +103,7 @@ def test_a_plan_is_read_and_options_win(call):
     words = ["--seeds", "3", "--lr", "0.25", "--set", "data.noise=0.5", "--set", "model.dim=4"]
     more = ["--trials", "2", "--control", "baseline", "--set", "training.monitor=logloss"]
     code, _, err = call("compare", "--plan", "study.toml", *words, *more, *AT_ONCE, "--out", "x")
-    assert code == 0, err
+    assert code == 1, err
     found = plan_in("x")
     assert found["methods"] == ["low-rank", "hashing"]
     chosen = [found[name] for name in ("seeds", "share", "trials", "control")]
@@ -113,7 +119,7 @@ def test_several_models_and_a_setting_for_all(call):
     code, out, err = call(
         "compare", "--methods", "baseline", *words, "--set", "model.dim=4", *AT_ONCE
     )
-    assert code == 0, err
+    assert code == 1, err
     found = plan_in("studies/models-synthetic")
     assert found["model"] == [{"name": "fm", "dim": 4}, {"name": "dnn", "dim": 4}]
     assert [log["rows"] for log in found["data"]] == [500]

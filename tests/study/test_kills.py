@@ -5,6 +5,7 @@ import json
 import os
 import random
 import select
+import shlex
 import signal
 import subprocess
 import sys
@@ -134,7 +135,9 @@ def test_a_study_that_is_killed_and_interrupted_ends_with_the_same_numbers(
     assert code == 130, told
     assert "Traceback" not in told
     [line] = [line for line in told.splitlines() if line.startswith("rarebit: ")]
-    assert line.endswith("are saved in 'study'; repeat the command to resume")
+    start, _, resume = line.partition("; to resume: ")
+    assert start.endswith("are saved in 'study'")
+    assert shlex.split(resume)[1:] == OPTIONS
     written = json.loads((tmp_path / "study" / "results.json").read_text())["study"]
     assert written["cells"][0]["missing"]
     there = len(list((tmp_path / "study").glob("runs/*/result.json")))

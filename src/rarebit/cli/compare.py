@@ -1,5 +1,7 @@
 """`rarebit compare`: compare methods with paired seeds, each against its control."""
 
+import shlex
+import sys
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -123,7 +125,7 @@ def compare(  # noqa: PLR0917  # typer calls it by name
         raise SettingsError(
             f"{str(folder)!r} holds runs already; resume them, or choose another folder"
         )
-    result = run_study(
+    run_study(
         folder,
         wanted,
         minutes=minutes,
@@ -133,26 +135,27 @@ def compare(  # noqa: PLR0917  # typer calls it by name
         keep_models=keep_models,
         deciles=deciles,
     )
-    if not result.is_complete:
-        screen.console.print("Some runs are missing: repeat the command to run them.")
     screen.line(f"\nSaved in {folder}. To show it again:")
     screen.command("compare", "--show", str(folder))
 
 
-def run_study(
-    folder: Path, plan: StudyPlan, *, deciles: bool = False, **options: Any
-) -> StudyResult:
-    """Run a study with progress bars, and show its result, also if it is stopped."""
+def run_study(folder: Path, plan: StudyPlan, *, deciles: bool = False, **options: Any) -> None:
+    """Run a study with progress bars, and show its result; if runs are missing, end with how to resume it."""
+    words = [word for word in sys.argv[1:] if word != "--no-resume"]
+    resume = f"to resume: {screen.how_to_call()} {shlex.join(words)}"
     try:
         with screen.StudyBars() as progress:
             result = study(folder, plan, progress=progress, **options)
     except StudyInterrupted as stopped:
         show_study(read_result(folder), deciles=deciles)
-        opt.stop(f"{stopped}; repeat the command to resume", code=130)
+        opt.stop(f"{stopped}; {resume}", code=130)
     except KeyboardInterrupt:
-        opt.stop("stopped; repeat the command to resume from the last checkpoints", code=130)
+        opt.stop(f"stopped; checkpoints are kept; {resume}", code=130)
     show_study(result, deciles=deciles)
-    return result
+    if not result.is_complete:
+        missing = [line for cell in result.cells for line in cell.missing]
+        more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
+        opt.stop(f"the study is incomplete: {missing[0]}{more}; {resume}", code=1)
 
 
 def show_study(result: StudyResult, *, deciles: bool = False) -> None:
