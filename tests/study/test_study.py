@@ -18,7 +18,7 @@ from rarebit.methods.hashing import Hashing
 from rarebit.methods.low_rank import LowRank
 from rarebit.study.plan import StudyPlan
 from rarebit.study.pool import StudyProgress
-from rarebit.study.runs import RunFolder
+from rarebit.study.runs import RunFolder, run_key
 from rarebit.study.statistics import delong
 from rarebit.study.study import Cell
 from rarebit.study.worker import Worker
@@ -219,12 +219,18 @@ def test_more_seeds_and_another_method_make_the_new_runs_only(first, copy, runs_
 def test_training_that_goes_wrong_is_a_run_that_fails_and_the_next_is_made(tmp_path):
     told, settings = [], StudyPlan.from_mapping(PLAN).runs[0]
     worker = Worker(torch.device("cpu"), told.append)
-    for lr in (1e30, 1e-3):
+    for lr in (1e30, 1e-2, 1e-3):
         training = dataclasses.replace(settings.training, lr=lr, epochs=1)
-        values = dataclasses.replace(settings, training=training).to_mapping()
+        planned = dataclasses.replace(settings, training=training)
+        if lr == 1e-2:
+            path = RunFolder(tmp_path, run_key(planned)).path
+            path.mkdir(parents=True)
+            (path / "checkpoints").touch()  # where a folder should be
+        values = planned.to_mapping()
         worker.work({"folder": str(tmp_path), "settings": values, "keep_model": False})
-    failed, epoch, done = told
-    assert "not finite" in failed["failed"]
+    diverged, failed, epoch, done = told
+    assert "not finite" in diverged["diverged"]
+    assert "it is a file or lies below one" in failed["failed"]
     assert (epoch["epoch"], epoch["epochs"]) == (1, 1)
     assert done == {"done": True}
     assert len(list(tmp_path.glob("runs/*/result.json"))) == 1
@@ -245,11 +251,16 @@ def children():
 
 
 class Killer(Told):
-    """Kills the worker of the first run."""
+    """Kills the worker of a run whenever it is started, up to some times."""
+
+    def __init__(self, name, times=100):
+        super().__init__()
+        self.name, self.times = name, times
 
     def start(self, name):
         super().start(name)
-        if len(self.started) == 1:
+        if name == self.name and self.times:
+            self.times -= 1
             [worker] = children()
             os.kill(worker, signal.SIGKILL)
 
@@ -264,7 +275,8 @@ def test_runs_that_fail_are_told_the_others_made_and_the_next_call_tries_again(
     _, path, _ = take_away(copy, first[1], KILLED, FAILING, FINE)
     path.mkdir()
     (path / "checkpoints").touch()  # where a folder should be
-    result = compare(copy, told := Killer())
+    result = compare(copy, told := Killer("narrow:dim=2, seed 0"))
+    assert told.started.count("narrow:dim=2, seed 0") == 3  # and no more
     killed, failed = told.failed["narrow:dim=2, seed 0"], told.failed["low-rank:rank=1, seed 1"]
     assert "was ended by SIGKILL" in killed
     assert "it is a file or lies below one" in failed
@@ -285,6 +297,33 @@ def test_runs_that_fail_are_told_the_others_made_and_the_next_call_tries_again(
     kept = RunFolder(copy, runs_of(first[1])[KILLED].key)
     scores = rb.predict(rb.load_model(kept.model), generate(SyntheticLog(rows=1500)).test)
     assert np.array_equal(scores.numpy(), kept.scores())
+
+
+@pytest.mark.slow
+def test_a_run_whose_worker_was_killed_is_made_again_in_the_same_call(first, copy, computed):
+    take_away(copy, first[1], KILLED, FINE)
+    told = Killer("narrow:dim=2, seed 0", times=2)
+    assert compare(copy, told).is_complete
+    assert told.plans == [(8, 6), (8, 7), (8, 7)]
+    assert "was ended by SIGKILL" in told.failed["narrow:dim=2, seed 0"]
+    assert computed(copy) == computed(first[0])
+
+
+@pytest.mark.slow
+def test_a_killed_trial_leaves_its_variant_incomplete_and_never_weakens_it(tmp_path):
+    """The settings of a control are picked when all its trials have a result or diverged, not before."""
+    values = {"methods": "low-rank:rank=1", "control": "baseline", "trials": 2, "seeds": 1}
+    values["training"] = {"epochs": 1, "batch_size": 256, "lr": 0.001}
+    result = compare(tmp_path, Killer("baseline, seed 0, trial 2"), **values)
+    [cell] = result.cells
+    first, second = cell.missing
+    assert first.startswith("baseline, seed 0, trial 2: its process was ended by SIGKILL")
+    assert second == "baseline: its settings are not picked yet"
+    assert cell.variant("baseline").runs == ()
+    assert cell.compare(0.0005)["low-rank:rank=1"].n == 0
+    [cell] = compare(tmp_path, **values).cells
+    assert cell.missing == ()
+    assert cell.variant("baseline").settings["training"]["lr"] == 0.002  # the trial that was killed
 
 
 class Second(StudyProgress):

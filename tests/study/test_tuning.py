@@ -3,6 +3,7 @@
 import json
 import statistics
 from collections import defaultdict
+from dataclasses import replace
 
 import hypothesis
 import pytest
@@ -14,7 +15,7 @@ from rarebit.methods.low_rank import LowRank
 from rarebit.study.plan import StudyPlan
 from rarebit.study.results import pick
 from rarebit.study.runs import RunFolder, RunRecord, run_key
-from rarebit.study.study import Cell
+from rarebit.study.study import Cell, Failure
 from rarebit.study.worker import make_run, open_log
 
 TRIALS, TUNING_SEEDS, SEEDS = 3, 2, 3
@@ -161,7 +162,7 @@ def test_a_trial_changes_its_variant_and_not_its_name(tuned):
 
 
 @pytest.mark.slow
-def test_a_trial_that_failed_is_out_and_the_next_best_is_picked(tuned):
+def test_a_trial_that_diverged_is_out_and_the_next_best_is_picked(tuned):
     folder, result = tuned
     failures = {}
     cell = Cell(StudyPlan.from_mapping(result.plan), plan_run(result), folder, failures)
@@ -173,8 +174,30 @@ def test_a_trial_that_failed_is_out_and_the_next_best_is_picked(tuned):
     by_validation = sorted(trials, key=lambda trial: -statistics.fmean(trials[trial]))
     for number, best in enumerate(by_validation):
         assert cell.picked(baseline) == best, number
-        failures[cell._tried(baseline)[best][-1].key] = "the loss was not finite"
+        failures[cell._tried(baseline)[best][-1].key] = Failure("diverged", "not finite")
     assert cell.picked(baseline) is None
+
+
+@pytest.mark.parametrize(
+    ("kind", "picked", "missing"),
+    [
+        ("diverged", 0, []),
+        ("failed", None, ["baseline, seed 0, trial 2: why", "baseline: its settings are not"]),
+        ("died", None, ["baseline, seed 0, trial 2: why", "baseline: its settings are not"]),
+    ],
+)
+def test_only_a_trial_that_diverged_is_out(tmp_path, kind, picked, missing):
+    values = {"methods": "baseline", "model": "fm", "data": {"rows": 500}, "seeds": 1, "trials": 2}
+    plan, failures = StudyPlan.from_mapping(values), {}
+    cell = Cell(plan, plan.runs[0], tmp_path, failures)
+    [variant] = cell.variants
+    first, second = cell.tuning_runs(0)
+    first.write(first.settings, replace(record(0.7), key=first.key), torch.zeros(3))
+    failures[second.key] = Failure(kind, "why")
+    assert cell.picked(variant) == picked
+    found = list(cell._missing())
+    assert len(found) == len(missing)
+    assert all(map(str.startswith, found, missing))
 
 
 def plan_run(result):

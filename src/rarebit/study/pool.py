@@ -22,7 +22,7 @@ from rarebit.study.runs import RunRecord
 
 PACKAGE = Path(__file__).resolve().parents[2]
 """The folder that `rarebit` is imported from, so that workers import the same."""
-ENDS = ("done", "failed", "stopped")
+ENDS = ("done", "diverged", "failed", "stopped")
 """Keys of the last answer to a task."""
 
 Values: TypeAlias = Mapping[str, Any]
@@ -166,7 +166,7 @@ class _Worker:
         """Held while a process starts or its input ends, so that `Pool.stop` misses none."""
 
     def make(self, task: Values) -> Iterator[Values]:
-        """Yield the answers of the process to a task, up to the last one."""
+        """Yield the answers of the process to a task, up to the last one; "died" is that of a dead process."""
         process = self._started()
         if process is None:
             yield {"stopped": True}
@@ -186,7 +186,7 @@ class _Worker:
         self.close()
         process.stdout.close()
         self.process = None
-        yield {"stopped": True} if self.pool.stopping.is_set() else {"failed": _reason(code)}
+        yield {"stopped": True} if self.pool.stopping.is_set() else {"died": _reason(code)}
 
     def close(self) -> None:
         """End the input of the process."""

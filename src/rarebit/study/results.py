@@ -37,7 +37,7 @@ class Trial:
     settings: Mapping[str, Any]
     """What differs from trial to trial."""
     valid_auc: float | None
-    """Mean validation AUC, by which trials are picked; None for one that failed."""
+    """Mean validation AUC, by which trials are picked; None for one that diverged."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -45,6 +45,8 @@ from rarebit.training.settings import PreparedLog, RunSettings, load_splits
 
 MEMBER_SEEDS = 1_000_000
 """The distance between the seeds of an ensemble's models; the first has the seed of the ensemble."""
+ATTEMPTS = 3
+"""How often a run is started whose process dies: out of memory is often over when fewer runs share it."""
 GPU_WORKERS = 1
 """Four parallel runs with captured steps are four times slower each (H200, recipes/compression-ml-1m.toml)."""
 
@@ -95,7 +97,7 @@ def study(
     deadline = None if minutes is None else start + 60 * minutes
     where = Path(folder)
     # a mistake in the plan or its data is reported before anything is written
-    failures: dict[str, str] = {}
+    failures: dict[str, Failure] = {}
     cells = [Cell(plan, settings, where, failures) for settings in plan.runs]
     try:
         (where / "runs").mkdir(parents=True, exist_ok=True)
@@ -119,6 +121,14 @@ def study(
     return result
 
 
+class Failure(NamedTuple):
+    """How a run ended without a result."""
+
+    kind: str
+    """One of "diverged", which says something about its settings, "failed", and "died": its process was killed or crashed."""
+    why: str
+
+
 class PlannedRun(RunFolder):
     """A run of a variant with a seed, finished or not, and its folder."""
 
@@ -130,11 +140,11 @@ class PlannedRun(RunFolder):
 class Cell:
     """A model on a log: its variants, the runs they need, and the result of the finished ones.
 
-    `failures` has the reasons of failed runs by key, and grows while runs are made.
+    `failures` has the failed runs by key, and changes while runs are made.
     """
 
     def __init__(
-        self, plan: StudyPlan, base: RunSettings, folder: Path, failures: Mapping[str, str]
+        self, plan: StudyPlan, base: RunSettings, folder: Path, failures: Mapping[str, Failure]
     ) -> None:
         self.settings, self.folder, self.failures = plan.settings, folder, failures
         self.is_alone = len(plan.runs) == 1
@@ -177,14 +187,15 @@ class Cell:
     def picked(self, variant: Variant) -> int | None:
         """Return the trial that is best on validation; None while one of them is missing.
 
-        A failed trial does not count: its learning rate may be too high.
+        A trial that diverged does not count: its learning rate is too high. Any other failure says nothing about
+        its settings, so the trial is missing.
         """
         if len(variant.trials) == 1:
             return 0
         tried = {
             trial: [run.read() for run in runs]
             for trial, runs in enumerate(self._tried(variant))
-            if not any(run.key in self.failures for run in runs)
+            if not self._diverged(runs)
         }
         best = pick(list(tried.values()))
         return None if best is None else list(tried)[best]
@@ -225,6 +236,10 @@ class Cell:
             [self._run(variant, trial, seed) for seed in self.tuning_seeds]
             for trial in range(len(variant.trials))
         ]
+
+    def _diverged(self, runs: Sequence[PlannedRun]) -> bool:
+        failures = [self.failures[run.key] for run in runs if run.key in self.failures]
+        return any(failure.kind == "diverged" for failure in failures)
 
     def _record(self, variant: Variant, trial: int, seed: int) -> RunRecord | None:
         """Return the record of a variant with a seed; an ensemble is evaluated by its mean score."""
@@ -293,12 +308,15 @@ class Cell:
         for variant in self.variants:
             trial = self.picked(variant)
             if trial is None:
-                runs = [run for tried in self._tried(variant) for run in tried]
+                tried = self._tried(variant)
+                needed = [runs for runs in tried if not self._diverged(runs)] or tried
+                runs = [run for trial_runs in needed for run in trial_runs]
             else:
                 runs = [run for seed in self.seeds for run in self._members(variant, trial, seed)]
             for run in runs:
                 if run.read() is None:
-                    yield f"{run.name}: {self.failures.get(run.key) or 'not run yet'}"
+                    failure = self.failures.get(run.key)
+                    yield f"{run.name}: {failure.why if failure else 'not run yet'}"
             if trial is None:
                 yield f"{variant.name}: its settings are not picked yet"
 
@@ -327,19 +345,22 @@ def _clear_name(own: tuple[str, str], names: Sequence[tuple[str, str]]) -> str:
 
 @dataclass
 class _Runner:
-    """Makes the runs that are missing, and keeps the reasons of those that failed."""
+    """Makes the runs that are missing, and keeps how those that failed ended."""
 
     pool: Pool
     folder: Path
     progress: StudyProgress
     deadline: float | None
-    failures: dict[str, str]
+    failures: dict[str, Failure]
     keep_models: bool
     made: int = 0
     """Runs finished in this call."""
 
     def make(self, runs: Sequence[PlannedRun]) -> None:
-        """Make runs in parallel; one that several variants share is made once."""
+        """Make runs in parallel; one that several variants share is made once.
+
+        A run whose process died is resumed after the others, when fewer runs share the memory.
+        """
         distinct = {run.key: run for run in _stage_makers_first(runs)}
         missing = {
             key: run
@@ -349,12 +370,17 @@ class _Runner:
         if not distinct or self.pool.stopping.is_set():
             return
         stages = Counter(stage_key(run.settings) for run in distinct.values())
-        self.progress.plan(len(distinct), len(distinct) - len(missing))
-        self.pool.run(
-            {key: self._task(run, stages) for key, run in missing.items()},
-            lambda key, answer: self._hear(missing[key], answer),
-            self.deadline,
-        )
+        for _ in range(ATTEMPTS):
+            self.progress.plan(len(distinct), len(distinct) - len(missing))
+            self.pool.run(
+                {key: self._task(run, stages) for key, run in missing.items()},
+                lambda key, answer: self._hear(distinct[key], answer),
+                self.deadline,
+            )
+            died = {key for key, failure in self.failures.items() if failure.kind == "died"}
+            missing = {key: run for key, run in missing.items() if key in died}
+            if not missing or self.pool.stopping.is_set():
+                return
 
     def _task(self, run: PlannedRun, stages: Mapping[str | None, int]) -> dict[str, Any]:
         folder, stage = self.folder.absolute(), stage_key(run.settings)
@@ -369,14 +395,16 @@ class _Runner:
     def _hear(self, run: PlannedRun, answer: Mapping[str, Any]) -> None:
         match answer:
             case {"started": _}:
+                self.failures.pop(run.key, None)
                 self.progress.start(run.name)
             case {"done": _}:
                 record = run.read()
                 assert record is not None, "a worker is done when its result is written"
                 self.made += 1
                 self.progress.finish(run.name, record)
-            case {"failed": str(why)}:
-                self.failures[run.key] = why
+            case {"diverged": str(why)} | {"failed": str(why)} | {"died": str(why)}:
+                [kind] = answer
+                self.failures[run.key] = Failure(kind, why)
                 self.progress.fail(run.name, why)
             case {"epoch": _}:
                 self.progress.epoch(run.name, answer)

@@ -4,7 +4,7 @@
 
     in     {"folder": STUDY, "settings": {...}, "modules": [], "keep_model": false, "pruning": null}
     out    {"epoch": 1, "epochs": 10, "valid_auc": 0.8}      after each epoch
-           {"done": true} | {"failed": "why"} | {"stopped": true}
+           {"done": true} | {"diverged": "why"} | {"failed": "why"} | {"stopped": true}
 
 When its input ends, the study has stopped or was killed: the active run stops after its step and is
 checkpointed, as if by Ctrl-C. So no work is lost when a study is killed, and no process stays behind.
@@ -29,7 +29,7 @@ import torch
 from torch import Tensor, nn
 
 from rarebit.data.dataset import Splits
-from rarebit.errors import DataError, RarebitError, TrainingInterrupted
+from rarebit.errors import DataError, NotFiniteError, RarebitError, TrainingInterrupted
 from rarebit.machine import commit
 from rarebit.study.runs import RunFolder, RunRecord, run_key
 from rarebit.tables.apply import find_sites, table_bytes
@@ -210,6 +210,8 @@ class Worker:
         except TrainingInterrupted:
             self.tell({"stopped": True})
             raise
+        except NotFiniteError as error:
+            self.tell({"diverged": str(error)})
         except (RarebitError, torch.OutOfMemoryError) as error:
             self.tell({"failed": str(error)})
         except Exception as error:  # noqa: BLE001  # whatever a run does, the study continues

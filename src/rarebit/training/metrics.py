@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 from rarebit.data.dataset import Batch, Dataset
 from rarebit.data.schema import PADDING
-from rarebit.errors import DataError, TrainingError
+from rarebit.errors import DataError, NotFiniteError, TrainingError
 from rarebit.models._base import RankingModel
 
 
@@ -196,7 +196,7 @@ def evaluate_scores(
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     if not bool(torch.isfinite(logits).all()):
         row = int((~torch.isfinite(logits)).nonzero()[0])
-        raise TrainingError(
+        raise NotFiniteError(
             f"the model's score for row {row} is {float(logits[row])}, so nothing can be measured; "
             "a lower learning rate usually keeps training finite"
         )
