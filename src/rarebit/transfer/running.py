@@ -26,14 +26,14 @@ from dataclasses import dataclass, replace
 from typing import Any, Concatenate, Generic, Literal, NamedTuple, ParamSpec, Self, TypeVar
 
 import torch
-from torch import Tensor, distributed, nn
+from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
 
 from rarebit.callbacks import Callback
 from rarebit.data.dataset import Dataset
 from rarebit.data.selection import CoOccurrence, FieldSelection, FrequencySplit, Selection, select
 from rarebit.errors import DataError, TrainingError, UnsupportedTableError
-from rarebit.row_gradients.lookups import wide, world_size
+from rarebit.row_gradients.lookups import wide
 from rarebit.row_gradients.recorded import is_recording
 from rarebit.row_gradients.seam import GroupRule, RowGradients, RowStep
 from rarebit.sets.sets import SetsMethod
@@ -516,10 +516,7 @@ class RunningTransfer(Callback):
     def _begin_step(self) -> None:
         """Prepare for the rule: one main loss for all micro-batches and processes, new random numbers."""
         assert self._main_loss is not None
-        if world_size() > 1:
-            total = self._main_loss.clone()
-            distributed.all_reduce(total)
-            self._main_loss = total / world_size()
+        self._main_loss = self.rows.average(self._main_loss)
         kept, loss = self._loss_of_step, self._main_loss
         if kept is None or (kept.device, kept.dtype) != (loss.device, loss.dtype):
             kept = self._loss_of_step = torch.empty_like(loss)
