@@ -42,7 +42,13 @@ from torch.optim import Optimizer
 from rarebit.errors import DataError, OptimizerError, SettingsError
 from rarebit.settings import require, suggest
 from rarebit.tables.apply import table_parameters
-from rarebit.tables.collection import find_distinct, lookups_of, set_row_gradients, take_rows
+from rarebit.tables.collection import (
+    find_distinct,
+    is_sharded,
+    lookups_of,
+    set_row_gradients,
+    take_rows,
+)
 from rarebit.tables.compiler import is_plain, load_compiled
 
 Kind = Literal["adam", "sgd", "adagrad"]
@@ -117,6 +123,12 @@ def optimizer(
     }
     for name, value in numbers.items():
         require(value is None or value >= 0, f"{name} must be 0 or more, got {name}={value}")
+    for name, parameter in table_parameters(model).items() if tables == "rowwise" else ():
+        if is_sharded(parameter):
+            raise OptimizerError(
+                f"tables='rowwise' updates whole rows, but each process holds only a part of {name!r} (FSDP2); "
+                "use tables='dense', or keep its module out of fully_shard"
+            )
     groups = _groups(model, lr, lr if table_lr is None else table_lr)
     groups[0]["weight_decay"] = weight_decay
     groups[1]["weight_decay"] = weight_decay if table_weight_decay is None else table_weight_decay
