@@ -38,6 +38,7 @@ from rarebit.row_gradients.recorded import is_recording
 from rarebit.row_gradients.seam import GroupRule, RowGradients, RowStep
 from rarebit.sets.sets import SetsMethod
 from rarebit.settings import require, suggest
+from rarebit.storage.files import load_tensors_
 from rarebit.tables.apply import Site, TableInfo, find_sites
 from rarebit.tables.table import field_of, full_table, methods_of
 from rarebit.technique import technique_name
@@ -497,7 +498,7 @@ class RunningTransfer(Callback):
                 f"this transfer has the tables {', '.join(sorted(ours))}, the state given is of "
                 f"{', '.join(sorted(given))}; use the same model"
             )
-        self.draws.step.copy_(state["step"])
+        load_tensors_({"step": self.draws.step}, {"step": state["step"]}, "the transfer")
         for group in self.groups:
             group.running.load_state_dict(state["losses"][group.names[0]])
         self.ledger.load_state_dict(state["ledger"])
