@@ -329,3 +329,29 @@ def test_fit_refuses_an_optimizer_built_too_early():
         OptimizerError, match=r"backbone\.tables\.stacks\.0\.inner\.embedding\.weight"
     ):
         rb.fit(model, data, optimizer=optimizer, progress=False)
+
+
+def test_sparse_adam_is_refused_where_a_gradient_is_dense():
+    model = nn.Sequential(nn.Embedding(9, 4, sparse=True))
+    optimizer = torch.optim.SparseAdam(model.parameters())
+    with pytest.raises(
+        OptimizerError, match=r"SparseAdam takes .*'0\.right' has a dense one; give"
+    ):
+        rb.apply_(model, LOW_RANK, optimizer=optimizer, verbose=False)
+    assert type(model[0]) is nn.Embedding
+    assert held(optimizer) == [model[0].weight]
+    rb.apply_(model, HASHING, optimizer=optimizer, verbose=False)
+    rb.check_optimizer(model, optimizer)
+    model(torch.tensor([1, 2])).sum().backward()
+    optimizer.step()
+
+
+def test_check_optimizer_names_what_sparse_adam_cannot_train_and_takes_two():
+    model = nn.Sequential(nn.Embedding(9, 4, sparse=True))
+    rb.apply_(model, LOW_RANK, verbose=False)
+    with pytest.raises(OptimizerError, match=r"'0\.right' has a dense one"):
+        rb.check_optimizer(model, torch.optim.SparseAdam(model.parameters()))
+    rows, factor = torch.optim.SparseAdam([model[0].inner.weight]), SGD([model[0].right], lr=0.1)
+    rb.check_optimizer(model, rows, factor)
+    with pytest.raises(OptimizerError, match=r"does not hold 0\.right"):
+        rb.check_optimizer(model, rows)

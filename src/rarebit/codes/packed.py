@@ -819,9 +819,8 @@ def pack_(
         else:
             chosen.append(site)
             tables.append(packed)
-    after = put_tables(model, chosen, tables, optimizer)
-    before = tuple(site.info for site in chosen)
-    return reported(TableChanges("pack", before, after, tuple(skipped)), verbose)
+    changes = put_tables(model, "pack", chosen, tables, skipped=skipped, optimizer=optimizer)
+    return reported(changes, verbose)
 
 
 def _packed(site: Site, method: Pack, where: Where | None) -> AnyTable | str:

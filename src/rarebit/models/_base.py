@@ -33,6 +33,7 @@ from rarebit.interactions.basic import Block, Linear
 from rarebit.sets.sets import SetsMethod
 from rarebit.settings import find_class, keyword_arguments, offered, require, suggest
 from rarebit.tables.collection import TableCollection, TableInit
+from rarebit.tables.holders import refuse_holders
 from rarebit.tables.table import full_table
 
 PACKAGE = "rarebit.models"
@@ -120,6 +121,7 @@ class RankingModel(nn.Module):
             f"{name} has fields with their own widths, whose rows all embedding sets would share; "
             "build it without widths",
         )
+        refuse_holders(self, [own, self.head], str(made_by))
         new.start_first_set_(own)
         new.refuse_equal_sets()
         new.made_by = made_by

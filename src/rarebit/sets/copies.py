@@ -22,6 +22,7 @@ from rarebit.errors import NoTableError, UnsupportedTableError
 from rarebit.sets.sets import SetsMethod, sets_of
 from rarebit.tables.apply import find_tables
 from rarebit.tables.collection import TableCollection
+from rarebit.tables.holders import refuse_holders
 
 
 class AveragedSets(nn.Module):
@@ -68,14 +69,19 @@ def mean_of_features(features: Sequence[Any]) -> Any:
     )
 
 
-def set_copies(backbone: nn.Module, num_sets: int) -> list[nn.Module]:
-    """Return the backbone, and copies of it with other weights.
+def set_copies(
+    backbone: nn.Module, num_sets: int, model: nn.Module | None = None
+) -> list[nn.Module]:
+    """Return the backbone, and copies of it with other weights; what it holds of the model around it is not copied.
 
     >>> first, second = set_copies(nn.Sequential(nn.Embedding(9, 4)), 2)
     >>> bool((first[0].weight == second[0].weight).any())
     False
     """
-    copies = [copy.deepcopy(backbone) for _ in range(num_sets - 1)]
+    whole = () if model is None else (*model.modules(), *model.parameters())
+    own = {id(one) for one in (*backbone.modules(), *backbone.parameters())}
+    around = {id(one): one for one in whole if id(one) not in own}
+    copies = [copy.deepcopy(backbone, dict(around)) for _ in range(num_sets - 1)]
     for one in copies:
         draw_anew_(one, name="backbone")
     sets = [backbone, *copies]
@@ -197,8 +203,10 @@ def copy_backbone_(
         raise UnsupportedTableError(f"{type(model).__name__} has several embedding sets already")
     if not find_tables(backbone):
         raise NoTableError(f"{method} matched no table: the .backbone of the model has none")
+    refuse_holders(model, [backbone], str(method))
     projections = set_projections(project, backbone, method.num_sets) if project else []
-    model.backbone = AveragedSets(set_copies(backbone, method.num_sets), method, projections)
+    copies = set_copies(backbone, method.num_sets, model)
+    model.backbone = AveragedSets(copies, method, projections)
 
 
 def _what_it_has(model: nn.Module) -> str:

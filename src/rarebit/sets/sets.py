@@ -106,7 +106,7 @@ class SetsMethod(Method):
             for site in find_sites(model)
             if isinstance(site, FieldSite) and site.collection is collection
         ]
-        put_tables(model, changed, [self.wrap(site.table) for site in changed])
+        put_tables(model, str(self), changed, [self.wrap(site.table) for site in changed])
         before = tuple(site.info for site in inside)
         now = {info.name: info for info in find_tables(model)}
         after = tuple(_all_sets_of(info, now, self) for info in before)

@@ -21,7 +21,8 @@ from torch.optim import Optimizer
 from rarebit.errors import NoTableError, OptimizerError, UnsupportedTableError
 from rarebit.settings import suggest
 from rarebit.tables.bag import Bag, bag_like, table_of_bag
-from rarebit.tables.collection import RowMove, TableCollection
+from rarebit.tables.collection import Plain, RowMove, TableCollection
+from rarebit.tables.holders import OLD, Swap, find_holders
 from rarebit.tables.table import (
     AnyTable,
     Method,
@@ -124,6 +125,8 @@ class TableChanges:
     """The same tables as they are now."""
     skipped: tuple[tuple[str, str], ...]
     """The skipped tables: name and reason."""
+    exchanged: tuple[str, ...] = ()
+    """What else in the model held a changed table, and has the new one now: lists, optimizers and the like."""
 
     def __bool__(self) -> bool:
         return bool(self.after)
@@ -143,7 +146,10 @@ class TableChanges:
         ]
         if len(lines) > MAX_LINES:
             lines[MAX_LINES - 1 :] = [f"  and {len(lines) - MAX_LINES + 1} more"]
-        return "\n".join([head, *lines, *self._reasons()])
+        also = [f"  also exchanged: {place}" for place in self.exchanged]
+        if len(also) > MAX_LINES:
+            also[MAX_LINES - 1 :] = [f"  and {len(also) - MAX_LINES + 1} more exchanged"]
+        return "\n".join([head, *lines, *also, *self._reasons()])
 
     def _stored(self) -> tuple[str, list[int], list[int]]:
         """Return what to count in, and how much each table stored before and stores now."""
@@ -282,9 +288,8 @@ def apply_(
             )
         refuse_composition(site, method)
     tables = method.wrap_all({site.info.name: site.table for site in chosen})
-    after = put_tables(model, chosen, tables, optimizer)
-    before = tuple(site.info for site in chosen)
-    return reported(TableChanges(str(method), before, after, tuple(skipped)), verbose)
+    changes = put_tables(model, str(method), chosen, tables, skipped=skipped, optimizer=optimizer)
+    return reported(changes, verbose)
 
 
 def merge_(
@@ -318,9 +323,8 @@ def merge_(
         else:
             chosen.append(site)
             tables.append(_merged(site.table, site.table.merge()))
-    after = put_tables(model, chosen, tables, optimizer)
-    before = tuple(site.info for site in chosen)
-    return reported(TableChanges("merge", before, after, tuple(skipped)), verbose)
+    changes = put_tables(model, "merge", chosen, tables, skipped=skipped, optimizer=optimizer)
+    return reported(changes, verbose)
 
 
 def end_training_(model: nn.Module) -> None:
@@ -332,7 +336,9 @@ def end_training_(model: nn.Module) -> None:
         if any(method.training_only for method in methods_of(site.table))
     ]
     tables = [site.table for site in sites if isinstance(site.table, Table)]
-    put_tables(model, sites, [_merged(table, table.served()) for table in tables])
+    put_tables(
+        model, "the end of training", sites, [_merged(table, table.served()) for table in tables]
+    )
 
 
 def restore_tables(
@@ -360,18 +366,22 @@ def restore_tables(
         table = reduce(wrap, missing, site.table)
         changed.append(site)
         tables.append(table.requires_grad_(requires_grad=is_trainable(table) and not freeze))
-    put_tables(model, changed, tables)
+    put_tables(model, "restoring its methods", changed, tables)
 
 
-def check_optimizer(model: nn.Module, optimizer: Optimizer) -> None:
-    """Raise when a trainable table parameter is in no group of the optimizer.
+def check_optimizer(model: nn.Module, *optimizers: Optimizer) -> None:
+    """Raise when a trainable table parameter is in no group of the optimizer, or of any of several.
 
-    An optimizer built before `apply_` holds the old tables: it would train nothing, silently.
+    An optimizer built before `apply_` holds the old tables: it would train nothing, silently. So does a model that still
+    uses a table which was replaced, as happens when `apply_` was given only a part of it.
 
     >>> model = nn.Sequential(nn.Embedding(9, 4))
     >>> check_optimizer(model, torch.optim.SGD(model.parameters(), lr=0.1))
     """
-    held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    for optimizer in optimizers:
+        tables = {names[0]: module for names, module in _table_modules(model)}
+        _refuse_dense(optimizer, tables, _held_by(optimizer))
+    held = {one for optimizer in optimizers for one in _held_by(optimizer)}
     missing = [
         name
         for name, parameter in table_parameters(model).items()
@@ -383,6 +393,14 @@ def check_optimizer(model: nn.Module, optimizer: Optimizer) -> None:
             + (f" and {len(missing) - 3} more table parameters" if len(missing) > 3 else "")
             + ", so training would not change them. Build the optimizer after apply_ and merge_, "
             "or pass it to them as optimizer="
+        )
+    old = find_holders(
+        model, lambda one: isinstance(one, nn.Module | nn.Parameter) and OLD in vars(one)
+    )
+    if old:
+        raise OptimizerError(
+            f"{str(old[0])!r} of the model holds a table that was replaced, so training would not change the new one there; "
+            "apply_ and merge_ exchange what they see: pass them the whole model, not a part of it"
         )
 
 
@@ -437,31 +455,86 @@ def reported(changes: TableChanges, verbose: bool) -> TableChanges:
 
 def put_tables(
     model: nn.Module,
+    title: str,
     sites: Sequence[Site],
     tables: Sequence[AnyTable],
+    *,
+    skipped: Sequence[tuple[str, str]] = (),
     optimizer: Optimizer | None = None,
-) -> tuple[TableInfo, ...]:
-    """Put the new tables where the old ones were, also in the optimizer, and return what is there."""
+) -> TableChanges:
+    """Put the new tables where the old ones were, also where else the model holds them, and in optimizers."""
     if optimizer is not None and not isinstance(optimizer, Optimizer):
         raise OptimizerError(
             f"optimizer= takes a torch optimizer, got a {type(optimizer).__name__}"
         )
     _share(model, tables)
-    by_collection: dict[TableCollection, dict[int, AnyTable]] = defaultdict(dict)
+    changes = _replacements(sites, tables)
+    swap = Swap(model, [change.old for change in changes])
+    for change in changes:
+        swap.note(change.name, change.old, change.new)
+    held = swap.find(title)
+    optimizers = list(dict.fromkeys([*held, *([] if optimizer is None else [optimizer])]))
+    for one in optimizers:
+        for change in changes:
+            if _held_by(one) & {id(p) for p in change.old.parameters()}:
+                _refuse_dense(one, change.tables)
+
+    # nothing has changed so far, and from here on nothing is refused
     exchanges = []
-    for site, table in zip(sites, tables, strict=True):
-        if isinstance(site, FieldSite):
-            by_collection[site.collection][site.index] = table
-        else:
-            exchanges.append(_replace_module(site, table))
-    for collection, changed in by_collection.items():
-        old = list(collection.parameters())
-        moves = collection.replace(changed)
-        exchanges.append(Exchange(old, list(collection.parameters()), moves))
-    if optimizer is not None:
-        exchange_parameters(optimizer, exchanges, model)
+    for change in changes:
+        moves = change.put()
+        swap.note(change.name, change.old, change.new)
+        new = () if change.new is None else change.new.parameters()
+        exchanges.append(Exchange(list(change.old.parameters()), list(new), moves))
+    for one in optimizers:
+        exchange_parameters(one, exchanges, model)
+    exchanged = [
+        *swap.exchange(),
+        *(f"{place} ({type(one).__name__})" for one, place in held.items()),
+    ]
     now = {info.name: info for info in find_tables(model)}
-    return tuple(now[site.info.name] for site in sites)
+    before, after = (site.info for site in sites), (now[site.info.name] for site in sites)
+    return TableChanges(title, tuple(before), tuple(after), tuple(skipped), tuple(exchanged))
+
+
+@dataclass
+class Replacement:
+    """A module that is replaced, by another one or, where it holds the stacks of a collection, in its way."""
+
+    name: str
+    """The first table in it."""
+    old: nn.Module
+    new: nn.Module | None
+    """None until the stacks are made."""
+    tables: dict[str, AnyTable]
+    """The new tables in it, by name."""
+    site: Site
+    by_field: dict[int, AnyTable] = field(default_factory=dict)
+
+    def put(self) -> list[RowMove]:
+        """Put the new module into the model; return the plain rows that moved."""
+        if isinstance(self.site, FieldSite):
+            moves = self.site.collection.replace(self.by_field)
+            self.new = self.site.collection.stacks
+            return moves
+        for parent, attribute in self.site.places:
+            setattr(parent, attribute, self.new)
+        return []
+
+
+def _replacements(sites: Sequence[Site], tables: Sequence[AnyTable]) -> list[Replacement]:
+    found: dict[nn.Module, Replacement] = {}
+    for site, table in zip(sites, tables, strict=True):
+        name = site.info.name
+        if isinstance(site, FieldSite):
+            old = site.collection.stacks
+            change = found.setdefault(old, Replacement(name, old, None, {}, site))
+            change.by_field[site.index] = table
+        else:
+            new = _module_like(site.module, table)
+            change = found[site.module] = Replacement(name, site.module, new, {}, site)
+        change.tables[name] = table
+    return list(found.values())
 
 
 def _share(model: nn.Module, tables: Iterable[AnyTable]) -> None:
@@ -474,15 +547,33 @@ def _share(model: nn.Module, tables: Iterable[AnyTable]) -> None:
                 setattr(part, name, held.setdefault(key, child))
 
 
-def _replace_module(site: ModuleSite, table: AnyTable) -> "Exchange":
-    old = site.module
-    new: nn.Module = table
-    if isinstance(old, nn.EmbeddingBag | Bag):
-        new = bag_like(old, table)
-    new.train(old.training)
-    for parent, attribute in site.places:
-        setattr(parent, attribute, new)
-    return Exchange(list(old.parameters()), list(new.parameters()), [])
+def _module_like(old: nn.Module, table: AnyTable) -> nn.Module:
+    """Return a table as a module that does what the old one did: a bag around it, or itself."""
+    new = bag_like(old, table) if isinstance(old, nn.EmbeddingBag | Bag) else table
+    return new.train(old.training)
+
+
+def _held_by(optimizer: Optimizer) -> set[int]:
+    return {id(p) for group in optimizer.param_groups for p in group["params"]}
+
+
+def _refuse_dense(
+    optimizer: Optimizer, tables: Mapping[str, nn.Module], held: Collection[int] | None = None
+) -> None:
+    """Raise when SparseAdam would get a dense gradient of a table, which it refuses in its first step."""
+    parts = (part for table in tables.values() for part in table.modules())
+    by_rows = {id(part.weight) for part in parts if isinstance(part, Plain)}
+    dense = [
+        name
+        for place, table in tables.items()
+        for name, p in table.named_parameters(prefix=place)
+        if p.requires_grad and id(p) not in by_rows and (held is None or id(p) in held)
+    ]
+    if dense and isinstance(optimizer, torch.optim.SparseAdam):
+        raise OptimizerError(
+            f"SparseAdam takes gradients by rows only, and {dense[0]!r} has a dense one; give it to another optimizer, such as "
+            "torch.optim.Adam, or train the whole model with rb.optimizer(model, tables='rowwise')"
+        )
 
 
 class Exchange(NamedTuple):
