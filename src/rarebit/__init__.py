@@ -1,87 +1,48 @@
 """Embedding tables that are better on rare items, smaller, and able to grow.
 
-The names you need are here. More is one level down: `data`, `transfer`, `pruning`, `research`, `training`, `tables`, `codes`,
-`row_gradients`, and `testing`.
+The names you need are here, listed in `_api.py`. More is one level down: `data`, `transfer`, `pruning`, `research`, `training`,
+`tables`, `codes`, `row_gradients`, and `testing`.
 """
 
-from rarebit import pruning, research, transfer
-from rarebit.callbacks import Callback, TrainingMethod
-from rarebit.codes.packed import pack_
-from rarebit.data.dataset import Dataset
-from rarebit.data.prepare import prepare
-from rarebit.diagnosis.diagnose import diagnose
-from rarebit.methods._counts import set_counts_
-from rarebit.methods.forgetting import Forgetting, forget_
-from rarebit.methods.harmless_transfer import HarmlessTransfer
-from rarebit.methods.hashing import Hashing
-from rarebit.methods.low_rank import LowRank
-from rarebit.methods.mlet import MLET
-from rarebit.methods.multi_embedding import MultiEmbedding
-from rarebit.methods.quantize import Quantize
-from rarebit.methods.shrinkage import Shrinkage
-from rarebit.pruning.pep import PEP
-from rarebit.row_gradients.seam import RowGradients
-from rarebit.study.plan import StudyPlan
-from rarebit.study.results import StudyResult
-from rarebit.study.study import study
-from rarebit.tables.apply import apply_, check_optimizer, find_tables, merge_
-from rarebit.tables.spectrum import information_abundance
-from rarebit.tables.table import Method, Table
-from rarebit.technique import Rank
-from rarebit.training.ema import EMA
-from rarebit.training.fit import fit
-from rarebit.training.metrics import evaluate, predict
-from rarebit.training.model_file import load_model, save_model
-from rarebit.training.optimizers import optimizer
-from rarebit.training.run import run
-from rarebit.training.settings import RunSettings, Training
-from rarebit.training.step import clip_grad_norm_
+import sys
+from importlib import import_module
+from importlib.util import find_spec
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
 
-__all__ = [
-    "EMA",
-    "MLET",
-    "PEP",
-    "Callback",
-    "Dataset",
-    "Forgetting",
-    "HarmlessTransfer",
-    "Hashing",
-    "LowRank",
-    "Method",
-    "MultiEmbedding",
-    "Quantize",
-    "Rank",
-    "RowGradients",
-    "RunSettings",
-    "Shrinkage",
-    "StudyPlan",
-    "StudyResult",
-    "Table",
-    "Training",
-    "TrainingMethod",
-    "__version__",
-    "apply_",
-    "check_optimizer",
-    "clip_grad_norm_",
-    "diagnose",
-    "evaluate",
-    "find_tables",
-    "fit",
-    "forget_",
-    "information_abundance",
-    "load_model",
-    "merge_",
-    "optimizer",
-    "pack_",
-    "predict",
-    "prepare",
-    "pruning",
-    "research",
-    "run",
-    "save_model",
-    "set_counts_",
-    "study",
-    "transfer",
-]
+if TYPE_CHECKING:
+    from rarebit._api import *  # noqa: F403  # it has `__all__`
+    from rarebit._api import __all__ as __all__
+else:  # torch takes seconds to import, and the help of the command line does without it
+
+    class _Package(ModuleType):
+        """Imports the library when one of its names is first used."""
+
+        def __getattr__(self, name: str) -> Any:
+            if not name.startswith("_") and find_spec(f"rarebit.{name}"):
+                return import_module(f"rarebit.{name}")
+            if name == "__all__" or not name.startswith("_"):
+                vars(self).update(_public())
+            if name in vars(self):
+                return vars(self)[name]
+            raise AttributeError(f"module 'rarebit' has no attribute {name!r}")
+
+        def __dir__(self) -> list[str]:
+            return sorted({*super().__dir__(), *_public()})
+
+        @property
+        def study(self) -> Any:
+            """The function, also where the folder of the same name was imported first."""
+            return import_module("rarebit.study.study").study
+
+        @study.setter
+        def study(self, folder: ModuleType) -> None:
+            """Ignore the folder."""
+
+    def _public() -> dict[str, Any]:
+        names = vars(import_module("rarebit._api"))
+        return {name: names[name] for name in ("__all__", *names["__all__"])}
+
+    sys.modules[__name__].__class__ = _Package

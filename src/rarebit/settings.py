@@ -10,13 +10,13 @@ not listed.
 import dataclasses
 import difflib
 import functools
-import importlib
+import importlib.util
 import inspect
 import pkgutil
 import tomllib
 import types
 import typing
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from numbers import Integral
 from pathlib import Path
 from typing import Any, Literal, TypeVar
@@ -206,16 +206,17 @@ def _spell(hint: Any) -> str:
     return getattr(hint, "__name__", str(hint))
 
 
-def offered(path: Iterable[str]) -> list[str]:
-    """Return the names of the files in a package's folder, without machinery."""
-    found = [module.name for module in pkgutil.iter_modules(path)]
+def offered(package: str) -> list[str]:
+    """Return the names of the files of a package, without machinery; the package is not imported."""
+    folder = importlib.util.find_spec(package)
+    assert folder is not None, package
+    found = [module.name for module in pkgutil.iter_modules(folder.submodule_search_locations)]
     return sorted(name for name in found if not name.startswith("_"))
 
 
 def find_class(package: str, name: str, base: type[T], *, what: str) -> type[T]:
     """Return the class of this kind in the file of this name; dashes may stand for underscores."""
-    folder = importlib.import_module(package)
-    names, file = offered(folder.__path__), name.replace("-", "_")
+    names, file = offered(package), name.replace("-", "_")
     if file not in names:
         raise SettingsError(f"unknown {what} {name!r}{suggest(name, names)}")
     module = importlib.import_module(f"{package}.{file}")

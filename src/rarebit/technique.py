@@ -34,8 +34,6 @@ from importlib.metadata import entry_points
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
-from torch import nn
-
 from rarebit.errors import SettingsError
 from rarebit.settings import (
     find_class,
@@ -49,6 +47,8 @@ from rarebit.settings import (
 )
 
 if TYPE_CHECKING:
+    from torch import nn
+
     from rarebit.callbacks import Callback
     from rarebit.data.dataset import Dataset
     from rarebit.training.run import Trained, TrainingJob
@@ -188,7 +188,7 @@ class Technique(ABC):  # noqa: B024  # every hook has a default; subclasses add 
         """Return why it cannot be combined with another technique, in either order; None where it can."""
         return cls.excludes.get(technique_name(other))
 
-    def prepare_(self, model: nn.Module, train: "Dataset") -> None:
+    def prepare_(self, model: "nn.Module", train: "Dataset") -> None:
         """Prepare the tables of a model for the training data, before the first step of a run."""
         del model, train
 
@@ -497,11 +497,12 @@ def _text(technique: type[Technique], values: Mapping[str, Any]) -> str:
         make = field.default_factory
         default = field.default if make is dataclasses.MISSING else make()
         if field.name in values and values[field.name] != default:
-            parts.append(f"{field.name}={_value_text(values[field.name])}")
+            parts.append(f"{field.name}={value_text(values[field.name])}")
     return ":".join(parts)
 
 
-def _value_text(value: Any, *, in_list: bool = False) -> str:
+def value_text(value: Any, *, in_list: bool = False) -> str:
+    """Return a value as one types it in a method or after `--set`."""
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, int):
@@ -514,7 +515,7 @@ def _value_text(value: Any, *, in_list: bool = False) -> str:
         quoted = json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
         return value if is_word else quoted
     if isinstance(value, list | tuple):
-        return f"[{','.join(_value_text(item, in_list=True) for item in value)}]"
+        return f"[{','.join(value_text(item, in_list=True) for item in value)}]"
     raise SettingsError(f"{value!r} cannot be typed as a value; use a settings file")
 
 
@@ -537,9 +538,7 @@ def _fields(technique: type[Technique]) -> tuple["dataclasses.Field[Any]", ...]:
 
 def _files() -> dict[str, str]:
     """Return the package of each of our techniques, by file name."""
-    return {
-        file: package for package in PACKAGES for file in offered(import_module(package).__path__)
-    }
+    return {file: package for package in PACKAGES for file in offered(package)}
 
 
 @cache

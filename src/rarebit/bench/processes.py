@@ -25,7 +25,7 @@ TORCH = "import torch"
 BOTH = """
 import time, torch
 start = time.perf_counter()
-import rarebit
+import rarebit._api
 print(time.perf_counter() - start)
 """
 SEEDS, ROUNDS = 6, 3

@@ -20,7 +20,6 @@ first hidden layer behind the interaction of each set, before the mean, and leav
 import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from importlib import import_module
 from typing import Any, ClassVar, Self, TypeAlias, TypedDict, Unpack
 
 import torch
@@ -305,7 +304,7 @@ class Network:
 
 def model_names() -> list[str]:
     """Return the names of all models: the files of this folder."""
-    return offered(import_module(PACKAGE).__path__)
+    return offered(PACKAGE)
 
 
 def preset_names() -> list[str]:

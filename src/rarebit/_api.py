@@ -1,0 +1,81 @@
+"""The public names: what `rarebit.NAME` is."""
+
+from rarebit import __version__, pruning, research, transfer
+from rarebit.callbacks import Callback, TrainingMethod
+from rarebit.codes.packed import pack_
+from rarebit.data.dataset import Dataset
+from rarebit.data.prepare import prepare
+from rarebit.diagnosis.diagnose import diagnose
+from rarebit.methods._counts import set_counts_
+from rarebit.methods.forgetting import Forgetting, forget_
+from rarebit.methods.harmless_transfer import HarmlessTransfer
+from rarebit.methods.hashing import Hashing
+from rarebit.methods.low_rank import LowRank
+from rarebit.methods.mlet import MLET
+from rarebit.methods.multi_embedding import MultiEmbedding
+from rarebit.methods.quantize import Quantize
+from rarebit.methods.shrinkage import Shrinkage
+from rarebit.pruning.pep import PEP
+from rarebit.row_gradients.seam import RowGradients
+from rarebit.study.plan import StudyPlan
+from rarebit.study.results import StudyResult
+from rarebit.study.study import study
+from rarebit.tables.apply import apply_, check_optimizer, find_tables, merge_
+from rarebit.tables.spectrum import information_abundance
+from rarebit.tables.table import Method, Table
+from rarebit.technique import Rank
+from rarebit.training.ema import EMA
+from rarebit.training.fit import fit
+from rarebit.training.metrics import evaluate, predict
+from rarebit.training.model_file import load_model, save_model
+from rarebit.training.optimizers import optimizer
+from rarebit.training.run import run
+from rarebit.training.settings import RunSettings, Training
+from rarebit.training.step import clip_grad_norm_
+
+__all__ = [
+    "EMA",
+    "MLET",
+    "PEP",
+    "Callback",
+    "Dataset",
+    "Forgetting",
+    "HarmlessTransfer",
+    "Hashing",
+    "LowRank",
+    "Method",
+    "MultiEmbedding",
+    "Quantize",
+    "Rank",
+    "RowGradients",
+    "RunSettings",
+    "Shrinkage",
+    "StudyPlan",
+    "StudyResult",
+    "Table",
+    "Training",
+    "TrainingMethod",
+    "__version__",
+    "apply_",
+    "check_optimizer",
+    "clip_grad_norm_",
+    "diagnose",
+    "evaluate",
+    "find_tables",
+    "fit",
+    "forget_",
+    "information_abundance",
+    "load_model",
+    "merge_",
+    "optimizer",
+    "pack_",
+    "predict",
+    "prepare",
+    "pruning",
+    "research",
+    "run",
+    "save_model",
+    "set_counts_",
+    "study",
+    "transfer",
+]
