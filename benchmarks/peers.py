@@ -35,8 +35,7 @@ import numpy as np
 import torch
 
 import rarebit as rb
-from rarebit.bench._frame import OtherLoad
-from rarebit.machine import machine
+from rarebit.machine import OtherLoad, machine
 from rarebit.training.metrics import auc, logloss
 
 ROWS, HELD_OUT = 819_200, 200_000

@@ -17,10 +17,9 @@ from pathlib import Path
 
 import polars as pl
 
-from rarebit.bench._frame import OtherLoad
 from rarebit.bench._raw_log import write_raw_log
 from rarebit.bench.data import SIDES, compare, measured
-from rarebit.machine import machine
+from rarebit.machine import OtherLoad, machine
 
 SCALE = (1_000_000, 10_000_000)
 GIB = 1 << 30

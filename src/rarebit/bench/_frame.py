@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeAlias
 
-from rarebit.machine import machine
+from rarebit.machine import OtherLoad, machine
 
 FOLDER = Path(__file__).resolve().parent
 TOO_MUCH_LOAD = 0.1
@@ -31,37 +31,6 @@ Variants: TypeAlias = Mapping[str, Callable[[], object]]
 def print_to_stderr(line: str) -> None:
     """Print a line of progress; standard output is for the result."""
     sys.stderr.write(line + "\n")
-
-
-class OtherLoad:
-    """The share of all processors that other processes used since this was created.
-
-    0.5 on two cores: other processes kept one of them busy.
-    """
-
-    def __init__(self, stat: Path = Path("/proc/stat")) -> None:
-        self._stat = stat
-        self._start = self._read()
-
-    def share(self) -> float | None:
-        """Return the share, or None if the system does not report it."""
-        now = self._read()
-        if self._start is None or now is None or now[1] <= self._start[1]:
-            return None
-        busy, total, own = (new - old for new, old in zip(now, self._start, strict=True))
-        return min(max((busy - own) / total, 0.0), 1.0)
-
-    def _read(self) -> tuple[float, float, float] | None:
-        """Return seconds of busy processors, of all processors, and of this process."""
-        try:
-            line = self._stat.read_text("ascii").split("\n", 1)[0]
-        except OSError:
-            return None
-        # user nice system idle iowait irq softirq steal; user includes guests already
-        ticks = [int(field) for field in line.split()[1:9]]
-        per_second = os.sysconf("SC_CLK_TCK")
-        idle, total = sum(ticks[3:5]), sum(ticks)
-        return (total - idle) / per_second, total / per_second, sum(os.times()[:4])
 
 
 @dataclass(frozen=True)

@@ -15,10 +15,11 @@ import torch
 from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
-from rarebit.bench._frame import BenchResult, OtherLoad, Say, compare, measure, ratios
+from rarebit.bench._frame import BenchResult, Say, compare, measure, ratios
 from rarebit.data.dataset import Batch, Dataset
 from rarebit.data.order import shuffled_order
 from rarebit.data.synthetic import SyntheticLog, generate
+from rarebit.machine import OtherLoad
 from rarebit.methods.forgetting import forget_
 from rarebit.methods.harmless_transfer import HarmlessTransfer
 from rarebit.methods.mlet import MLET

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from rarebit.data.synthetic import SyntheticLog
 from rarebit.errors import DataError, StudyError, StudyInterrupted
-from rarebit.machine import choose_device, machine
+from rarebit.machine import allowed_cores, choose_device, machine
 from rarebit.settings import require, to_mapping
 from rarebit.storage.files import file_lock, write_json
 from rarebit.study.plan import StudyPlan
@@ -92,7 +92,7 @@ def study(
     device_name = torch.cuda.get_device_name(device) if is_gpu else "cpu"
     facts = machine() | {"device": device_name, "threads": threads}
     if workers is None:
-        workers = GPU_WORKERS if is_gpu else max((os.cpu_count() or 1) // threads, 1)
+        workers = GPU_WORKERS if is_gpu else max(allowed_cores() // threads, 1)
     start = time.monotonic()
     deadline = None if minutes is None else start + 60 * minutes
     where = Path(folder)
