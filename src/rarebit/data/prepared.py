@@ -13,6 +13,7 @@ Opening maps the arrays into memory, which takes milliseconds whatever their siz
 
 import json
 import os
+import shlex
 import shutil
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -339,6 +340,12 @@ def _read_manifest(folder: Path) -> dict[str, Any]:
         raise DataError(
             f"{str(folder)!r} holds no prepared log: {MANIFEST} is missing; make one with "
             "rarebit data prepare"
+        ) from None
+    except NotADirectoryError:
+        words = ["rarebit", "data", "prepare", str(folder), "--label", "LABEL"]
+        command = shlex.join([*words, "--out", f"data/{folder.name.split('.')[0]}"])
+        raise DataError(
+            f"{str(folder)!r} is a file, and a prepared log is a folder; prepare the log first: {command}"
         ) from None
     except OSError as error:
         raise DataError(f"cannot read {str(path)!r}: {error.strerror}") from None

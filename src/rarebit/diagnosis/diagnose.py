@@ -4,11 +4,14 @@ Any `nn.Module` with tables works. The training counts come from the data; witho
 depend on them are left open.
 """
 
+import json
 import os
+import shlex
 from collections.abc import Mapping
 from math import prod
 from pathlib import Path
 from typing import Any
+from zipfile import is_zipfile
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -32,6 +35,8 @@ from rarebit.technique import Rank
 
 FLOAT_BITS = {"F64": 64, "F32": 32, "F16": 16, "BF16": 16}
 """The float types of a safetensors file that a table may have."""
+PICKLES = (".bin", ".ckpt", ".pt", ".pth")
+"""How files of `torch.save` are named."""
 TALLER_THAN = 4
 """In a file, a table has more rows than this times its columns; a flatter matrix is a layer."""
 
@@ -216,6 +221,18 @@ def _open(path: Path) -> Any:
     except OSError as error:
         raise ModelFileError(f"cannot read {str(path)!r}: {error.strerror}") from None
     except SafetensorError as error:
+        if is_zipfile(path) or path.suffix in PICKLES:
+            source, target = map(json.dumps, [str(path), str(path.with_suffix(".safetensors"))])
+            convert = (
+                "import torch; from safetensors.torch import save_file; "
+                f'found = torch.load({source}, map_location="cpu", weights_only=True); '
+                "save_file({name: value.clone().contiguous() for name, value in found.items()}, "
+                f"{target})"
+            )
+            raise ModelFileError(
+                f"{str(path)!r} is no safetensors file; convert a state dict that torch.save wrote with: "
+                f"python -c {shlex.quote(convert)}"
+            ) from None
         raise ModelFileError(
             f"{str(path)!r} is no safetensors file, or a damaged one: {error}; save it again"
         ) from None

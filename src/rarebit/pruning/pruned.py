@@ -710,7 +710,7 @@ def read_prune(folder: str | os.PathLike[str]) -> tuple[RunSettings, PruneSettin
         return RunSettings.from_mapping(values["settings"]), from_mapping(
             PruneSettings, values["pruning"]
         )
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         raise ModelFileError(f"{str(folder)!r} holds no pruning: {PRUNE_FILE} is missing") from None
     except OSError as error:
         raise ModelFileError(f"cannot read {str(path)!r}: {error.strerror}") from None

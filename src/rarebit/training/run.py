@@ -276,7 +276,7 @@ def _reading(folder: str | os.PathLike[str]) -> Iterator[dict[str, Any]]:
     path = Path(folder) / RUN_FILE
     try:
         yield dict(json.loads(path.read_text(encoding="utf-8")))
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         raise ModelFileError(
             f"{str(folder)!r} holds no run: {RUN_FILE} is missing; train one with rarebit train"
         ) from None
