@@ -15,6 +15,7 @@ def call(monkeypatch, capsys, tmp_path, request):
     """
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("COLUMNS", getattr(request.module, "COLUMNS", "200"))
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")  # a command keeps the threads of this process
 
     def run(*words):
         monkeypatch.setattr(sys, "argv", ["rarebit", *map(str, words)])

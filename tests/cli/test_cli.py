@@ -12,9 +12,11 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from stored import tensors_file
 
 import rarebit as rb
+from rarebit.cli import options as opt
 from rarebit.cli.train import epoch_hint
 
 SMALL = ["--rows", "3000", "--epochs", "1"]
@@ -149,6 +151,8 @@ def test_demo_says_what_to_try_next(call):
 MISTAKES = {
     "model": (["train", "--model", "deepfn"], "unknown model 'deepfn'; did you mean 'deepfm'?"),
     "data": (["train", "--data", "criteo.csv"], "'criteo.csv' holds no prepared log"),
+    "file": (["predict", "--model", __file__], "test_cli.py' holds no run"),
+    "model file": (["diagnose", __file__, "--data", "x"], "--data needs the folder of a run"),
     "setting": (["train", "--set", "training.lrr=3"], "did you mean 'lr'?"),
     "section": (["train", "--set", "trainng.lr=3"], "did you mean 'training'?"),
     "model setting": (["train", "--set", "model.dimm=3"], "did you mean 'dim'?"),
@@ -209,7 +213,7 @@ def test_a_run_that_is_stopped_says_how_to_resume_and_does(tmp_path, number, cod
     assert "Traceback" not in seen
     assert "To resume: " in seen
     words = shlex.split(seen.split("To resume: ")[1])[1:]
-    assert words == ["train", "--resume", "runs/fm-1"]
+    assert words[:3] == ["train", "--resume", "runs/fm-1"]
     more = [sys.executable, "-m", "rarebit", *words, "--epochs", "2"]
     done = subprocess.run(
         more, cwd=tmp_path, env=ENVIRONMENT, capture_output=True, text=True, check=False
@@ -261,6 +265,22 @@ def test_resume_takes_no_other_settings_file_or_folder(call):
     assert (code, "holds no run" in err) == (2, True)
     code, _, err = call("train", "--resume", "here", "--lr", "0.5")
     assert (code, "another run: settings.lr was" in err) == (2, True)
+
+
+def test_threads_are_given_or_chosen_by_what_is_free(call, monkeypatch):
+    code, _, err = call("train", "--model", "fm", *SMALL, "--threads", 2, "--out", "two")
+    assert (code, torch.get_num_threads()) == (0, 2), err
+    assert "CPU threads" not in err
+    code, _, err = call("train", "--threads", 0)
+    assert (code, err) == (2, "rarebit: --threads must be at least 1, got 0\n")
+    monkeypatch.delenv("OMP_NUM_THREADS")
+    monkeypatch.setattr(os, "cpu_count", lambda: 2)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1}, raising=False)
+    for share, line in ((0.0, "2"), (0.5, "1 of 2: other processes use the rest (--threads)")):
+        monkeypatch.setattr(opt.LOAD, "share", lambda share=share: share)
+        code, _, err = call("predict", "--model", "two")
+        assert (code, err.splitlines()[0]) == (0, f"CPU threads: {line}")
+        assert torch.get_num_threads() == int(line[0])
 
 
 def test_tables_can_be_trained_by_rows(call, tmp_path):

@@ -1,6 +1,8 @@
 """The commands of `rarebit`, one file each."""
 
 import json
+import warnings
+from functools import cached_property
 from typing import Annotated, Any
 
 import typer
@@ -12,7 +14,6 @@ from rarebit.bench import bench_names, run_bench
 from rarebit.cli import options as opt
 from rarebit.cli import screen
 from rarebit.cli.compare import compare
-from rarebit.cli.data import data_app
 from rarebit.cli.demo import demo
 from rarebit.cli.diagnose import diagnose_command
 from rarebit.cli.methods import methods
@@ -49,11 +50,26 @@ class _Commands(TyperGroup):
             opt.stop("stopped; no unfinished output is left behind", code=130)
 
 
+class _Data(TyperGroup):
+    """The commands of `rarebit data`, imported when one is called: they need torch."""
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        return self._imported.list_commands(ctx)
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        return self._imported.get_command(ctx, cmd_name)
+
+    @cached_property
+    def _imported(self) -> TyperGroup:
+        from rarebit.cli.data import data_app
+
+        return typer.main.get_group(data_app)
+
+
 app = typer.Typer(
     name="rarebit",
     cls=_Commands,
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode="rich",
     context_settings={"help_option_names": ["-h", "--help"]},
@@ -62,10 +78,15 @@ app = typer.Typer(
 
 def start() -> None:
     """Run a command; a mistake of the user ends it with one line and exit code 2, no traceback."""
+    warnings.showwarning = _show_warning
     try:
         app(prog_name="rarebit")
     except RarebitError as error:
         opt.stop(str(error), code=2)
+
+
+def _show_warning(message: Warning | str, *_: object, **__: object) -> None:
+    screen.line(f"warning: {message}", to=screen.errors)
 
 
 def _show_version(wanted: bool) -> None:
@@ -96,7 +117,14 @@ def bench(
 
 
 app.command()(demo)
-app.add_typer(data_app)
+app.add_typer(
+    typer.Typer(
+        name="data",
+        cls=_Data,
+        no_args_is_help=True,
+        help="Prepare a raw click log for training, and show it.",
+    )
+)
 app.command()(train)
 app.command()(prune)
 app.command()(compare)

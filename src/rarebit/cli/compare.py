@@ -1,28 +1,20 @@
 """`rarebit compare`: compare methods with paired seeds, each against its control."""
 
-import shlex
 import sys
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 from typer import Option
 
 from rarebit.cli import options as opt
 from rarebit.cli import screen
 from rarebit.errors import SettingsError, StudyInterrupted
-from rarebit.models import model_names
 from rarebit.settings import read_toml
-from rarebit.study.plan import StudyPlan, section_tables
-from rarebit.study.results import (
-    StudyResult,
-    comparison_table,
-    decile_table,
-    read_result,
-    variant_table,
-    verdict_lines,
-)
-from rarebit.study.study import study
 from rarebit.text import TextTable
+
+if TYPE_CHECKING:
+    from rarebit.study.plan import StudyPlan
+    from rarebit.study.results import StudyResult
 
 MOST_MISSING = 5
 """Lines on runs that are missing."""
@@ -33,12 +25,16 @@ def compare(  # noqa: PLR0917  # typer calls it by name
         str | None,
         Option(
             help="Methods separated by commas, combined by +, with settings after colons: "
-            "baseline,low-rank,hashing:buckets=1000+low-rank. See rarebit methods."
+            "baseline,low-rank,hashing:buckets=1000+low-rank. See rarebit methods.",
+            autocompletion=opt.complete_methods,
         ),
     ] = None,
     model: Annotated[
         str | None,
-        Option(help=f"Models, separated by commas: {', '.join(model_names())}. Default: deepfm."),
+        Option(
+            help=f"Models, separated by commas: {', '.join(opt.MODELS)}. Default: deepfm.",
+            autocompletion=opt.complete(lambda: opt.MODELS, marks=","),
+        ),
     ] = None,
     data: Annotated[
         list[str] | None,
@@ -98,6 +94,9 @@ def compare(  # noqa: PLR0917  # typer calls it by name
 
     Finished runs are kept: the same command resumes a study that was stopped.
     """
+    from rarebit.study.plan import StudyPlan, section_tables
+    from rarebit.study.results import read_result
+
     if show is not None:
         found = read_result(show)
         show_study(found if control is None else found.against(control), deciles=deciles)
@@ -139,10 +138,13 @@ def compare(  # noqa: PLR0917  # typer calls it by name
     screen.command("compare", "--show", str(folder))
 
 
-def run_study(folder: Path, plan: StudyPlan, *, deciles: bool = False, **options: Any) -> None:
+def run_study(folder: Path, plan: "StudyPlan", *, deciles: bool = False, **options: Any) -> None:
     """Run a study with progress bars, and show its result; if runs are missing, end with how to resume it."""
+    from rarebit.study.results import read_result
+    from rarebit.study.study import study
+
     words = [word for word in sys.argv[1:] if word != "--no-resume"]
-    resume = f"to resume: {screen.how_to_call()} {shlex.join(words)}"
+    resume = f"to resume: {screen.command_text(*words)}"
     try:
         with screen.StudyBars() as progress:
             result = study(folder, plan, progress=progress, **options)
@@ -158,8 +160,10 @@ def run_study(folder: Path, plan: StudyPlan, *, deciles: bool = False, **options
         opt.stop(f"the study is incomplete: {missing[0]}{more}; {resume}", code=1)
 
 
-def show_study(result: StudyResult, *, deciles: bool = False) -> None:
+def show_study(result: "StudyResult", *, deciles: bool = False) -> None:
     """Print the tables and verdicts of a study; differences by frequency deciles only on request."""
+    from rarebit.study.results import comparison_table, decile_table, variant_table, verdict_lines
+
     for cell in result.cells:
         _show(variant_table(cell))
         if cell.methods:
@@ -180,7 +184,7 @@ def _show(table: TextTable) -> None:
     screen.table(table.header, table.rows, title=table.title, left=last, names=names)
 
 
-def _folder(plan: StudyPlan) -> Path:
+def _folder(plan: "StudyPlan") -> Path:
     """Return studies/MODEL-DATA: the same command finds its runs again."""
     models = {run.model for run in plan.runs}
     logs = {Path(getattr(run.data, "folder", "synthetic")).name for run in plan.runs}

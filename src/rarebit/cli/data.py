@@ -48,12 +48,7 @@ BLOCKS = "▁▂▃▄▅▆▇█"
 ASCII_BLOCKS = "._-:=+*#"
 SHORT_KINDS = {"categorical": "cat", "multi": "multi", "numeric": "num"}
 
-data_app = typer.Typer(
-    name="data",
-    no_args_is_help=True,
-    rich_markup_mode="rich",
-    help="Prepare a raw click log for training, and show it.",
-)
+data_app = typer.Typer(rich_markup_mode="rich")
 
 LogArgument = Annotated[
     Path | None,

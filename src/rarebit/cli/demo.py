@@ -8,7 +8,6 @@ from typer import Option
 from rarebit.cli import options as opt
 from rarebit.cli import screen
 from rarebit.cli.compare import run_study
-from rarebit.study.plan import StudyPlan
 
 ROWS = 60_000
 FOLDER = Path("studies/demo")
@@ -47,6 +46,8 @@ def demo(
     device: opt.Device = "auto",
 ) -> None:
     """Try five methods on the built-in click log, each against its strongest simple control."""
+    from rarebit.study.plan import StudyPlan
+
     screen.console.print(
         "Trains a DCN-V2 on a generated click log with five methods, and compares each with its strongest "
         "simple control, with the same seeds. Settings are fixed and nothing is tuned, for any variant: "

@@ -3,7 +3,7 @@
 import json
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 from rich.console import Console
 from rich.table import Table
@@ -12,13 +12,11 @@ from typer import Argument, Option
 
 from rarebit.cli import options as opt
 from rarebit.cli import screen
-from rarebit.data.dataset import Dataset, Splits
-from rarebit.diagnosis.diagnose import diagnose, diagnose_file
-from rarebit.diagnosis.report import Diagnosis
 from rarebit.errors import DataError, ModelFileError, SettingsError
-from rarebit.training.model_file import load_model
-from rarebit.training.run import read_reports, read_run
-from rarebit.training.settings import load_splits
+
+if TYPE_CHECKING:
+    from rarebit.data.dataset import Splits
+    from rarebit.diagnosis.report import Diagnosis
 
 DESCRIPTION = "model.json"
 """The file next to the weights in the folder of a model."""
@@ -61,7 +59,7 @@ def diagnose_command(
         screen.console.print("\nTo keep the numbers and plots: --out FOLDER")
 
 
-def show_diagnosis(found: Diagnosis, *, title: str, to: Console = screen.console) -> None:
+def show_diagnosis(found: "Diagnosis", *, title: str, to: Console = screen.console) -> None:
     """Print the figures of all tables, what they mean, and what to try."""
     to.print(Text(title, style="bold"), soft_wrap=True)
     for section in found.sections(wide=to.width >= screen.WIDE):
@@ -89,7 +87,11 @@ def show_diagnosis(found: Diagnosis, *, title: str, to: Console = screen.console
         to.print(Text(note))
 
 
-def _diagnose(target: Path, data: Path | None) -> Diagnosis:
+def _diagnose(target: Path, data: Path | None) -> "Diagnosis":
+    from rarebit.diagnosis.diagnose import diagnose, diagnose_file
+    from rarebit.training.model_file import load_model
+    from rarebit.training.run import read_reports
+
     if not target.is_dir():
         if data is not None and target.exists():
             raise SettingsError(
@@ -104,8 +106,12 @@ def _diagnose(target: Path, data: Path | None) -> Diagnosis:
         return found
 
 
-def _training_data(run: Path, data: Path | None) -> Splits | None:
+def _training_data(run: Path, data: Path | None) -> "Splits | None":
     """Return the training data of a model; None, with the reason on standard error, if it is gone."""
+    from rarebit.data.dataset import Dataset
+    from rarebit.training.run import read_run
+    from rarebit.training.settings import load_splits
+
     if data is not None:
         return Dataset.open(str(data)).splits
     try:

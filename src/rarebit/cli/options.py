@@ -1,26 +1,63 @@
 """The options that commands share, from text to settings, and how a command ends."""
 
 import itertools
-import shlex
+import os
 import sys
 import tomllib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Any, Literal, NoReturn, cast
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NoReturn, cast
 
-import torch
 from typer import Option
 
 from rarebit import machine
 from rarebit.cli import screen
 from rarebit.errors import SettingsError, TrainingInterrupted
-from rarebit.models import model_names
-from rarebit.settings import require
-from rarebit.technique import parse_techniques, technique_to_mapping
+from rarebit.settings import offered, require
+from rarebit.technique import (
+    BASELINE,
+    parse_techniques,
+    technique_names,
+    technique_to_mapping,
+    value_text,
+)
+
+if TYPE_CHECKING:
+    import torch
+
+    from rarebit.training.settings import RunSettings
+
+LOAD = machine.OtherLoad()
+"""What other processes use, from the start of the command on."""
+MODELS = offered("rarebit.models")
+"""The names of all models, without importing them: help and completion are quick."""
+
+
+def complete(names: Callable[[], Sequence[str]], marks: str = "") -> Callable[[str], list[str]]:
+    """Return a completion of names; after one of the marks, another name begins."""
+
+    def completions(incomplete: str) -> list[str]:
+        start = 1 + max((incomplete.rfind(mark) for mark in marks), default=-1)
+        known = [name for name in names() if name.startswith(incomplete[start:])]
+        return [incomplete[:start] + name for name in known]
+
+    return completions
+
+
+def complete_methods(incomplete: str) -> list[str]:
+    """Return the completions of methods that are separated by commas, combined by +."""
+    return complete(lambda: [BASELINE, *technique_names()], marks=",+")(incomplete)
+
 
 # readable=False: whoever reads a file reports its problems, with a message that says what to do
-Model = Annotated[str | None, Option(help=f"One of {', '.join(model_names())}. Default: deepfm.")]
+Model = Annotated[
+    str | None,
+    Option(
+        help=f"One of {', '.join(MODELS)}. Default: deepfm.",
+        autocompletion=complete(lambda: MODELS),
+    ),
+]
 Data = Annotated[
     str | None,
     Option(help="A folder made by rarebit data prepare, or synthetic for the built-in click log."),
@@ -46,7 +83,17 @@ Resume = Annotated[
     Path | None,
     Option(help="Resume the work in this folder from its last checkpoint.", readable=False),
 ]
-Device = Annotated[str, Option(help="cpu, cuda, or auto: a GPU if there is one.")]
+DEVICES = ("cpu", "cuda", "auto")
+Device = Annotated[
+    str,
+    Option(
+        help="cpu, cuda, or auto: a GPU if there is one.", autocompletion=complete(lambda: DEVICES)
+    ),
+]
+Threads = Annotated[
+    int | None,
+    Option(help="CPU threads. Default: one per core that other processes leave free."),
+]
 Json = Annotated[
     bool, Option("--json", help="Print the result as one JSON object and nothing else.")
 ]
@@ -72,10 +119,25 @@ def choose_bad_rows(chosen: str | None, default: Choice = "stop") -> Choice:
     return cast(Choice, chosen or default)
 
 
-def choose_device(name: str) -> torch.device:
+def choose_device(name: str) -> "torch.device":
     """Return the device of a command."""
-    require(name in ("cpu", "cuda", "auto"), f"device must be cpu, cuda or auto, got {name!r}")
+    require(name in DEVICES, f"device must be cpu, cuda or auto, got {name!r}")
     return machine.choose_device(name)
+
+
+def choose_threads(threads: int | None) -> list[str]:
+    """Use so many CPU threads, or one per free core: a thread that waits for a busy core delays all. Return the option."""
+    import torch
+
+    if threads is None and os.environ.get("OMP_NUM_THREADS"):  # which torch has read
+        return []
+    if threads is None:
+        threads, cores = machine.free_cores(LOAD), machine.allowed_cores()
+        busy = "" if threads == cores else f" of {cores}: other processes use the rest (--threads)"
+        screen.line(f"CPU threads: {threads}{busy}", to=screen.errors)
+    require(threads >= 1, f"--threads must be at least 1, got {threads}")
+    torch.set_num_threads(threads)
+    return ["--threads", str(threads)]
 
 
 def given(**options: object) -> dict[str, Any]:
@@ -108,6 +170,22 @@ def override_run(
         override(values, "training", name, value)
     for assignment in assignments or []:
         override(values, *parse_assignment(assignment))
+
+
+def run_words(settings: "RunSettings") -> list[str]:
+    """Return the options of `compare` that give the settings of a run, but for its methods and seed."""
+    from rarebit.training.settings import RunSettings
+
+    values, plain = settings.to_mapping(), RunSettings().to_mapping()
+    words = ["--model", values["model"].pop("name")]
+    words += ["--data", values["data"].pop("folder", "synthetic")]
+    for section, name in (("data", "source"), ("data", "checksum"), ("training", "seed")):
+        values[section].pop(name, None)
+    for section in ("model", "data", "training"):
+        for name, value in values[section].items():
+            if value != plain[section].get(name):
+                words += ["--set", f"{section}.{name}={value_text(value)}"]
+    return words
 
 
 def parse_assignment(text: str) -> tuple[str, str, object]:
@@ -153,7 +231,7 @@ def new_folder(name: str) -> Path:
 @contextmanager
 def resumable(*words: str) -> Iterator[None]:
     """End the command with one line that says how to resume, if its training is stopped."""
-    command = f"{screen.how_to_call()} {shlex.join(words)}"
+    command = screen.command_text(*words)
     try:
         yield
     except TrainingInterrupted as stopped:

@@ -3,21 +3,21 @@
 import csv
 import itertools
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
-import torch
 from typer import Option
 
 from rarebit.cli import options as opt
 from rarebit.cli import screen
-from rarebit.data.dataset import Dataset, Splits
 from rarebit.errors import DataError, ModelFileError, SettingsError
 from rarebit.settings import suggest
-from rarebit.training.metrics import evaluate, predict
-from rarebit.training.model_file import load_model
-from rarebit.training.run import read_run
-from rarebit.training.score import bad_rows_file, score_log
-from rarebit.training.settings import load_splits
+
+if TYPE_CHECKING:
+    import torch
+
+    from rarebit.data.dataset import Dataset
+
+SPLITS = ("train", "valid", "test")
 
 
 def predict_(  # noqa: PLR0917  # typer calls it by name
@@ -27,30 +27,41 @@ def predict_(  # noqa: PLR0917  # typer calls it by name
         Option("--input", help="A raw log to score: .csv .tsv .txt or .parquet.", readable=False),
     ] = None,
     split: Annotated[
-        str, Option(help="Without --input, the split to score: train, valid or test.")
+        str,
+        Option(
+            help="Without --input, the split to score: train, valid or test.",
+            autocompletion=opt.complete(lambda: SPLITS),
+        ),
     ] = "test",
     out: Annotated[
         Path | None, Option(help="Write the score of every row to this CSV file.")
     ] = None,
     bad_rows: opt.BadRows = None,
     device: opt.Device = "auto",
+    threads: opt.Threads = None,
 ) -> None:
     """Score a raw log, or a split of the training log, and measure the scores."""
+    from rarebit.training.metrics import evaluate, predict
+    from rarebit.training.model_file import load_model
+    from rarebit.training.run import read_run
+    from rarebit.training.settings import load_splits
+
+    if input_ is None and split not in SPLITS:
+        raise SettingsError(f"unknown split {split!r}{suggest(split, SPLITS)}")
+    opt.choose_threads(threads)
     if input_ is not None:
         _score_log(model, input_, out, bad_rows, device)
         return
-    if split not in Splits._fields:
-        raise SettingsError(f"unknown split {split!r}{suggest(split, Splits._fields)}")
     settings = read_run(model)
     loaded = load_model(model, device=opt.choose_device(device))
     with screen.RunBars() as progress:
         splits = load_splits(settings.data, progress=progress.rows)
-    chosen: Dataset = getattr(splits, split)
+    chosen = getattr(splits, split)
     if not len(chosen):
-        having = " or ".join(name for name in Splits._fields if len(getattr(splits, name)))
+        having = " or ".join(name for name in SPLITS if len(getattr(splits, name)))
         raise DataError(f"the {split} split has no rows to score; choose --split {having}")
     if out is not None:
-        _write_scores(out, torch.sigmoid(predict(loaded, chosen)), chosen)
+        _write_scores(out, predict(loaded, chosen).sigmoid(), chosen)
         screen.line(f"{_counted(len(chosen), 'score')} in {out}")
     evaluation = evaluate(loaded, chosen, counts=splits.train.counts())
     title = f"{settings.model} from {model}, {split} split"
@@ -60,6 +71,9 @@ def predict_(  # noqa: PLR0917  # typer calls it by name
 def _score_log(
     folder: Path, log: Path, out: Path | None, bad_rows: str | None, device: str
 ) -> None:
+    from rarebit.training.model_file import load_model
+    from rarebit.training.score import bad_rows_file, score_log
+
     chosen = opt.choose_bad_rows(bad_rows)
     loaded = load_model(folder, device=opt.choose_device(device))
     with screen.RunBars() as progress:
@@ -92,7 +106,7 @@ def _score_log(
         screen.line(f"Skipped rows, written to {bad_rows_file(out)}.")
 
 
-def _write_scores(path: Path, scores: torch.Tensor, data: Dataset) -> None:
+def _write_scores(path: Path, scores: "torch.Tensor", data: "Dataset") -> None:
     try:
         with path.open("w", newline="", encoding="utf-8") as file:
             writer = csv.writer(file)

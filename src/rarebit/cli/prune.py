@@ -3,17 +3,19 @@
 import re
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 from typer import Option
 
 from rarebit.cli import options as opt
 from rarebit.cli import screen
 from rarebit.errors import MissingExtraError, SettingsError
-from rarebit.pruning import PruneResult, PruneSettings, explain_pruning, prune_run, read_prune
 from rarebit.settings import from_mapping, read_toml, require, size
-from rarebit.technique import technique_name
-from rarebit.training.settings import RunSettings, load_splits
+from rarebit.technique import BASELINE, technique_from_mapping, technique_name, technique_text
+
+if TYPE_CHECKING:
+    from rarebit.pruning import PruneResult
+    from rarebit.training.settings import RunSettings
 
 UNITS = {"": 1, "B": 1, "KB": 1e3, "MB": 1e6, "GB": 1e9}
 
@@ -32,7 +34,10 @@ def prune(  # noqa: PLR0917  # typer calls it by name
     ] = None,
     methods: Annotated[
         str | None,
-        Option(help="Methods applied first, such as mlet:inner_dim=64; pep learns thresholds."),
+        Option(
+            help="Methods applied first, such as mlet:inner_dim=64; pep learns thresholds.",
+            autocompletion=opt.complete_methods,
+        ),
     ] = None,
     start: Annotated[
         str | None,
@@ -53,8 +58,12 @@ def prune(  # noqa: PLR0917  # typer calls it by name
     resume: opt.Resume = None,
     no_plots: opt.NoPlots = False,
     device: opt.Device = "auto",
+    threads: opt.Threads = None,
 ) -> None:
     """Prune the tables of a model to one or several budgets, retrain what is left, and pack it."""
+    from rarebit.pruning import PruneSettings, prune_run, read_prune
+    from rarebit.training.settings import RunSettings
+
     training = {"epochs": epochs, "batch_size": batch_size, "lr": lr, "seed": seed}
     if resume is not None:
         given: dict[str, object] = {"--config": config, "--out": out, "--data": data}
@@ -85,7 +94,8 @@ def prune(  # noqa: PLR0917  # typer calls it by name
         )
         pruning = from_mapping(PruneSettings, how_far)
     folder = resume or out or opt.new_folder(f"{settings.model}-pruned")
-    with opt.resumable("prune", "--resume", str(folder)), screen.RunBars() as progress:
+    again = opt.choose_threads(threads) + ([] if device == "auto" else ["--device", device])
+    with opt.resumable("prune", "--resume", str(folder), *again), screen.RunBars() as progress:
         result = prune_run(
             settings,
             pruning,
@@ -97,12 +107,18 @@ def prune(  # noqa: PLR0917  # typer calls it by name
             say=progress.say,
         )
     _show(result, f"{settings.model}, pruned")
+    first = [technique_text(method) for method in settings.methods]
+    last = {"keep": min(result.pruned), "start": pruning.start, "epochs": pruning.epochs}
+    pruned = technique_from_mapping({"method": "pruned", **last})
+    methods = "+".join([*first, technique_text(pruned)])
+    screen.line("One seed means little. To compare with magnitude pruning over several seeds:")
+    screen.command("compare", "--methods", f"{BASELINE},{methods}", *opt.run_words(settings))
     _explain(result, settings, plots=not no_plots)
     screen.line(f"\nSaved in {result.folder}. To score data with the smallest model:")
     screen.command("predict", "--model", str(result.folder / str(min(result.pruned))))
 
 
-def _show(result: PruneResult, title: str) -> None:
+def _show(result: "PruneResult", title: str) -> None:
     """Print one line per budget, and the unpruned model first."""
     whole, rows = result.unpruned, []
     for kept, found in [(result.entries, whole), *result.pruned.items()]:
@@ -121,13 +137,12 @@ def _show(result: PruneResult, title: str) -> None:
         )
     header = ["entries left", "of all", "tables", "test AUC", "against unpruned", "rarest fifth"]
     screen.table(header, rows, title=title)
-    screen.console.print(
-        "One seed means little. To compare with magnitude pruning over several seeds:"
-    )
-    screen.command("compare", "--methods", f"baseline,pruned:keep={min(result.pruned)}")
 
 
-def _explain(result: PruneResult, settings: RunSettings, *, plots: bool) -> None:
+def _explain(result: "PruneResult", settings: "RunSettings", *, plots: bool) -> None:
+    from rarebit.pruning import explain_pruning
+    from rarebit.training.settings import load_splits
+
     train = load_splits(settings.data).train
     try:
         files = explain_pruning(result, train, plots=plots)

@@ -7,8 +7,6 @@ from typer import Option
 from rarebit.cli import options as opt
 from rarebit.cli import screen
 from rarebit.settings import read_toml, size
-from rarebit.training.run import read_run, run
-from rarebit.training.settings import PreparedLog, RunSettings
 
 
 def train(  # noqa: PLR0917  # typer calls it by name
@@ -16,7 +14,10 @@ def train(  # noqa: PLR0917  # typer calls it by name
     data: opt.Data = None,
     methods: Annotated[
         str | None,
-        Option(help="Methods joined by +, such as low-rank:rank=4. See rarebit methods."),
+        Option(
+            help="Methods joined by +, such as low-rank:rank=4. See rarebit methods.",
+            autocompletion=opt.complete_methods,
+        ),
     ] = None,
     config: opt.Config = None,
     out: opt.Out = None,
@@ -32,8 +33,12 @@ def train(  # noqa: PLR0917  # typer calls it by name
     seed: opt.Seed = None,
     set_: opt.Set = None,
     device: opt.Device = "auto",
+    threads: opt.Threads = None,
 ) -> None:
     """Train a ranking model and save it in a folder. Options override the settings file."""
+    from rarebit.training.run import read_run, run
+    from rarebit.training.settings import PreparedLog, RunSettings
+
     if resume is not None:
         others = {"--config": config, "--out": out, "--methods": methods}
         opt.refuse_with("--resume", others, ": the run has its own")
@@ -47,7 +52,8 @@ def train(  # noqa: PLR0917  # typer calls it by name
         values["methods"] = opt.read_methods(methods)
     settings = RunSettings.from_mapping(values)
     folder = resume or out or opt.new_folder(settings.model)
-    with opt.resumable("train", "--resume", str(folder)), screen.RunBars() as progress:
+    again = opt.choose_threads(threads) + ([] if device == "auto" else ["--device", device])
+    with opt.resumable("train", "--resume", str(folder), *again), screen.RunBars() as progress:
         result = run(
             settings,
             folder=folder,
@@ -55,7 +61,7 @@ def train(  # noqa: PLR0917  # typer calls it by name
             device=opt.choose_device(device),
             progress=progress,
             data_progress=progress.rows,
-            say=screen.errors.print,
+            say=progress.say,
         )
     log = settings.data
     name = log.folder if isinstance(log, PreparedLog) else "the built-in click log"

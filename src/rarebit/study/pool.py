@@ -16,9 +16,10 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, Self, TypeAlias
+from typing import TYPE_CHECKING, Any, Self, TypeAlias
 
-from rarebit.study.runs import RunRecord
+if TYPE_CHECKING:
+    from rarebit.study.runs import RunRecord
 
 PACKAGE = Path(__file__).resolve().parents[2]
 """The folder that `rarebit` is imported from, so that workers import the same."""
@@ -43,7 +44,7 @@ class StudyProgress:
     def epoch(self, name: str, values: Values) -> None:
         """Report an epoch of a run: `epoch` of `epochs`, and `valid_auc`."""
 
-    def finish(self, name: str, record: RunRecord) -> None:
+    def finish(self, name: str, record: "RunRecord") -> None:
         """Report the result of a run."""
 
     def fail(self, name: str, why: str) -> None:
@@ -60,7 +61,7 @@ class StudyLines(StudyProgress):
         self.runs, self.done = runs, there
         self.say(f"{runs} run{'s' if runs != 1 else ''}, {there} already finished")
 
-    def finish(self, name: str, record: RunRecord) -> None:
+    def finish(self, name: str, record: "RunRecord") -> None:
         self.done += 1
         self.say(
             f"{self.done} of {self.runs}: {name}: AUC {record.auc:.4f}, validation AUC "
