@@ -158,8 +158,8 @@ def test_a_good_log_has_no_file_of_bad_rows(tmp_path):
 
 
 def test_nothing_but_bad_rows(tmp_path):
-    (tmp_path / "log.csv").write_text("user,price,views,click,t\n" + "u,1,1,5,2024-01-01\n" * 3)
-    with pytest.raises(DataError, match=r"no row of log.csv could be read: 3 x the label"):
+    (tmp_path / "log.csv").write_text("user,price,views,click,t\n" + "u,1,1,5\n" * 3)
+    with pytest.raises(DataError, match=r"no row of log.csv could be read: 3 x wrong number"):
         prepare(tmp_path / "log.csv", tmp_path / "out", schema=SCHEMA, bad_rows="aside")
     assert [path.name for path in tmp_path.iterdir()] == ["log.csv"]
 

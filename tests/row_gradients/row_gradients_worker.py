@@ -38,12 +38,17 @@ class Net(nn.Module):
         self.hidden = nn.Linear(4, 4)
         self.out = nn.Linear(4, 14, bias=False)
         self.out.weight = self.tied.weight
+        self.directly = False
 
     def forward(self, ids):
         rows = self.user(ids[:, 0]) + self.shop(ids[:, 0]) + self.tied(ids[:, 1])
         rows = rows + self.fields(ids[:, 1:5] % 8).sum(dim=1)
         if len(ids) == SIZES[0]:  # the other process never looks into the bag
             rows = rows + self.tags(ids[:, 2:])
+            if self.directly:  # nor uses this weight
+                rows = rows + self.fields.stacks[0].embedding.weight.mean(dim=0)
+        if self.directly:
+            rows = rows + self.user.weight.mean(dim=0) + self.shop.weight.mean(dim=0)
         return self.out(torch.tanh(self.hidden(rows)))
 
 
@@ -64,12 +69,16 @@ def less_conflict(ids, gradients):
 
 @dataclass(frozen=True)
 class Story:
-    """One training; `late` makes the row gradients before the processes know of each other."""
+    """One training; `late` makes the row gradients before the processes know of each other.
+
+    `directly` uses weights without a lookup, too.
+    """
 
     rule: object
     num_losses: int = 1
     num_parts: int = 1
     late: bool = False
+    directly: bool = False
 
 
 STORIES = {
@@ -77,13 +86,17 @@ STORIES = {
     "unit": Story(unit_rows),
     "conflict": Story(less_conflict, num_losses=2),
     "micro": Story(unit_rows, num_parts=2),
+    "direct": Story(less_conflict, num_losses=2, num_parts=2, directly=True),
 }
+ALONE = Story(unit_rows)
+"""What one process trains while the other one does nothing of the kind."""
 
 
-def make_model(seed):
+def make_model(seed, story=ALONE):
     """Return a model in float64 whose weights depend on the seed."""
     torch.manual_seed(seed)
     model = Net()
+    model.directly = story.directly
     rb.apply_(model, rb.Hashing(buckets=6), where=lambda t: t.name == "shop", verbose=False)
     rb.apply_(model, rb.LowRank(rank=2), where=lambda t: t.name == "shop", verbose=False)
     return model.double()
@@ -119,12 +132,12 @@ def train(story, model, rows, wrapped, ranks):
         optimizer.step()
 
 
-def train_alone(story):
-    """Return what one process makes of the batches of all."""
-    model = make_model(seed=0)
+def train_alone(story, ranks=range(NUM_RANKS)):
+    """Return what one process makes of the batches of all, or of some."""
+    model = make_model(0, story)
     with RowGradients(model, story.rule) as rows:
-        train(story, model, rows, model, range(NUM_RANKS))
-    return model.state_dict()
+        train(story, model, rows, model, ranks)
+    return {key: value.clone() for key, value in model.state_dict().items()}
 
 
 def main(rank, folder):
@@ -132,7 +145,7 @@ def main(rank, folder):
     torch.set_num_threads(1)
     start = f"file://{folder}/meet"
     for name, story in STORIES.items():
-        model = make_model(seed=rank)
+        model = make_model(rank, story)
         early = RowGradients(model, story.rule) if story.late else None
         if not distributed.is_initialized():
             distributed.init_process_group("gloo", init_method=start, rank=rank, world_size=2)
@@ -140,6 +153,8 @@ def main(rank, folder):
             train(story, model, rows, DistributedDataParallel(model), [rank])
         weights = {key: value.clone() for key, value in model.state_dict().items()}
         save_file(weights, folder / f"{name}-{rank}.safetensors")
+    if rank == 0:
+        save_file(train_alone(ALONE, ranks=[0]), folder / "alone.safetensors")
     distributed.destroy_process_group()
 
 

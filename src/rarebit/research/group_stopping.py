@@ -22,6 +22,7 @@ from rarebit.data.schema import PADDING, Schema
 from rarebit.errors import DataError, UnsupportedTableError
 from rarebit.research._neighbours import Neighbour
 from rarebit.settings import check_types, require
+from rarebit.storage.files import load_tensors_
 from rarebit.tables.apply import find_sites
 from rarebit.tables.table import home_of
 from rarebit.technique import Rank, Technique
@@ -159,10 +160,9 @@ class _Stopping(Callback):
         return {"rows": self.best_rows, **best}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        for name, rows in self.best_rows.items():
-            rows.copy_(state["rows"][name])
-        self.best_loss.copy_(state["best_loss"])
-        self.best_epoch.copy_(state["best_epoch"])
+        own = self.state_dict()
+        load_tensors_(own.pop("rows"), state["rows"], "group-stopping")
+        load_tensors_(own, {name: state[name] for name in own}, "group-stopping")
 
     def close(self) -> None:
         self.shadow = None

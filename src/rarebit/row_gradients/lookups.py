@@ -4,10 +4,11 @@
     backward                         ┊ leaf ◄─ network ◄─ loss      the caller's; it ends at the leaf
                        table ◄─ rows ┊                              continued once the rule has answered
 
-A leaf is a copy of the rows without their history. Its gradient is what the loss wants of each row. The
-`Lookup` keeps the rows themselves, from which the way into the table's parameters is still open. A lookup
-whose leaf is dropped without a backward is forgotten with it. With several processes, all lookups of a step
-are gathered, and each process looks all of them up; DDP ignores the tables.
+A leaf is the rows without their history. Its gradient is what the loss wants of each row. The caller gets an
+alias of it, which may be changed in place. The `Lookup` keeps the rows themselves, from which the way into the
+table's parameters is still open. A lookup whose leaf is dropped without a backward is forgotten with it. With
+several processes, all lookups of a step are gathered, and each process looks all of them up; DDP ignores the
+tables.
 
 A plain `nn.EmbeddingBag` pools its rows itself:
 
@@ -16,8 +17,8 @@ A plain `nn.EmbeddingBag` pools its rows itself:
 A rule sees weight(t) * gradient(b), rounded. torch's bag adds that product to the table without rounding it
 first; where a rule leaves a row alone, so does `PooledRows`.
 
-A weight that is also used elsewhere, as by the output of a language model, has its own gradient for all
-rows (`TiedTable`).
+A weight that the model uses without a lookup, as in `x @ table.weight.T` or for the output of a language
+model, has its own gradient for all rows (`OwnGradient`); the lookups of the step are added to it.
 
 Shapes: T lookups, S slots of a stack, D width, K losses, N rows.
 """
@@ -41,32 +42,8 @@ from torch.utils.hooks import RemovableHandle
 from rarebit.errors import NoTableError, TrainingError, UnsupportedTableError
 from rarebit.tables.apply import FieldSite, ModuleSite, Site, TableInfo, find_sites, lookup_refusal
 from rarebit.tables.bag import Bag, pool_rows
-from rarebit.tables.collection import NO_ROW, WATCHED, Stack, is_watched
+from rarebit.tables.collection import NO_ROW, WATCHED, PlainStack, Stack, is_sharded, is_watched
 from rarebit.tables.table import Table
-
-
-def world_size() -> int:
-    """Return the number of processes that train together."""
-    if not distributed.is_available() or not distributed.is_initialized():
-        return 1
-    return distributed.get_world_size()
-
-
-def gather_ranks(tensor: Tensor, counts: Sequence[int]) -> Tensor:
-    """Return the tensors of all processes, joined along their first axis in the order of the ranks."""
-    padded = tensor.new_zeros(max(counts), *tensor.shape[1:])
-    padded[: len(tensor)] = tensor
-    parts = [torch.empty_like(padded) for _ in counts]
-    distributed.all_gather(parts, padded)
-    return torch.cat([part[:size] for part, size in zip(parts, counts, strict=True)])
-
-
-def gather_counts(counts: Sequence[int], device: torch.device) -> list[list[int]]:
-    """Return the counts of all processes: for each count, one number per rank."""
-    own = torch.tensor(counts, device=device)
-    parts = [torch.empty_like(own) for _ in range(world_size())]
-    distributed.all_gather(parts, own)
-    return [list(ranks) for ranks in torch.stack(parts, dim=1).tolist()]
 
 
 def keep_from_ddp(model: nn.Module, parameters: Iterable[nn.Parameter]) -> list[str]:
@@ -83,6 +60,25 @@ def ignore_in_ddp(model: nn.Module, names: list[str]) -> None:
     for parameter in model.parameters():
         parameter.__dict__.pop("_ddp_ignored", None)
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, names)  # noqa: SLF001  # the only way DDP has
+
+
+def version_of(tensor: Tensor) -> int:
+    """Return a number that changes when the tensor is changed in place."""
+    return int(tensor._version)  # noqa: SLF001  # it has no other name
+
+
+class Alias(torch.autograd.Function):
+    """A leaf that may be changed in place: the same memory and version, and no view to torch."""
+
+    @staticmethod
+    def forward(ctx: Any, leaf: Tensor) -> Tensor:
+        del ctx
+        return leaf.detach()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        del ctx
+        return gradient
 
 
 Lookable: TypeAlias = nn.Embedding | nn.EmbeddingBag | Table | Stack
@@ -268,6 +264,9 @@ class Lookup:
     gradients: list[Tensor | None] = field(default_factory=list)
     pooled: PooledRows | None = None
 
+    def __post_init__(self) -> None:
+        self.version = version_of(self.rows)
+
     def begin(self, num_losses: int) -> None:
         self.gradients = [None] * num_losses
         if self.pooled is not None:
@@ -286,7 +285,8 @@ class Watch:
     def __init__(self) -> None:
         self.passing = False  # lookups are left alone: inside a backward, and after closing
         self.forgotten = False  # a backward came that nobody continued
-        self.unshared: list[nn.Parameter] = []  # they may still differ between processes
+        self.shared: list[nn.Parameter] = []  # what all processes train together
+        self.processes: distributed.ProcessGroup | None = None  # known in the first forward of DDP
 
     @contextmanager
     def pass_through(self) -> Iterator[None]:
@@ -310,14 +310,95 @@ class Watch:
                 "call rows.backward(loss) instead, or rows.close() first"
             )
 
-    def share_start(self) -> bool:
-        """Give all processes the parameters of the first one; return whether that was needed."""
-        if not self.unshared or world_size() == 1:
+    @property
+    def num_processes(self) -> int:
+        """The number of processes that train together."""
+        return 1 if self.processes is None else self.processes.size()
+
+    def meet(self) -> bool:
+        """In the first forward of DDP, take the parameters of the first process; return whether it was that one.
+
+        An initialised process group alone does not mean that the others train this model, too.
+        """
+        wrapper = DistributedDataParallel._get_active_ddp_module()  # noqa: SLF001  # DDP has no other way to tell
+        if self.processes is not None or wrapper is None or not torch.is_grad_enabled():
             return False
-        for parameter in self.unshared:
-            distributed.broadcast(parameter.detach(), src=0)
-        self.unshared = []
+        ours = set(self.shared)
+        names = {name for name, p in wrapper.module.named_parameters() if p in ours}
+        if not names <= wrapper.parameters_to_ignore:
+            raise TrainingError(
+                "DistributedDataParallel averages tables with row gradients, too; make RowGradients, or start "
+                "the transfer, of the module that it wraps, and wrap that afterwards"
+            )
+        self.processes = wrapper.process_group
+        first = distributed.get_global_rank(self.processes, 0)
+        for parameter in self.shared:
+            distributed.broadcast(parameter.detach(), src=first, group=self.processes)
         return True
+
+    def average(self, tensor: Tensor) -> Tensor:
+        """Return the mean over the processes."""
+        if self.num_processes == 1:
+            return tensor
+        total = tensor.clone()
+        distributed.all_reduce(total, group=self.processes)
+        return total / self.num_processes
+
+    def gather_ranks(self, tensor: Tensor, counts: Sequence[int]) -> Tensor:
+        """Return the tensors of all processes, joined along their first axis in the order of the ranks."""
+        padded = tensor.new_zeros(max(counts), *tensor.shape[1:])
+        padded[: len(tensor)] = tensor
+        parts = [torch.empty_like(padded) for _ in counts]
+        distributed.all_gather(parts, padded, group=self.processes)
+        return torch.cat([part[:size] for part, size in zip(parts, counts, strict=True)])
+
+    def gather_counts(self, counts: Sequence[int], device: torch.device) -> list[list[int]]:
+        """Return the counts of all processes: for each count, one number per rank."""
+        own = torch.tensor(counts, device=device)
+        parts = [torch.empty_like(own) for _ in range(self.num_processes)]
+        distributed.all_gather(parts, own, group=self.processes)
+        return [list(ranks) for ranks in torch.stack(parts, dim=1).tolist()]
+
+
+class OwnGradient:
+    """The gradient that reaches a parameter of tables past their lookups, for each loss of a step."""
+
+    def __init__(self, watch: Watch, parameter: nn.Parameter) -> None:
+        self.watch = watch
+        self.parameter = parameter
+        self.before: Tensor | None = None
+        self.sums: list[Tensor | None] = []
+        self.handle = parameter.register_post_accumulate_grad_hook(watch.saw_backward)
+
+    def begin(self, num_losses: int) -> None:
+        self.before, self.parameter.grad = self.parameter.grad, None
+        self.sums = self.sums or [None] * num_losses
+
+    def take(self, loss: int) -> None:
+        """Add the gradient to that of the loss's earlier micro-batches."""
+        gradient, self.parameter.grad = self.parameter.grad, None
+        if gradient is None:
+            return
+        gradient = gradient.to_dense() if gradient.is_sparse else gradient
+        gradient = gradient.to(wide(gradient.dtype))
+        earlier = self.sums[loss]
+        self.sums[loss] = gradient if earlier is None else earlier + gradient
+
+    def end(self) -> None:
+        self.parameter.grad, self.before = self.before, None
+
+    @property
+    def came(self) -> bool:
+        """Whether there is any in this step."""
+        return any(sums is not None for sums in self.sums)
+
+    def mean(self) -> Tensor:
+        """Return the gradient of each loss `(K, N, D)`, averaged over the processes."""
+        dtype = wide(self.parameter.dtype)
+        zero = torch.zeros_like(self.parameter, dtype=dtype, requires_grad=False)
+        return self.watch.average(
+            torch.stack([zero if sums is None else sums for sums in self.sums])
+        )
 
 
 class Watched:
@@ -327,11 +408,49 @@ class Watched:
     a step and returns whether there were any.
     """
 
+    weight: Tensor | None
+    """The parameter whose rows they are; None for tables that methods compute."""
+
     def __init__(self, watch: Watch, group: RowGroup) -> None:
         self.watch = watch
         self.group = group
         self.handles: list[RemovableHandle] = []
         self.modules: list[nn.Module] = []
+        self.own: list[OwnGradient] = []
+        self.chosen: Tensor | None = None
+        """Where the group's rows are in the weight, `(N,)`; None: they are all its rows."""
+
+    def watch_own(self, parameter: nn.Parameter) -> None:
+        """Watch what reaches a parameter past the lookups."""
+        self.own.append(OwnGradient(self.watch, parameter))
+        self.handles.append(self.own[-1].handle)
+
+    def refuse_other_parameters(self) -> None:
+        """Raise when the modules have other parameters than those that are watched."""
+        here = {parameter for module in self.modules for parameter in module.parameters()}
+        if not here.issuperset(own.parameter for own in self.own):
+            raise TrainingError(
+                f"{self.group.names[0]!r} has other parameters than when its row gradients were made, as "
+                "after fully_shard or load_state_dict(assign=True); do that first, then make RowGradients"
+            )
+
+    def begin(self, num_losses: int) -> None:
+        for own in self.own:
+            own.begin(num_losses)
+
+    def take(self, loss: int) -> None:
+        for own in self.own:
+            own.take(loss)
+
+    def end(self) -> None:
+        for own in self.own:
+            own.end()
+
+    def drop_step(self) -> bool:
+        had = any(own.came for own in self.own)
+        for own in self.own:
+            own.sums = []
+        return had
 
     def attach(self, module: nn.Module, hook: Callable[..., Tensor]) -> None:
         """Call the hook after each lookup of the module, outside of compiled code."""
@@ -355,6 +474,20 @@ class WatchedTable(Watched):
         super().__init__(watch, group)
         self.module = module
         self.numbering = numbering
+        self.weight = None
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag):
+            self.weight = module.weight
+        elif isinstance(module, PlainStack):
+            self.weight = module.embedding.weight
+            firsts = dict(zip(numbering.first_rows, module.offsets.tolist(), strict=True))
+            ends = [*group.first_rows[1:], group.num_rows]
+            self.chosen = torch.cat(
+                [
+                    torch.arange(firsts[first], firsts[first] + end - first)
+                    for first, end in zip(group.first_rows, ends, strict=True)
+                ]
+            )
+        self.is_used_directly = False
         self.pending: dict[int, Lookup] = {}
         self.leaves: list[tuple[int, Lookup, Tensor]] = []
         self.step: list[Lookup] = []
@@ -380,6 +513,7 @@ class WatchedTable(Watched):
             return rows
 
     def begin(self, num_losses: int) -> None:
+        super().begin(num_losses)
         for number, lookup in list(self.pending.items()):
             leaf = lookup.leaf()
             if leaf is not None:
@@ -387,10 +521,21 @@ class WatchedTable(Watched):
                 self.leaves.append((number, lookup, leaf))
 
     def take(self, loss: int) -> None:
+        super().take(loss)
         for _, lookup, leaf in self.leaves:
             lookup.gradients[loss], leaf.grad = leaf.grad, None
+        self.is_used_directly = self.is_used_directly or self.came
+        if self.came and self.weight is None:
+            reached = {id(own.parameter) for own in self.own if own.came}
+            name = next(name for name, p in self.module.named_parameters() if id(p) in reached)
+            raise TrainingError(
+                f"a loss depends on {name!r} of {', '.join(self.group.names[:MAX_NAMES])} past the lookups, as "
+                "a penalty on all parameters does, where no rule for rows applies; use the optimizer's "
+                "weight_decay, or compute the penalty from looked-up rows or from the table's .weight"
+            )
 
     def end(self) -> None:
+        super().end()
         # lookups that the backward did not reach wait for theirs
         for number, lookup, _ in self.leaves:
             if any(gradient is not None for gradient in lookup.gradients):
@@ -400,7 +545,26 @@ class WatchedTable(Watched):
 
     def drop_step(self) -> bool:
         had, self.step = bool(self.step), []
-        return had
+        return super().drop_step() or had
+
+    @property
+    def came(self) -> bool:
+        """Whether the losses of this step also use the weight without a lookup."""
+        return any(own.came for own in self.own)
+
+    def all_gradients(self, num_losses: int) -> Tensor:
+        """Return the gradients of all rows of the weight, `(K, N, D)`: its own and those of the lookups."""
+        super().begin(num_losses)
+        for loss in range(num_losses):
+            found = [(self._rows(lookup), lookup.gradients[loss]) for lookup in self.step]
+            torch.autograd.backward(
+                [rows for rows, gradient in found if gradient is not None],
+                [gradient for _, gradient in found if gradient is not None],
+                retain_graph=loss + 1 < num_losses,
+            )
+            super().take(loss)
+        super().end()
+        return self.own[0].mean()
 
     def count(self) -> int:
         return sum(len(self._flat(lookup.ids)) for lookup in self.step)
@@ -420,8 +584,15 @@ class WatchedTable(Watched):
         device = next(self.module.parameters()).device
         flat = [self._flat(lookup.ids) for lookup in lookups]
         ids = join_parts(flat or [self._flat(torch.empty(0, dtype=torch.int64, device=device))])
-        parts = [lookup.pooled or lookup.rows for lookup in lookups]
+        parts = [lookup.pooled or self._rows(lookup) for lookup in lookups]
         return LookedUpRows(ids, parts, self.numbering, self.group)
+
+    def _rows(self, lookup: Lookup) -> Tensor:
+        """Return the rows of a lookup; those that were changed in place are looked up again."""
+        if version_of(lookup.rows) == lookup.version:
+            return lookup.rows
+        with torch.enable_grad():
+            return self.look_up(lookup.ids)
 
     def looked_up(
         self, num_losses: int, counts: Sequence[int] | None
@@ -431,9 +602,9 @@ class WatchedTable(Watched):
             return None
         found, gradients = self.rows_of(self.step), self._gradients(num_losses)
         if counts is not None:
-            ids = gather_ranks(found.ids, counts)
+            ids = self.watch.gather_ranks(found.ids, counts)
             # (K, T, ..., D) is gathered with the lookups in front
-            gradients = gather_ranks(gradients.transpose(0, 1), counts).transpose(0, 1)
+            gradients = self.watch.gather_ranks(gradients.transpose(0, 1), counts).transpose(0, 1)
             gradients = gradients / len(counts)
             with torch.enable_grad():
                 found = replace(found, ids=ids, parts=[self.look_up(ids)])
@@ -462,7 +633,8 @@ class WatchedTable(Watched):
         if module is not self.module or isinstance(module, nn.EmbeddingBag) or self.watch.passing:
             return rows
         ids: Tensor = args[0] if args else next(iter(kwargs.values()))
-        return self._lend(ids, rows)[0]
+        leaf, lookup = self._lend(ids, rows)
+        return leaf if lookup is None else Alias.apply(leaf)  # type: ignore[no-untyped-call]  # torch leaves it untyped
 
     def _bag_forward(self) -> Callable[..., Tensor]:
         def forward(
@@ -491,7 +663,7 @@ class WatchedTable(Watched):
         if not torch.is_grad_enabled() or not rows.requires_grad:
             return rows, None
         self.watch.raise_if_forgotten()
-        if self.watch.share_start():
+        if self.watch.meet():
             rows = self.look_up(ids)
         leaf = rows.detach().requires_grad_()
         leaf.register_post_accumulate_grad_hook(self.watch.saw_backward)
@@ -502,49 +674,22 @@ class WatchedTable(Watched):
 
 
 class TiedTable(Watched):
-    """A plain table whose weight is also used elsewhere: its gradients are the weight's own, all rows."""
+    """A plain table whose weight other modules also use: its gradients are the weight's own, all rows."""
+
+    weight: Tensor
 
     def __init__(
         self, watch: Watch, group: RowGroup, weight: nn.Parameter, modules: Sequence[nn.Module]
     ) -> None:
         super().__init__(watch, group)
         self.weight = weight
-        self.before: Tensor | None = None
-        self.sums: list[Tensor | None] = []
-        self.handles.append(weight.register_post_accumulate_grad_hook(watch.saw_backward))
+        self.watch_own(weight)
         for module in modules:
             self.attach(module, self._check_lookup)
 
-    def begin(self, num_losses: int) -> None:
-        self.before, self.weight.grad = self.weight.grad, None
-        self.sums = self.sums or [None] * num_losses
-
-    def take(self, loss: int) -> None:
-        """Add the weight's gradient to that of the loss's earlier micro-batches."""
-        gradient, self.weight.grad = self.weight.grad, None
-        if gradient is None:
-            return
-        gradient = gradient.to_dense() if gradient.is_sparse else gradient
-        gradient = gradient.to(wide(gradient.dtype))
-        earlier = self.sums[loss]
-        self.sums[loss] = gradient if earlier is None else earlier + gradient
-
-    def end(self) -> None:
-        self.weight.grad, self.before = self.before, None
-
-    def drop_step(self) -> bool:
-        had, self.sums = any(sums is not None for sums in self.sums), []
-        return had
-
-    def gradients(self) -> Tensor:
-        """Return the gradient of each loss `(K, N, D)`, averaged over the processes."""
-        dtype = wide(self.weight.dtype)
-        zero = torch.zeros_like(self.weight, dtype=dtype, requires_grad=False)
-        gradients = torch.stack([zero if sums is None else sums for sums in self.sums])
-        if world_size() > 1:
-            distributed.all_reduce(gradients)
-            gradients /= world_size()
-        return gradients
+    def all_gradients(self, num_losses: int) -> Tensor:
+        del num_losses
+        return self.own[0].mean()
 
     def _check_lookup(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], rows: Tensor
@@ -553,7 +698,7 @@ class TiedTable(Watched):
         if not ours or self.watch.passing or not torch.is_grad_enabled():
             return rows
         self.watch.raise_if_forgotten()
-        if self.watch.share_start():
+        if self.watch.meet():
             with self.watch.pass_through():
                 rows = module(*args, **kwargs)
         return rows
@@ -592,6 +737,11 @@ def _refusal(site: Site) -> str | None:
     module = _stack_of(site)[0] if isinstance(site, FieldSite) else _module_of(site)
     if is_watched(module):
         return "it has row gradients already: close those first"
+    if any(is_sharded(parameter) for parameter in module.parameters()):
+        return (
+            "each process holds only a part of it (FSDP2); keep its module out of fully_shard, or use "
+            "DistributedDataParallel"
+        )
     if isinstance(site, FieldSite):
         return site.tie
     if site.tie and not isinstance(site.module, nn.Embedding | nn.EmbeddingBag):
@@ -621,6 +771,18 @@ def watch_tables(watch: Watch, sites: Iterable[Site]) -> list[WatchedTable]:
         )
         tables.append(WatchedTable(watch, group, stack, numbering))
     return tables
+
+
+def watch_own(model: nn.Module, tables: Iterable[WatchedTable]) -> None:
+    """Watch the parameters of tables, each once; what other parts of the model also use has other gradients."""
+    tables = list(tables)
+    inside = {part for table in tables for part in table.module.modules()}
+    others = [part for part in model.modules() if part not in inside]
+    seen = {p for part in others for p in part.parameters(recurse=False)}
+    for table in tables:
+        for parameter in set(table.module.parameters()) - seen:
+            table.watch_own(parameter)
+        seen |= set(table.module.parameters())
 
 
 def watch_tied(watch: Watch, sites: Iterable[Site]) -> list[TiedTable]:

@@ -16,14 +16,16 @@ Where a rule returns the sum over the losses, a row's gradient is what plain `ba
 one process on the CPU to the last bit, else within the rounding of a sum. In a bfloat16 model each lookup's
 gradient has 8 bits and only their sum is float32; under autocast tables are float32.
 
-While a rule is attached, torch refuses to change rows in place. A weight that is used without a module, as in
-`x @ table.weight.T`, adds its gradient past the rule, and so does a lookup inside `torch.utils.checkpoint` with
-`use_reentrant=True`.
+Where the losses of a step use a plain table's weight without a lookup, as `x @ table.weight.T` or a penalty on it
+does, the rule sees all rows of that table in this step, with the weight's own gradient plus that of the lookups.
+The same holds for a lookup inside `torch.utils.checkpoint` with `use_reentrant=True`. The `.weight` of a table made
+by methods is a lookup of all rows; a loss that reaches the parameters inside such a table raises.
 
 Several processes (`DistributedDataParallel`):
 
 - Make `RowGradients` first, then wrap the same model. DDP does not average the tables; their lookups are
-  gathered, so all processes make the same update of each table.
+  gathered, so all processes make the same update of each table. The first forward of DDP gives all processes the
+  tables of the first one. Without DDP, processes do not wait for each other.
 - All processes call `backward` with the same number of losses. Batches may differ in size.
 - The first loss must reach every parameter outside the tables, the others only the model's.
 """
@@ -48,14 +50,13 @@ from rarebit.row_gradients.lookups import (
     WatchedTable,
     add_gradient,
     choose_sites,
-    gather_counts,
     ignore_in_ddp,
     join_parts,
     keep_from_ddp,
+    watch_own,
     watch_tables,
     watch_tied,
     wide,
-    world_size,
 )
 from rarebit.row_gradients.recorded import Recorded, aside, is_recording, join
 from rarebit.tables.apply import TableInfo, refuse_wrapped_model
@@ -166,6 +167,8 @@ class AskedRule:
     rule: Rule | GroupRule
     static: bool | None
     """Whether no size depends on the ids; by default on a GPU."""
+    alone: bool
+    """Whether no other process trains the same tables."""
 
     @torch.no_grad()
     def prepare(self, number: int, found: LookedUpRows) -> KnownRows:
@@ -179,7 +182,7 @@ class AskedRule:
             rows = take_rows(parts, distinct.first).to(wide(parts.dtype))  # of a row's first lookup
             prepared = self._ask_to_prepare(self.rule, number, ids[skip:], rows[skip:])
         has_no_rule, places = found.keys < 0, None
-        if has_no_rule.is_cuda and world_size() == 1:
+        if has_no_rule.is_cuda and self.alone:
             # additions in any order; lookups without a rule would queue at one slot, so they are spread
             behind = torch.arange(len(has_no_rule), device=has_no_rule.device) % SPREAD + len(ids)
             places = torch.where(has_no_rule, behind, distinct.slot_of)
@@ -206,15 +209,22 @@ class AskedRule:
         return distinct.put_first(answer, _over_losses(gradients), keep, leave), keep
 
     @torch.no_grad()
-    def answer_tied(self, number: int, tied: TiedTable, scale: Tensor | None) -> Tensor:
-        """Return the gradient `(N, D)` of all rows of a weight that is also used elsewhere."""
-        gradients = tied.gradients()
-        ids = torch.arange(tied.group.num_rows, device=gradients.device)
-        rows, prepared = tied.weight.detach().to(gradients.dtype), None
+    def answer_all(
+        self, number: int, table: WatchedTable | TiedTable, gradients: Tensor, scale: Tensor | None
+    ) -> Tensor:
+        """Return one gradient `(N, D)` for all rows of a weight, from those of each loss `(K, N, D)`."""
+        assert table.weight is not None
+        rows, chosen, of_group = table.weight.detach().to(gradients.dtype), table.chosen, gradients
+        if chosen is not None:
+            chosen = table.chosen = chosen.to(gradients.device)
+            rows, of_group = rows.index_select(0, chosen), gradients.index_select(1, chosen)
+        ids = torch.arange(table.group.num_rows, device=gradients.device)
+        prepared = None
         if isinstance(self.rule, GroupRule):
             prepared = self._ask_to_prepare(self.rule, number, ids, rows)
-        step = RowStep(number, ids, gradients, rows, prepared)
-        return self._ask(step, scale, skip=0)[0]
+        answer, _ = self._ask(RowStep(number, ids, of_group, rows, prepared), scale, skip=0)
+        # rows of a stack that were not chosen keep their gradient
+        return answer if chosen is None else _over_losses(gradients).index_copy(0, chosen, answer)
 
     def _ask_to_prepare(self, rule: GroupRule, number: int, ids: Tensor, rows: Tensor) -> Any:
         with torch.autocast(rows.device.type, enabled=False):
@@ -238,7 +248,7 @@ class AskedRule:
             answer = self._call_rule(asked).to(plain.dtype)
             answer = torch.cat([plain[:skip], answer]) if skip else answer
         is_sum = None
-        if not ids.is_cuda and world_size() == 1:
+        if not ids.is_cuda and self.alone:
             is_sum = (answer == plain).all(dim=-1)
         if scale is None:
             return answer, is_sum
@@ -284,7 +294,7 @@ class RowGradients:
 
     `where` chooses tables as for `apply_`; tables narrower than `min_width` and frozen ones are skipped.
     Tables behind one lookup form one group: `tables` lists the groups with their row numbers. A table
-    whose weight is also used elsewhere is a group of all its rows.
+    whose weight another module also uses is a group of all its rows.
 
     >>> model = nn.Sequential(nn.Embedding(9, 2), nn.Linear(2, 1))
     >>> def half(ids, gradients):
@@ -310,6 +320,7 @@ class RowGradients:
         self._watch = Watch()
         self._tables = watch_tables(self._watch, chosen)
         self._tied = watch_tied(self._watch, chosen)
+        watch_own(model, self._tables)
         self._slots = [table.numbering.slots_of(table.group) for table in self._tables]
         self._recorded = [Recorded() for _ in self._tables]
         self._early: dict[int, Early] = {}
@@ -317,8 +328,9 @@ class RowGradients:
         self._static: bool | None = None
         self._num_losses: int | None = None
         self._ignored_before = keep_from_ddp(model, self._parameters())
-        self._watch.unshared = self._parameters()
-        self._watch.share_start()
+        self._watch.shared = self._parameters()
+        # a weight may be used without a lookup, so the model itself says when a forward begins
+        self._entry = model.register_forward_pre_hook(torch.compiler.disable(self._enter))
 
     @property
     def tables(self) -> tuple[RowGroup, ...]:
@@ -369,6 +381,10 @@ class RowGradients:
             self.discard()  # a failed step must not be part of the next one
             raise
 
+    def average(self, tensor: Tensor) -> Tensor:
+        """Return the mean of a tensor over the processes that train together."""
+        return self._watch.average(tensor)
+
     def discard(self) -> None:
         """Forget the micro-batches of an unfinished step, as `zero_grad` forgets theirs."""
         self._num_losses = None
@@ -400,12 +416,16 @@ class RowGradients:
         else:
             self._take_off()
 
+    def _enter(self, *_: object) -> None:
+        self._watch.meet()
+
     def _take_off(self) -> bool:
         """Remove all hooks; return whether micro-batches were waiting for the end of their step."""
         if not self._watch.passing:
             self._watch.passing = True
             for table in self._all():
                 table.detach()
+            self._entry.remove()
             ignore_in_ddp(self.model, self._ignored_before)
         return sum(table.drop_step() for table in self._all()) > 0
 
@@ -414,12 +434,14 @@ class RowGradients:
 
     def _parameters(self) -> list[nn.Parameter]:
         tables = [p for table in self._tables for p in table.module.parameters()]
-        return [*tables, *(tied.weight for tied in self._tied)]
+        return [*tables, *(p for tied in self._tied for p in tied.modules[0].parameters())]
 
     def _check(self, losses: Sequence[Tensor]) -> None:
         if self._watch.passing:
             raise TrainingError("these row gradients are closed; make new ones or call backward()")
         self._watch.raise_if_forgotten()
+        for table in self._all():
+            table.refuse_other_parameters()
         if not losses:
             raise TrainingError("backward takes at least one loss, as in rows.backward(loss)")
         if self._num_losses not in (None, len(losses)):
@@ -434,7 +456,7 @@ class RowGradients:
         try:
             # the first loss comes last: its backward ends the step of a DDP model
             for number in reversed(range(len(losses))):
-                if number == 0 or world_size() == 1:
+                if number == 0 or self._watch.num_processes == 1:
                     losses[number].backward(retain_graph=number > 0)
                 else:
                     self._backward_past_ddp(losses[number])
@@ -459,36 +481,50 @@ class RowGradients:
         try:
             self._add_absent(self._num_losses)
             counts: Sequence[list[int] | None] = [None] * len(self._tables)
-            if world_size() > 1 and self._tables:
-                device = self._parameters()[0].device
-                counts = gather_counts([table.count() for table in self._tables], device)
-            for number, of_ranks in enumerate(counts):
-                looked_up = self._tables[number].looked_up(self._num_losses, of_ranks)
+            directly = [table.came for table in self._tables]
+            if self._watch.num_processes > 1 and self._tables:
+                known = [*(table.count() for table in self._tables), *directly]
+                gathered = self._watch.gather_counts(known, self._parameters()[0].device)
+                counts = gathered[: len(directly)]
+                directly = [any(ranks) for ranks in gathered[len(directly) :]]
+            for number, (table, of_ranks) in enumerate(zip(self._tables, counts, strict=True)):
+                if directly[number]:
+                    self._answer_all(number, table, scale)
+                    continue
+                looked_up = table.looked_up(self._num_losses, of_ranks)
                 if looked_up is not None:
                     found, gradients = looked_up
                     parts += found.split(*self._answer(number, found, gradients, scale))
             for number, tied in enumerate(self._tied, start=len(self._tables)):
-                answer = self._asked.answer_tied(number, tied, scale)
-                add_gradient(tied.weight, answer.to(tied.weight.dtype))
+                self._answer_all(number, tied, scale)
         finally:
             self.discard()
-        if not parts and not self._tied:
+        if not parts and not self._tied and not any(directly):
             raise TrainingError(
                 "the losses depend on no row of the tables with row gradients; look rows up with "
                 "gradients enabled after making RowGradients, then call rows.backward(loss)"
             )
         torch.autograd.backward([rows for rows, _ in parts], [gradient for _, gradient in parts])
 
+    def _answer_all(
+        self, number: int, table: WatchedTable | TiedTable, scale: Tensor | None
+    ) -> None:
+        assert self._num_losses is not None
+        assert table.weight is not None
+        gradients = table.all_gradients(self._num_losses)
+        answer = self._asked.answer_all(number, table, gradients, scale)
+        add_gradient(table.weight, answer.to(table.weight.dtype))
+
     @property
     def _asked(self) -> AskedRule:
-        return AskedRule(self.rule, self._static)
+        return AskedRule(self.rule, self._static, self._watch.num_processes == 1)
 
     def _is_early(self) -> bool:
         """Return whether the rule prepares its answer while the backward runs: in a recorded step.
 
         A recording whose lookups turn out to differ from those the backward reaches can be thrown away.
         """
-        is_whole = self._num_losses is None and world_size() == 1
+        is_whole = self._num_losses is None and self._watch.num_processes == 1
         return (
             is_whole and isinstance(self.rule, GroupRule) and (self._always_early or is_recording())
         )
@@ -497,7 +533,7 @@ class RowGradients:
         home = self._parameters()[0].device
         for number, table in enumerate(self._tables):
             lookups = table.waiting()
-            if lookups:
+            if lookups and not table.is_used_directly:
                 absent = self._absent(number, lookups, num_losses)
                 with aside(home):
                     known = self._asked.prepare(number, table.rows_of([*lookups, *absent]))
@@ -508,13 +544,13 @@ class RowGradients:
         for number, table in enumerate(self._tables):
             early = self._early.get(number)
             if early is None:
-                table.step += self._absent(number, table.step, num_losses)
+                table.step += [] if table.came else self._absent(number, table.step, num_losses)
                 continue
             join(self._parameters()[0].device)
-            if early.lookups != table.step:
+            if early.lookups != table.step or table.came:
                 raise TrainingError(
-                    "a step with lookups that its loss does not depend on cannot be recorded, as one of "
-                    f"{', '.join(table.group.names)}"
+                    "a step cannot be recorded with lookups that its loss does not depend on, or a weight that "
+                    f"no earlier step used, as of {', '.join(table.group.names)}"
                 )
             table.step += early.absent
 
@@ -542,7 +578,7 @@ class RowGradients:
         """Return what `AskedRule.answer` does, from a recording where the rule has a key for one."""
         early = self._early.get(number)
         key = self.rule.recording_key() if isinstance(self.rule, GroupRule) else None
-        if key is None or early is not None or world_size() > 1:
+        if key is None or early is not None or self._watch.num_processes > 1:
             known = self._asked.prepare(number, found) if early is None else early.known
             return self._asked.answer(number, known, gradients, scale)
         rows, last = found.rows(), [] if scale is None else [scale]

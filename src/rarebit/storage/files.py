@@ -45,7 +45,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from rarebit.errors import CheckpointError, RarebitError
+from rarebit.errors import CheckpointError, RarebitError, TrainingError
 
 
 class Disk:
@@ -454,6 +454,36 @@ class StateDecoder:
         raise ValueError(
             "the state has a value of an unknown kind or names a tensor that is missing"
         )
+
+
+def spell_tensor(value: object) -> str:
+    """Return type and shape of a tensor in a few words; of anything else, what it is."""
+    if not isinstance(value, Tensor):
+        return "missing" if value is None else _kind(value)
+    return f"{str(value.dtype).removeprefix('torch.')} {tuple(value.shape)}"
+
+
+def check_tensors(own: Mapping[str, Any], given: Any, what: str) -> None:
+    """Raise unless stored tensors have the names, shapes and types of one's own.
+
+    What is not a tensor here is left to whoever loads it.
+    """
+    found = given if isinstance(given, Mapping) else {}
+    more = [name for name, value in found.items() if name not in own and isinstance(value, Tensor)]
+    for name in (*(name for name, value in own.items() if isinstance(value, Tensor)), *more):
+        here, there = spell_tensor(own.get(name)), spell_tensor(found.get(name))
+        if here != there:
+            raise TrainingError(
+                f"{what}: {name!r} is {there} in the state and {here} here; use the same model and settings"
+            )
+
+
+@torch.no_grad()
+def load_tensors_(own: Mapping[str, Tensor], given: Any, what: str) -> None:
+    """Copy stored tensors into one's own of the same shapes and types; torch would stretch and convert others."""
+    check_tensors(own, given, what)
+    for name, tensor in own.items():
+        tensor.copy_(given[name])
 
 
 def _dotted(path: tuple[Any, ...]) -> str:

@@ -174,6 +174,11 @@ def lookups_of(gradient: Tensor) -> tuple[Tensor, Tensor]:
     return gradient._indices()[0], gradient._values()  # noqa: SLF001  # not coalesced
 
 
+def is_sharded(parameter: Tensor) -> bool:
+    """Return whether each process holds only a part of it, as after `fully_shard`."""
+    return type(parameter).__name__ == "DTensor"
+
+
 def _refuse_in_ddp(model: nn.Module, changed: list[Plain]) -> None:
     """Raise when a wrapper has already noted for good which gradients are sparse."""
     weights = {id(table.weight) for table in changed}

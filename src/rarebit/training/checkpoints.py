@@ -47,7 +47,7 @@ from torch import Tensor, nn
 
 from rarebit.data.dataset import Dataset
 from rarebit.data.order import random_bits, stream_key
-from rarebit.errors import CheckpointError, NewerFormatError, RarebitError, TrainingInterrupted
+from rarebit.errors import CheckpointError, NewerFormatError, TrainingInterrupted
 from rarebit.settings import to_mapping
 from rarebit.storage.files import (
     DISK,
@@ -63,6 +63,7 @@ from rarebit.storage.files import (
     make_folder,
     open_file,
     open_folder,
+    spell_tensor,
 )
 from rarebit.tables.apply import find_sites, find_tables
 from rarebit.tables.table import methods_of
@@ -187,9 +188,9 @@ class Checkpoints:
             return False
         try:
             self._load(found, loop)
-        except RarebitError:
+        except CheckpointError:
             raise
-        except (AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
+        except NONSENSE as error:
             raise CheckpointError(
                 f"{found.name!r} in {str(self.folder.folder)!r} does not hold the state of this "
                 f"training: {first_line(error)}; choose another folder"
@@ -492,13 +493,13 @@ def describe_run(
 
 def _describe_model(model: nn.Module) -> dict[str, Any]:
     parameters = {
-        name: _shape(parameter) + ("" if parameter.requires_grad else " frozen")
+        name: spell_tensor(parameter) + ("" if parameter.requires_grad else " frozen")
         for name, parameter in model.named_parameters()
     }
     return {
         "class": type(model).__qualname__,
         "parameters": parameters,
-        "buffers": {name: _shape(buffer) for name, buffer in model.named_buffers()},
+        "buffers": {name: spell_tensor(buffer) for name, buffer in model.named_buffers()},
         "methods": {
             site.info.name: [_describe_method(method) for method in methods_of(site.table)]
             for site in find_sites(model)
@@ -515,10 +516,6 @@ def _describe_method(method: Any) -> dict[str, Any]:
         usual = {field.name: field.default for field in dataclasses.fields(method)}
         given = {name: v for name, v in to_mapping(method).items() if v != usual[name]}
     return {"method": type(method).__qualname__, **given}
-
-
-def _shape(tensor: Tensor) -> str:
-    return f"{str(tensor.dtype).removeprefix('torch.')} {tuple(tensor.shape)}"
 
 
 def _describe_data(data: Dataset) -> dict[str, Any]:

@@ -20,6 +20,7 @@ from torch.optim import SGD, Optimizer
 
 from rarebit.errors import OptimizerError, TrainingError
 from rarebit.settings import require
+from rarebit.storage.files import check_tensors, spell_tensor
 from rarebit.tables.collection import lookups_of
 
 NEVER = -1
@@ -105,7 +106,7 @@ class EMA:
         """Return all that the coming steps depend on, without bringing anything up to date.
 
         Bringing rows up to date would round them once more than a run without a checkpoint does. The tensors are not
-        copies; `behind` lacks averages that follow every step.
+        copies; `behind` lacks the averages that follow every step, of which there are so many `following`.
         """
         self._refuse_when_applied()
         self._refuse_exchanged()
@@ -114,6 +115,7 @@ class EMA:
             "count": next(iter(self._counts.values())),
             "values": {name: average.value for name, average in averages},
             "behind": {n: a.behind for n, a in averages if a.behind is not None},
+            "following": sum(average.behind is None for average in self._averages.values()),
         }
 
     @torch.no_grad()
@@ -128,10 +130,19 @@ class EMA:
                     f"there is an average of {name!r}, which is not trained here; use the same "
                     "model on both sides"
                 )
+        following = len(self._averages) - len(behind)
+        if state.get("following", following) != following:
+            raise TrainingError(
+                f"{following} averages do not say how far they are behind the steps"
+            )
+        given = state["count"]
+        check_tensors(
+            {"count": next(iter(self._counts.values()))}, {"count": given}, "the averages"
+        )
         for name, average in self._averages.items():
-            average.check_raw(name, values[name], behind.get(name))
+            average.check_raw(name, values[name], behind.get(name), int(given))
         for count in self._counts.values():
-            count.copy_(state["count"])
+            count.copy_(given)
         for name, average in self._averages.items():
             average.value.copy_(values[name])
             step = behind.get(name)
@@ -236,14 +247,19 @@ class _Average:
         self.behind: Tensor | None = torch.full_like(count, NEVER)
         """The step it was brought up to, one for all or one per row; None: it follows every step."""
 
-    def check_raw(self, name: str, value: Tensor, behind: Tensor | None) -> None:
-        """Raise where these cannot be the average of this parameter and how far it is behind."""
-        fits = behind is None or behind.shape in (torch.Size(()), torch.Size((len(self),)))
-        if value.dtype != self.value.dtype or not fits:
-            rows = "none" if behind is None else tuple(behind.shape)
+    def check_raw(self, name: str, value: Tensor, behind: Tensor | None, count: int) -> None:
+        """Raise where these cannot be the average after `count` steps and how far it is behind."""
+        check_tensors({name: self.value}, {name: value}, "the averages")
+        if not bool(torch.isfinite(value.sum(dtype=torch.float64))):
+            raise TrainingError(f"the average of {name!r} is not finite; use an older state")
+        if behind is None:
+            return
+        shapes = {spell_tensor(self.count), spell_tensor(self.count.expand(len(self)))}
+        fits = spell_tensor(behind) in shapes
+        if not fits or bool(((behind < NEVER) | (behind > count)).any()):
             raise TrainingError(
-                f"the average of {name!r} is of {self.value.dtype} with {len(self)} rows, the one "
-                f"given of {value.dtype} with the steps {rows}; use the same model on both sides"
+                f"the average of {name!r} has {len(self)} rows and was brought up to one of {count} steps, the "
+                f"one given has the steps {spell_tensor(behind)}; use the same model on both sides"
             )
 
     def pause(self) -> None:

@@ -13,6 +13,7 @@ To find the source of a bad number, the loop returns to its last checkpoint and 
 """
 
 import dataclasses
+import math
 import os
 import random
 import sys
@@ -33,7 +34,8 @@ from rarebit.callbacks import Callback, Callbacks, TrainingData, TrainingMethod,
 from rarebit.data.dataset import Dataset
 from rarebit.data.order import batch_bounds
 from rarebit.errors import CheckpointError, DataError, NotFiniteError, TrainingError
-from rarebit.settings import require, updated
+from rarebit.settings import check_types, from_mapping, require, updated
+from rarebit.storage.files import check_tensors
 from rarebit.tables.apply import check_optimizer
 from rarebit.tables.collection import is_watched, row_gradients_kept
 from rarebit.training.checkpoints import (
@@ -53,7 +55,7 @@ from rarebit.training.metrics import (
     device_of,
     evaluate,
 )
-from rarebit.training.optimizers import Kind
+from rarebit.training.optimizers import Kind, fitting_state
 from rarebit.training.optimizers import optimizer as build_optimizer
 from rarebit.training.settings import Training
 from rarebit.training.step import (
@@ -62,6 +64,7 @@ from rarebit.training.step import (
     RecordedSteps,
     Steps,
     TrainingStep,
+    raise_if_weights_are_not_finite,
     where_not_finite,
     why_not_recorded,
 )
@@ -71,6 +74,8 @@ OPTIMIZER_SETTINGS = (
     *("threshold_weight_decay", "decoupled", "momentum"),
 )
 """Settings of the optimizer that `fit` builds; another optimizer has its own."""
+PLATEAU = ("best", "num_bad_epochs", "cooldown_counter", "last_epoch")
+"""What changes of torch's `ReduceLROnPlateau` while training."""
 REPORT_EVERY = 10
 """Steps between two updates of the progress bar."""
 CHECK_EVERY = 100
@@ -447,6 +452,19 @@ def measured(
     return replace(history, epochs=records, best_epoch=epoch)
 
 
+@dataclass(frozen=True, kw_only=True)
+class Position:
+    """Where a training stands: the next batch, its epoch from 1, and the time spent on the epoch."""
+
+    epoch: int
+    batch: int
+    seconds: float
+
+    def __post_init__(self) -> None:
+        check_types(self)
+        require(self.epoch >= 1 and self.batch >= 0, f"a training cannot stand at {self}")
+
+
 class TrainingLoop:
     """Epoch after epoch: shuffle, step, validate, keep the best weights."""
 
@@ -562,10 +580,12 @@ class TrainingLoop:
 
     def state(self) -> dict[str, Any]:
         """Return everything that decides how training continues; the best weights are kept apart."""
+        optimizer = self.step.optimizer.state_dict()
         return {
             "position": {"epoch": self.epoch, "batch": self.batch, "seconds": self.seconds},
             "model": dict(self.step.model.state_dict()),
-            "optimizer": self.step.optimizer.state_dict(),
+            "optimizer": optimizer,
+            "stateless": _stateless(optimizer),
             "step": self.step.state(),
             "ema": None if self.ema is None else self.ema.training_state(),
             "best": self.best.state(),
@@ -579,8 +599,27 @@ class TrainingLoop:
 
     def load(self, state: Mapping[str, Any], best_weights: Mapping[str, Tensor] | None) -> None:
         """Continue from what `state` returned, and the weights of its best epoch."""
-        self.step.model.load_state_dict(state["model"])
-        self.step.optimizer.load_state_dict(state["optimizer"])
+        model, optimizer = self.step.model, self.step.optimizer
+        weights = model.state_dict()
+        check_tensors(weights, state["model"], "the model")
+        if best_weights is not None:
+            check_tensors(weights, best_weights, "the model of the best epoch")
+            trained = best_weights.keys() & dict(model.named_parameters())
+            sums = [float(best_weights[name].sum(dtype=torch.float64)) for name in trained]
+            if not _is_finite(sums):
+                raise TrainingError("the weights of the best epoch are not finite")
+        fitting = fitting_state(optimizer, state["optimizer"], state.get("stateless"))
+        position = from_mapping(Position, state["position"])
+        records = [from_mapping(EpochRecord, record) for record in state["history"]["epochs"]]
+        epochs, stopped_early = [r.epoch for r in records], state["history"]["stopped_early"]
+        is_whole = all((record.valid is None) == (self.valid is None) for record in records)
+        if epochs != list(range(1, position.epoch)) or position.batch > len(self.bounds):
+            raise TrainingError(f"it has the epochs {epochs} and stands at {position}")
+        if not is_whole or type(stopped_early) is not bool or not _is_finite(state["history"]):
+            raise TrainingError("its history is not that of a training")
+        model.load_state_dict(state["model"])
+        raise_if_weights_are_not_finite(model)
+        optimizer.load_state_dict(fitting)
         self.step.load(state["step"])
         if self.ema is not None:
             self.ema.load_training_state(state["ema"])
@@ -589,13 +628,8 @@ class TrainingLoop:
             state = {**state, "callbacks": _older_states(state.get("others", []), self.callbacks)}
         device = self.steps.device
         self.callbacks.load_state_dict(map_tensors(state["callbacks"], lambda t: t.to(device)))
-        records = [
-            EpochRecord(**{**record, "valid": record["valid"] and Metrics(**record["valid"])})
-            for record in state["history"]["epochs"]
-        ]
-        self.history = History(records, stopped_early=state["history"]["stopped_early"])
-        self.epoch, self.batch = state["position"]["epoch"], state["position"]["batch"]
-        self.seconds = state["position"]["seconds"]
+        self.history = History(records, stopped_early=stopped_early)
+        self.epoch, self.batch, self.seconds = dataclasses.astuple(position)
         set_random_state(state["random"])
 
 
@@ -641,9 +675,21 @@ class Best:
 
     def load(self, state: Mapping[str, Any], weights: Mapping[str, Tensor] | None) -> None:
         """Continue from a state, and the weights of its epoch."""
-        self.value, self.epoch = state["value"], state["epoch"]
+        value, epoch = state["value"], state["epoch"]
+        is_epoch = epoch is None or (type(epoch) is int and math.isfinite(value))
+        if type(value) is not float or not is_epoch or (epoch is None) != (weights is None):
+            raise TrainingError(f"the best epoch cannot be {epoch!r} with {value!r}")
+        self.value, self.epoch = value, epoch
         if self.plateau is not None and state["plateau"] is not None:
-            self.plateau.load_state_dict(state["plateau"])
+            # what changes; the rest are settings, and torch would replace any attribute
+            now, there = self.plateau.state_dict(), state["plateau"]
+            moving = {name: there[name] for name in PLATEAU}
+            if (
+                any(type(moving[name]) is not type(now[name]) for name in PLATEAU)
+                or moving["best"] != self.value
+            ):
+                raise TrainingError(f"the learning rate's plateau cannot be {moving}")
+            self.plateau.load_state_dict(moving)
         if weights is not None:
             like = self.model.state_dict()
             self._keep({name: weights[name].to(like[name].device) for name in like})
@@ -655,6 +701,21 @@ class Best:
                 self.weights[name].copy_(weight)
             else:
                 self.weights[name] = weight.detach().clone()
+
+
+def _is_finite(tree: Any) -> bool:
+    """Return whether all numbers of nested values are finite."""
+    if isinstance(tree, Mapping | list):
+        return all(map(_is_finite, tree.values() if isinstance(tree, Mapping) else tree))
+    return not isinstance(tree, float) or math.isfinite(tree)
+
+
+def _stateless(state: Mapping[str, Any]) -> list[int] | None:
+    """Return the numbers of the parameters that an optimizer's state lacks: those that had no gradient yet."""
+    if state.keys() != {"state", "param_groups"}:
+        return None
+    numbers = [number for group in state["param_groups"] for number in group["params"]]
+    return [number for number in numbers if number not in state["state"]]
 
 
 def _older_states(states: Sequence[Mapping[str, Any]], callbacks: Callbacks) -> dict[str, Any]:

@@ -29,7 +29,9 @@ import ctypes
 import functools
 import math
 import os
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from ctypes import c_float, c_int, c_int64, c_void_p
 from pathlib import Path
 from typing import Any, ClassVar, Literal
@@ -41,8 +43,15 @@ from torch.optim import Optimizer
 
 from rarebit.errors import DataError, OptimizerError, SettingsError
 from rarebit.settings import require, suggest
+from rarebit.storage.files import spell_tensor
 from rarebit.tables.apply import table_parameters
-from rarebit.tables.collection import find_distinct, lookups_of, set_row_gradients, take_rows
+from rarebit.tables.collection import (
+    find_distinct,
+    is_sharded,
+    lookups_of,
+    set_row_gradients,
+    take_rows,
+)
 from rarebit.tables.compiler import is_plain, load_compiled
 
 Kind = Literal["adam", "sgd", "adagrad"]
@@ -117,6 +126,12 @@ def optimizer(
     }
     for name, value in numbers.items():
         require(value is None or value >= 0, f"{name} must be 0 or more, got {name}={value}")
+    for name, parameter in table_parameters(model).items() if tables == "rowwise" else ():
+        if is_sharded(parameter):
+            raise OptimizerError(
+                f"tables='rowwise' updates whole rows, but each process holds only a part of {name!r} (FSDP2); "
+                "use tables='dense', or keep its module out of fully_shard"
+            )
     groups = _groups(model, lr, lr if table_lr is None else table_lr)
     groups[0]["weight_decay"] = weight_decay
     groups[1]["weight_decay"] = weight_decay if table_weight_decay is None else table_weight_decay
@@ -297,6 +312,107 @@ class RowwiseSGD(RowwiseOptimizer):
     dense_kind, update = torch.optim.SGD, "sgd"
     own: ClassVar = {"lr": 1e-3, "momentum": 0.0}
     state_names = ("momentum_buffer",)
+
+
+SIZES = (2, 3, 5, 7, 11, 13)
+"""The sizes of a tiny parameter: from the shape of a state one sees which axes it has."""
+OF_DEVICE = {"fused", "foreach", "capturable"}
+"""Options that depend on the device, which may be another one than that of a saved state."""
+
+
+def fitting_state(
+    optimizer: Optimizer, saved: Mapping[str, Any], stateless: Sequence[int] | None = None
+) -> dict[str, Any]:
+    """Return a saved state for `load_state_dict`; raise unless it is one of this optimizer.
+
+    Torch checks neither shapes nor types, and its fused optimizers read beyond a state that is too short. `stateless` are
+    the numbers of the parameters that had no state; None where that is not known.
+    """
+    now = optimizer.state_dict()
+    if now.keys() != {"state", "param_groups"}:
+        return dict(saved)  # its own form, which it checks itself
+    groups, states = saved["param_groups"], dict(saved["state"])
+    if len(groups) != len(now["param_groups"]):
+        raise OptimizerError(f"the state has {len(groups)} groups of parameters")
+    merged = []
+    for there, here in zip(groups, now["param_groups"], strict=True):
+        both = {key: there[key] for key in here if key in there and key not in OF_DEVICE}
+        merged.append({**here, **both})
+        for key, value in both.items():
+            if not _is_option(value, here[key]):
+                raise OptimizerError(f"the state has {key}={value!r}, and here it is {here[key]!r}")
+    named = {
+        number: (parameter, group)
+        for group, here in zip(optimizer.param_groups, now["param_groups"], strict=True)
+        for number, parameter in zip(here["params"], group["params"], strict=True)
+    }
+    absent = sorted(named.keys() - states)
+    if not states.keys() <= named.keys() or absent != sorted(
+        absent if stateless is None else stateless
+    ):
+        raise OptimizerError("the state is not that of the parameters of this optimizer")
+    for number, state in states.items():
+        parameter, group = named[number]
+        kinds = _kinds_of_state(optimizer, parameter, group)
+        if kinds and not any(_is_state(state, kind) for kind in kinds):
+            came = ", ".join(f"{key}: {spell_tensor(value)}" for key, value in state.items())
+            raise OptimizerError(
+                f"the state of parameter {number}, {spell_tensor(parameter)}, is {came or 'empty'}"
+            )
+    return {"state": states, "param_groups": merged}
+
+
+def _is_option(value: object, here: object) -> bool:
+    """Return whether a stored option may stand for the one here: numbers may change, the rest may not."""
+    if isinstance(here, Tensor):
+        return spell_tensor(value) == spell_tensor(here)
+    if isinstance(here, tuple | list) and isinstance(value, tuple | list) and here != value:
+        return len(value) == len(here) and all(map(_is_option, value, here))
+    if type(here) is float or type(value) is float:
+        return all(type(one) in (int, float) and math.isfinite(one) for one in (here, value))  # type: ignore[arg-type]  # numbers
+    return type(value) is type(here) and value == here
+
+
+def _kinds_of_state(
+    optimizer: Optimizer, parameter: nn.Parameter, group: Mapping[str, Any]
+) -> list[dict[str, object]]:
+    """Return the states that an optimizer keeps for a parameter, found by a step on a tiny one.
+
+    There is one for dense and one for sparse gradients; none for an optimizer that does not take such steps.
+    """
+    if optimizer.state.get(parameter):
+        return [{key: _spelled(value) for key, value in optimizer.state[parameter].items()}]
+    sizes, found = SIZES[: parameter.dim()], []
+    back = dict(zip(sizes, parameter.shape, strict=False))
+    for is_sparse in (False, True):
+        tiny = nn.Parameter(parameter.detach().new_zeros(sizes))
+        twin = object.__new__(type(optimizer))
+        with suppress(Exception):  # whatever a foreign optimizer needs for a step
+            one = {**group, "params": [tiny], "lr": 0.0}
+            parts = {"defaults": optimizer.defaults, "state": defaultdict(dict)}
+            twin.__setstate__({**parts, "param_groups": [one]})
+            tiny.grad = torch.zeros_like(tiny)
+            tiny.grad = tiny.grad.to_sparse(1) if is_sparse else tiny.grad
+            twin.step()
+            found.append({key: _spelled(value, back) for key, value in twin.state[tiny].items()})
+    return found
+
+
+def _spelled(value: object, sizes: Mapping[int, int] | None = None) -> object:
+    """Return the type and shape of a tensor of a state, of sizes that stand for others; else its type."""
+    if not isinstance(value, Tensor):
+        return type(value)
+    return value.dtype, tuple((sizes or {}).get(size, size) for size in value.shape)
+
+
+def _is_state(state: Any, kind: Mapping[str, object]) -> bool:
+    """Return whether a stored state of a parameter is of a kind, and its count of steps a count."""
+    if not isinstance(state, Mapping) or state.keys() != kind.keys():
+        return False
+    if not all(_spelled(state[key]) == kind[key] for key in kind):
+        return False
+    count = float(state.get("step", 0))
+    return count.is_integer() and count >= 0
 
 
 def _fastest_rows(lr: float | Tensor, tensors: Sequence[Tensor]) -> Any:

@@ -17,8 +17,9 @@ from torch.nn import functional as F
 from torch.optim import Optimizer
 
 from rarebit.data.dataset import Batch, Dataset
-from rarebit.errors import NotFiniteError, RarebitError
+from rarebit.errors import NotFiniteError, RarebitError, TrainingError
 from rarebit.settings import require
+from rarebit.storage.files import load_tensors_
 from rarebit.tables.collection import (
     PlainStack,
     TableCollection,
@@ -172,8 +173,9 @@ class TrainingStep:
 
     def load(self, state: Mapping[str, Tensor]) -> None:
         """Continue from what `state` returned."""
-        for name, value in self.state().items():
-            value.copy_(state[name])
+        load_tensors_(self.state(), state, "the step")
+        if not bool(torch.isfinite(self.loss_sum)):
+            raise TrainingError("the sum of the losses so far is not finite")
 
     def release(self) -> None:
         """Give back what is kept between two steps, after the last one."""

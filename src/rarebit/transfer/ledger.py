@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rarebit.storage.files import load_tensors_
 from rarebit.tables.table import field_of
 from rarebit.text import NOTHING, TextTable, percent
 from rarebit.transfer.lexico import Barrier
@@ -163,13 +164,14 @@ class Ledger:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Resume from what `state_dict` returned."""
-        total = state.get("total")
-        # the state may come from another device
-        home = self.groups[0].sums.device if self.groups else None
-        self.total = None if total is None else total.to(home, copy=True)
         for group in self.groups:
-            for name, tensor in group.tensors().items():
-                tensor.copy_(state["groups"][group.names[0]][name])
+            load_tensors_(group.tensors(), state["groups"][group.names[0]], "the ledger")
+        if "total" in state:
+            home = self.groups[0].sums.device if self.groups else None  # the state's may be another
+            self.total = torch.zeros(2, dtype=torch.float64, device=home)
+            load_tensors_({"total": self.total}, {"total": state["total"]}, "the ledger")
+        else:
+            self.total = None
 
 
 def _readable(

@@ -29,8 +29,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from rarebit.errors import SettingsError, TrainingError
+from rarebit.errors import SettingsError
 from rarebit.settings import check_types, require
+from rarebit.storage.files import load_tensors_
 
 
 def _signed(bits: int) -> int:
@@ -368,13 +369,7 @@ class Discriminators(RunningLoss):
         return {"weight": self.weight, "bias": self.bias}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        for name, own in (("weight", self.weight), ("bias", self.bias)):
-            if state[name].shape != own.shape:
-                raise TrainingError(
-                    f"the discriminators have a {name} of shape {tuple(own.shape)}, got one of shape "
-                    f"{tuple(state[name].shape)}; use the same model"
-                )
-            own.copy_(state[name])
+        load_tensors_(self.state_dict(), state, "the discriminators")
 
 
 def _mistake(batch: TransferBatch, logits: Tensor) -> Tensor:

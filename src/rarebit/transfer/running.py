@@ -26,18 +26,19 @@ from dataclasses import dataclass, replace
 from typing import Any, Concatenate, Generic, Literal, NamedTuple, ParamSpec, Self, TypeVar
 
 import torch
-from torch import Tensor, distributed, nn
+from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
 
 from rarebit.callbacks import Callback
 from rarebit.data.dataset import Dataset
 from rarebit.data.selection import CoOccurrence, FieldSelection, FrequencySplit, Selection, select
 from rarebit.errors import DataError, TrainingError, UnsupportedTableError
-from rarebit.row_gradients.lookups import wide, world_size
+from rarebit.row_gradients.lookups import wide
 from rarebit.row_gradients.recorded import is_recording
 from rarebit.row_gradients.seam import GroupRule, RowGradients, RowStep
 from rarebit.sets.sets import SetsMethod
 from rarebit.settings import require, suggest
+from rarebit.storage.files import load_tensors_
 from rarebit.tables.apply import Site, TableInfo, find_sites
 from rarebit.tables.table import field_of, full_table, methods_of
 from rarebit.technique import technique_name
@@ -497,7 +498,7 @@ class RunningTransfer(Callback):
                 f"this transfer has the tables {', '.join(sorted(ours))}, the state given is of "
                 f"{', '.join(sorted(given))}; use the same model"
             )
-        self.draws.step.copy_(state["step"])
+        load_tensors_({"step": self.draws.step}, {"step": state["step"]}, "the transfer")
         for group in self.groups:
             group.running.load_state_dict(state["losses"][group.names[0]])
         self.ledger.load_state_dict(state["ledger"])
@@ -516,10 +517,7 @@ class RunningTransfer(Callback):
     def _begin_step(self) -> None:
         """Prepare for the rule: one main loss for all micro-batches and processes, new random numbers."""
         assert self._main_loss is not None
-        if world_size() > 1:
-            total = self._main_loss.clone()
-            distributed.all_reduce(total)
-            self._main_loss = total / world_size()
+        self._main_loss = self.rows.average(self._main_loss)
         kept, loss = self._loss_of_step, self._main_loss
         if kept is None or (kept.device, kept.dtype) != (loss.device, loss.dtype):
             kept = self._loss_of_step = torch.empty_like(loss)

@@ -119,7 +119,7 @@ def test_other_labels_are_bad_rows(values):
 
 def test_the_first_bad_row_is_named_with_its_line_and_value():
     bad = BadRows()
-    code(["x", "x", "x"], label=["1", "2", None], bad=bad)
+    code(["x"] * 4, label=["1", "2", None, "0"], bad=bad)
     with pytest.raises(DataError) as error:
         bad.raise_if_any()
     assert str(error.value).startswith(

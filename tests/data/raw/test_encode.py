@@ -349,7 +349,12 @@ def test_statistics_count_raw_values_of_all_parts(tmp_path):
 
 def test_names_with_colons_and_names_that_look_like_places(tmp_path):
     frame = pl.DataFrame(
-        {"a": ["x y", "y"], "a:0": ["p", "q"], "n:m": ["1", "?"], "the:label": ["1", "0"]}
+        {
+            "a": ["x y", "y", "y"],
+            "a:0": ["p", "q", "p"],
+            "n:m": ["1", "?", "1"],
+            "the:label": ["1", "0", "0"],
+        }
     )
     schema = LogSchema(
         label="the:label",
@@ -364,7 +369,7 @@ def test_names_with_colons_and_names_that_look_like_places(tmp_path):
     with pytest.raises(DataError, match=r"row 2: n:m is not a number \(got '\?'\)"):
         encode(frame, schema, tmp_path / "out")
     prepared = encode(frame, schema, tmp_path / "out", bad=BadRows("aside"))
-    assert arrays_of(tmp_path / "out")["ids"].tolist() == [[3, 4, 3]]
+    assert arrays_of(tmp_path / "out")["ids"].tolist() == [[4, 3, 3], [3, 0, 3]]
     assert prepared.manifest["bad_rows"] == {"n:m is not a number": 1}
 
 

@@ -16,6 +16,7 @@ from rarebit.errors import DataError
 
 MOST_CHARACTERS = 120
 WAITING_CHARACTERS = 1 << 20
+MOST_LABELS, LABELS_SHOWN = 1000, 6
 
 
 @dataclass(frozen=True)
@@ -65,6 +66,10 @@ class BadRows:
         self.keep, self.file = keep, file
         self.reasons: Counter[str] = Counter()
         self.first: tuple[Place, str] | None = None
+        self.label, self.classes = "", np.zeros(2, np.int64)
+        """The label's column, and how many rows of 0 and of 1 it has."""
+        self.wrong_labels: Counter[str | None] = Counter()
+        """How often other values of the label occur; None is a missing one."""
         self._lock = Lock()  # one thread reads rows while another checks their values
         self._waiting: list[str] = []
         self._waiting_characters = 0
@@ -96,6 +101,15 @@ class BadRows:
             if self._waiting_characters >= WAITING_CHARACTERS:
                 self.close()
 
+    def count_labels(self, name: str, good: NDArray[np.uint8], wrong: pl.Series) -> None:
+        """Count the labels of some rows: 0 and 1, and values that are neither."""
+        self.label = name
+        self.classes += np.bincount(good, minlength=2)
+        for value, count in wrong.value_counts().iter_rows():
+            known = value is None or shortened(str(value)) in self.wrong_labels
+            if known or len(self.wrong_labels) < MOST_LABELS:
+                self.wrong_labels[None if value is None else shortened(str(value))] += count
+
     def close(self) -> None:
         """Write rows to the file. More rows may follow."""
         if self.file is not None and self._waiting:
@@ -104,7 +118,8 @@ class BadRows:
             self._waiting, self._waiting_characters = [], 0
 
     def raise_if_any(self) -> None:
-        """Raise for the first malformed row, unless they are skipped."""
+        """Raise for the first malformed row, unless they are skipped; for most of the labels even then."""
+        self._refuse_labels()
         if not self.stops or self.first is None:
             return
         place, reason = self.first
@@ -116,9 +131,43 @@ class BadRows:
             "skip malformed rows and write them to a file (--bad-rows aside)"
         )
 
+    def _refuse_labels(self) -> None:
+        """Raise where to skip wrong labels would skip most rows, or all rows of a class."""
+        wrong = self.wrong_labels.total()
+        rows = wrong + int(self.classes.sum())
+        if not wrong or (self.classes.all() and 2 * wrong <= rows):
+            return
+        seen = Counter({str(n): count for n, count in enumerate(self.classes.tolist()) if count})
+        seen += Counter({value: count for value, count in self.wrong_labels.items() if value})
+        shown = sorted(seen.items(), key=lambda item: (-item[1], item[0]))
+        listed = [f"{value!r} ({count:,})" for value, count in shown[:LABELS_SHOWN]]
+        listed += [f"{len(seen) - LABELS_SHOWN:,} others"] if len(seen) > LABELS_SHOWN else []
+        listed += [f"missing ({self.wrong_labels[None]:,})"] if self.wrong_labels[None] else []
+        advice = "Leave rows without a label out of the log"
+        if len(seen) > self.classes.astype(bool).sum():
+            column = f"log[{self.label!r}]"
+            advice = (
+                "If it is the label, write 1 for a positive row and 0 for any other first, in pandas for "
+                f"example: {column} = ({column} {_positive(seen)}).astype(int)"
+            )
+        raise DataError(
+            f"the label {self.label!r} must be 0 or 1, but {wrong:,} of {rows:,} rows have another value. "
+            f"Its values (rows): {', '.join(listed)}. {advice}"
+        )
+
     def summary(self) -> str:
         """Return how many rows there are of each kind, the most frequent first."""
         return ", ".join(f"{count:,} x {reason}" for reason, count in self.reasons.most_common())
+
+
+def _positive(labels: Counter[str]) -> str:
+    """Return a comparison that may tell positive labels: the upper half of numbers, or the rarest text."""
+    try:
+        numbers = sorted(labels, key=float)
+    except ValueError:
+        return f"== {labels.most_common()[-1][0]!r}"
+    upper = numbers[min((len(numbers) + 1) // 2, len(numbers) - 1)]
+    return f"== {upper}" if len(numbers) == 2 else f">= {upper}"
 
 
 def shortened(text: str) -> str:

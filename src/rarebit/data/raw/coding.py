@@ -152,8 +152,11 @@ class RowCoder:
         checks = self._plan.checks
         found = frame.lazy().select(**self._plan.expressions).collect()
         keep = _keep_good(found[:, : len(checks)], checks, chunk, bad)
-        if keep is not None:
-            found = found.filter(pl.Series(keep))
+        good = found if keep is None else found.filter(pl.Series(keep))
+        if self.with_label:
+            label, wrong = self.schema.label, found["bad:0"]
+            bad.count_labels(label, good["label"].to_numpy(), frame[label].filter(wrong))
+        found = good
         names, rows = found.columns, found.height
         codes = [_as_codes(found[name]) for name in names if name.startswith("code:")]
         numbers = [found[name].to_numpy() for name in names if name.startswith("number:")]

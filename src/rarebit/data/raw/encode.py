@@ -88,6 +88,11 @@ def encode_log(
                 raise DataError(
                     f"no row of {origin} could be read: {bad.summary() or 'it is empty'}"
                 )
+            if bad.count and not bad.classes.all():
+                raise DataError(
+                    f"without its {bad.count:,} malformed rows ({bad.summary()}), every row of {origin} has the "
+                    f"label {int(bad.classes[1] > 0)}, and a model learns nothing from one class; fix the rows"
+                )
             description = {
                 "rows_read": len(spill) + bad.count,
                 "values_cut": reading.cut,
