@@ -51,7 +51,7 @@ def test_budgets_are_met_printed_and_kept(call):
     assert f"Saved in {folder}" in out
     assert f"predict --model {folder}/500" in out
     names = {path.name for path in folder.iterdir()}
-    assert names == {"prune.json", "pruning", "unpruned", "3000", "500", "insight"}
+    assert names == {"prune.json", "lock", "pruning", "unpruned", "3000", "500", "insight"}
     assert [path.name for path in (folder / "insight").iterdir()] == ["insight.json"]
     assert "How much each row kept: insight.json in" in out
     settings, pruning = read_prune(folder)

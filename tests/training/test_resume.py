@@ -191,6 +191,23 @@ def test_a_damaged_checkpoint_is_passed_over_for_the_one_before(tmp_path, uninte
     assert any("is skipped" in line for line in stop.lines)
 
 
+def test_best_weights_that_are_damaged_are_passed_over_with_their_state_and_written_again(
+    tmp_path, uninterrupted
+):
+    with pytest.raises(TrainingInterrupted):
+        train(tmp_path / "run", StopAt(9))
+    [best] = (tmp_path / "run").glob("best-*")
+    whole = {path.name: path.read_bytes() for path in best.iterdir()}
+    (best / "tensors.safetensors").write_bytes(whole["tensors.safetensors"][:-1])
+    stop = StopAt(9)
+    with pytest.raises(TrainingInterrupted):
+        train(tmp_path / "run", stop, resume=True)
+    assert any(f"{best.name} is skipped" in line for line in stop.lines)
+    assert "resumed from at-000001-0000000000" in " ".join(stop.lines)
+    assert {path.name: path.read_bytes() for path in best.iterdir()} == whole
+    assert_same_run(train(tmp_path / "run", resume=True), uninterrupted)
+
+
 def test_other_threads_are_allowed_and_told(tmp_path):
     train(tmp_path / "run", epochs=1)
     torch.set_num_threads(2)

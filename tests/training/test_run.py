@@ -10,12 +10,18 @@ from torch import nn
 from torch.testing import assert_close
 
 import rarebit as rb
-from rarebit.errors import DataError, ModelFileError, TrainingInterrupted
+from rarebit.errors import CheckpointError, DataError, ModelFileError, TrainingInterrupted
 from rarebit.tables.apply import table_bytes
 from rarebit.tables.table import full_table
 from rarebit.technique import technique_to_mapping
 from rarebit.training.fit import Silence
-from rarebit.training.run import finish_model, num_parameters, start_model, train_model
+from rarebit.training.run import (
+    finish_model,
+    num_parameters,
+    read_run,
+    start_model,
+    train_model,
+)
 from rarebit.training.settings import RunSettings
 
 SCHEMA = rb.data.Schema((rb.data.Field(name="user", rows=30), rb.data.Field(name="item", rows=20)))
@@ -234,6 +240,24 @@ def test_a_folder_with_a_first_stage_is_refused_before_anything_of_it_is_changed
     with pytest.raises(ModelFileError, match="holds a run already"):
         rb.run(settings, folder=tmp_path / "run", progress=False, say=silence)
     assert (tmp_path / "run" / "run.json").read_bytes() == before
+
+
+def test_a_folder_that_another_run_uses_is_refused_before_anything_of_it_is_changed(tmp_path):
+    settings, folder = settings_of(), tmp_path / "run"
+    refused = []
+
+    def second(done: int, total: int) -> None:
+        """Train in the folder again while the first run makes its data: it has no checkpoint yet."""
+        if not refused:
+            before = (folder / "run.json").read_bytes()
+            with pytest.raises(CheckpointError, match="in use by process") as error:
+                rb.run(settings_of(seed=7), folder=folder, progress=False, say=silence)
+            refused.append(error)
+            assert (folder / "run.json").read_bytes() == before
+
+    rb.run(settings, folder=folder, progress=False, say=silence, data_progress=second)
+    assert refused
+    assert read_run(folder).training.seed == settings.training.seed
 
 
 def test_a_run_refuses_labels_of_one_class():

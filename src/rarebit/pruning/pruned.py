@@ -662,12 +662,13 @@ def prune_run(
     out = make_folder(Path(folder))
     asked = {"settings": stored_settings(settings), "pruning": to_mapping(pruning)}
     if not resume:
-        if (out / PRUNE_FILE).exists():
-            raise ModelFileError(
-                f"{str(out)!r} holds a pruning already; resume it (rarebit prune --resume {out}), or choose "
-                "another folder"
-            )
-        write_json(out / PRUNE_FILE, asked, error=ModelFileError)
+        with file_lock(out / LOCK):
+            if (out / PRUNE_FILE).exists():
+                raise ModelFileError(
+                    f"{str(out)!r} holds a pruning already; resume it (rarebit prune --resume {out}), or "
+                    "choose another folder"
+                )
+            write_json(out / PRUNE_FILE, asked, error=ModelFileError)
 
     def make(name: str, methods: tuple[Any, ...], shared: SharedPruning | None = None) -> RunResult:
         say(f"{name}:")

@@ -183,7 +183,7 @@ class Checkpoints:
 
     def resume(self, loop: "TrainingLoop") -> bool:
         """Load the newest complete state into the loop; return whether there was one."""
-        found = self.folder.newest(LOOP)
+        found = self.folder.newest(LOOP, _best_of)
         if found is None:
             return False
         try:
@@ -206,10 +206,9 @@ class Checkpoints:
             )
         for line in environment_warnings(found.state["environment"], describe_environment()):
             self.say(line)
-        epoch = found.state["best"]["epoch"]
-        weights = None if epoch is None else self.folder.read(f"{BEST}{epoch:06d}")["weights"]
+        weights = None if found.other is None else found.other["weights"]
         loop.load(found.state, weights)
-        self.best_epoch = epoch
+        self.best_epoch = loop.best.epoch
         for name, reason in found.damaged:
             self.say(f"the checkpoint {name} is skipped: {reason}")
         damaged = {name for name, _ in found.damaged}  # their names are needed again
@@ -238,6 +237,14 @@ class Checkpoints:
         # the two newest states were written after the two newest best weights, and refer to no others
         kinds = ([name for name in names if name.startswith(kind)] for kind in (LOOP, BEST))
         self.folder.prune([name for kind in kinds for name in kind[-KEEP:]])
+
+
+def _best_of(state: Mapping[str, Any]) -> str | None:
+    """Return the name of the best weights that a state refers to; it may come from a file."""
+    match state:
+        case {"best": {"epoch": int(epoch)}}:
+            return f"{BEST}{epoch:06d}"
+    return None
 
 
 def map_tensors(tree: Any, change: Callable[[Tensor], Tensor]) -> Any:
@@ -310,7 +317,9 @@ class Found:
     name: str
     state: dict[str, Any]
     damaged: tuple[tuple[str, str], ...]
-    """Name and reason of each newer one that is damaged, newest first."""
+    """Name and reason of each newer one that is damaged or refers to a damaged one, newest first."""
+    other: dict[str, Any] | None = None
+    """The checkpoint it refers to."""
 
 
 class CheckpointFolder:
@@ -372,17 +381,24 @@ class CheckpointFolder:
             )
         return []
 
-    def newest(self, prefix: str = "") -> Found | None:
+    def newest(
+        self, prefix: str = "", other_of: Callable[[Mapping[str, Any]], str | None] | None = None
+    ) -> Found | None:
         """Return the newest complete checkpoint whose name starts with a prefix; None without such a name.
 
-        Where all of them are damaged, that is an error: starting over would lose them.
+        `other_of` names another checkpoint that a state refers to, which must be complete, too. Where all of them are
+        damaged, that is an error: starting over would lose them.
         """
         damaged: list[tuple[str, str]] = []
         for name in reversed([name for name in self.names() if name.startswith(prefix)]):
+            other = None
             try:
-                return Found(name, self.read(name), tuple(damaged))
+                state = self.read(name)
+                other = None if other_of is None else other_of(state)
+                referred = None if other is None else self.read(other)
+                return Found(name, state, tuple(damaged), referred)
             except CheckpointError as error:
-                damaged.append((name, str(error)))
+                damaged += [(each, str(error)) for each in (name, other) if each is not None]
         if damaged:
             why = damaged[0][1].removesuffix("; use an older checkpoint")
             raise CheckpointError(f"{why}; no older one is complete either: choose another folder")

@@ -13,7 +13,7 @@ import json
 import os
 import platform
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -29,7 +29,7 @@ from rarebit.data.synthetic import SyntheticLog
 from rarebit.errors import ModelFileError
 from rarebit.models import build_model
 from rarebit.models._base import RankingModel
-from rarebit.storage.files import write_json
+from rarebit.storage.files import file_lock, write_json
 from rarebit.tables.apply import apply_, end_training_, find_tables, table_bytes, table_parameters
 from rarebit.tables.table import Method
 from rarebit.technique import SharedStage, Technique
@@ -164,7 +164,7 @@ def num_parameters(model: nn.Module) -> int:
     return sum(parameter.numel() for parameter in model.parameters()) - trained + tables
 
 
-RUN_FILE = "run.json"
+RUN_FILE, LOCK = "run.json", "lock"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -209,53 +209,55 @@ def run(
     settings = with_checksum(settings)
     prepared = load_splits(settings.data) if isinstance(settings.data, PreparedLog) else None
     out = None if folder is None else make_folder(Path(folder))
-    if out is not None and not resume:
-        if (out / CHECKPOINTS).exists() or (out / STAGE).exists():
-            raise ModelFileError(
-                f"{str(out)!r} holds a run already; resume it "
-                f"(rarebit train --resume {out}), or choose another folder"
-            )
-        values = {"settings": stored_settings(settings)}
-        write_json(out / RUN_FILE, values, error=ModelFileError)
-    splits = prepared or load_splits(settings.data, progress=data_progress)
-    model, history = train_model(
-        settings,
-        splits.train,
-        splits.valid if len(splits.valid) else None,
-        folder=None if out is None else out / CHECKPOINTS,
-        resume=resume,
-        device=device,
-        progress=progress,
-        say=say,
-        shared=shared,
-    )
-    finish_model(settings, model, say=say)
-    result = RunResult(
-        model=model,
-        history=history,
-        test=evaluate(model, splits.test, counts=splits.train.counts()),
-        num_parameters=num_parameters(model),
-        table_bytes=table_bytes(model),
-        folder=out,
-    )
-    if out is not None:
-        save_model(model, out)
-        history_values = asdict(history)
-        described = {
-            "settings": stored_settings(settings),
-            "test": asdict(result.test),
-            "reports": history_values.pop("reports"),
-            "history": history_values,
-            "num_parameters": result.num_parameters,
-            "table_bytes": result.table_bytes,
-            "versions": {
-                "rarebit": __version__,
-                "torch": torch.__version__,
-                "python": platform.python_version(),
-            },
-        }
-        write_json(out / RUN_FILE, described, error=ModelFileError)
-    return result
+    # before run.json is written: it may be that of a run in another process
+    with nullcontext() if out is None else file_lock(out / LOCK):
+        if out is not None and not resume:
+            if (out / CHECKPOINTS).exists() or (out / STAGE).exists():
+                raise ModelFileError(
+                    f"{str(out)!r} holds a run already; resume it "
+                    f"(rarebit train --resume {out}), or choose another folder"
+                )
+            values = {"settings": stored_settings(settings)}
+            write_json(out / RUN_FILE, values, error=ModelFileError)
+        splits = prepared or load_splits(settings.data, progress=data_progress)
+        model, history = train_model(
+            settings,
+            splits.train,
+            splits.valid if len(splits.valid) else None,
+            folder=None if out is None else out / CHECKPOINTS,
+            resume=resume,
+            device=device,
+            progress=progress,
+            say=say,
+            shared=shared,
+        )
+        finish_model(settings, model, say=say)
+        result = RunResult(
+            model=model,
+            history=history,
+            test=evaluate(model, splits.test, counts=splits.train.counts()),
+            num_parameters=num_parameters(model),
+            table_bytes=table_bytes(model),
+            folder=out,
+        )
+        if out is not None:
+            save_model(model, out)
+            history_values = asdict(history)
+            described = {
+                "settings": stored_settings(settings),
+                "test": asdict(result.test),
+                "reports": history_values.pop("reports"),
+                "history": history_values,
+                "num_parameters": result.num_parameters,
+                "table_bytes": result.table_bytes,
+                "versions": {
+                    "rarebit": __version__,
+                    "torch": torch.__version__,
+                    "python": platform.python_version(),
+                },
+            }
+            write_json(out / RUN_FILE, described, error=ModelFileError)
+        return result
 
 
 def read_run(folder: str | os.PathLike[str]) -> RunSettings:
