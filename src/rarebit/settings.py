@@ -79,8 +79,10 @@ def check_types(settings: Any, *, where: str = "") -> None:
     place = f"{where}: " if where else ""
     hints = _hints(typing.cast(Any, type(settings)))
     for field in dataclasses.fields(settings):
-        value = _convert(getattr(settings, field.name), hints[field.name], f"{place}{field.name}")
-        object.__setattr__(settings, field.name, value)
+        value, hint = getattr(settings, field.name), hints[field.name]
+        if type(value) is not hint:
+            value = _convert(value, hint, f"{place}{field.name}")
+            object.__setattr__(settings, field.name, value)
 
 
 def keyword_arguments(

@@ -31,7 +31,7 @@ def model_of(seed, encoder=None):
 
 def vocabulary(folder, text):
     folder.mkdir()
-    for name in ("encoder.json", "values-000.parquet"):
+    for name in ("encoder.json", "values.parquet"):
         (folder / name).write_text(f"{name}: {text}\n")
     return folder
 

@@ -166,7 +166,7 @@ def test_weights_are_loaded_into_a_model_of_the_same_vocabulary(data, saved):
     assert model.schema.encoder.folder == encoder_in(saved)
 
 
-@pytest.mark.parametrize("name", ["encoder.json", "values-000.parquet"])
+@pytest.mark.parametrize("name", ["encoder.json", "values.parquet"])
 @pytest.mark.parametrize("change", ["missing", "changed", "a link", "a folder"])
 def test_an_encoder_that_is_not_as_it_was_saved_is_refused(tmp_path, saved, name, change):
     path = encoder_in(saved) / name
@@ -247,7 +247,7 @@ def test_a_model_of_format_1_keeps_its_vocabulary_when_saved_over_itself(saved):
         assert files_in(encoder_in(saved)) == wanted
         assert set(encoder_of(rb.load_model(saved)).values) == {"user", "item"}
     assert len(list(saved.iterdir())) == 3
-    (saved / "encoder" / "values-000.parquet").write_bytes(b"")
+    (saved / "encoder" / "values.parquet").write_bytes(b"")
     with pytest.raises(ModelFileError, match="is damaged or belongs to another save"):
         rb.load_model(saved)
 

@@ -11,6 +11,7 @@ import json
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
@@ -245,11 +246,13 @@ class LogSchema:
             )
 
     def __getitem__(self, name: str) -> Column:
-        for column in self.columns:
-            if column.name == name:
-                return column
-        names = [column.name for column in self.columns]
-        raise DataError(f"no column {name!r}{suggest(name, names)}")
+        if name not in self._by_name:
+            raise DataError(f"no column {name!r}{suggest(name, list(self._by_name))}")
+        return self._by_name[name]
+
+    @cached_property
+    def _by_name(self) -> dict[str, Column]:
+        return {column.name: column for column in self.columns}
 
     @property
     def id_columns(self) -> tuple[Column, ...]:

@@ -112,10 +112,13 @@ class Schema:
         return sum(field.max_length for field in self.table_fields)
 
     def __getitem__(self, name: str) -> Field:
-        for field in self.fields:
-            if field.name == name:
-                return field
-        raise DataError(f"no field {name!r}{suggest(name, [field.name for field in self.fields])}")
+        if name not in self._by_name:
+            raise DataError(f"no field {name!r}{suggest(name, self.names)}")
+        return self._by_name[name]
+
+    @cached_property
+    def _by_name(self) -> dict[str, Field]:
+        return {field.name: field for field in self.fields}
 
     def to_mapping(self) -> dict[str, Any]:
         """Return the schema as plain values, without the encoder."""

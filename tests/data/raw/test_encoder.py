@@ -215,7 +215,7 @@ def test_marks_tell_fields_of_other_values_apart():
     assert changed == ["user", "price", "friend"]
 
 
-@pytest.mark.parametrize("file", ["encoder.json", "values-000.parquet"])
+@pytest.mark.parametrize("file", ["encoder.json", "values.parquet"])
 @pytest.mark.parametrize("damage", ["gone", "empty", "garbage"])
 def test_a_damaged_encoder_is_a_data_error(tmp_path, file, damage):
     encoder_of(Dataset.from_frame(LOG, schema=SCHEMA)).save(tmp_path / "encoder")
@@ -229,19 +229,33 @@ def test_a_damaged_encoder_is_a_data_error(tmp_path, file, damage):
 
 def test_values_of_another_log_are_noticed(tmp_path):
     encoder_of(Dataset.from_frame(LOG, schema=SCHEMA)).save(tmp_path / "encoder")
-    path = tmp_path / "encoder" / "values-000.parquet"
+    path = tmp_path / "encoder" / "values.parquet"
     pl.read_parquet(path).reverse().write_parquet(path)
     with pytest.raises(DataError, match=r"the vocabulary 'people' in .* is damaged"):
         LogEncoder.open(tmp_path / "encoder")
 
 
-@pytest.mark.parametrize(("version", "words"), [(2, "reads up to 1: upgrade it"), ("x", "damaged")])
+@pytest.mark.parametrize(("version", "words"), [(3, "reads up to 2: upgrade it"), ("x", "damaged")])
 def test_a_newer_encoder_is_refused_by_name(tmp_path, version, words):
     encoder_of(Dataset.from_frame(LOG, schema=SCHEMA)).save(tmp_path / "encoder")
     path = tmp_path / "encoder" / "encoder.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"format": version}))
     with pytest.raises(DataError, match=words):
         LogEncoder.open(tmp_path / "encoder")
+
+
+def test_a_file_holds_all_vocabularies_where_format_1_had_one_for_each(tmp_path):
+    encoder = encoder_of(Dataset.from_frame(LOG, schema=SCHEMA))
+    folder = tmp_path / "encoder"
+    encoder.save(folder)
+    assert sorted(path.name for path in folder.iterdir()) == ["encoder.json", "values.parquet"]
+    path = folder / "encoder.json"
+    files = {name: f"values-{number:03}.parquet" for number, name in enumerate(encoder.values)}
+    for name, file in files.items():
+        pl.DataFrame({"value": encoder.values[name]}).write_parquet(folder / file)
+    (folder / "values.parquet").unlink()
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"format": 1, "values": files}))
+    assert LogEncoder.open(folder).fields == encoder.fields
 
 
 @needs_pyarrow

@@ -389,8 +389,9 @@ def _refuse_types(types: pl.Schema, schema: LogSchema) -> None:
 
 def _refuse_large_floats(frame: pl.DataFrame, schema: LogSchema) -> None:
     """Raise for ids stored as floats that are too large to tell apart."""
+    types = frame.schema
     for column in schema.columns:
-        if column.kind == "categorical" and (dtype := frame.schema[column.name]).is_float():
+        if column.kind == "categorical" and (dtype := types[column.name]).is_float():
             largest = frame[column.name].abs().max()
             exact = 1 << 24 if dtype == pl.Float32 else MAX_EXACT
             if isinstance(largest, float) and largest > exact:

@@ -2,8 +2,8 @@
 
 A prepared folder has it, and so has every model trained on one, so that new raw rows can be scored.
 
-    encoder/encoder.json          the schema, the scales of numbers, the edges of bins
-    encoder/values-000.parquet    the values of a vocabulary, in the order of their ids
+    encoder/encoder.json      the schema, the scales of numbers, the edges of bins
+    encoder/values.parquet    the values of all vocabularies, one after the other, in the order of their ids
 """
 
 import hashlib
@@ -11,6 +11,7 @@ import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property, partial
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +26,8 @@ from rarebit.data.raw.coding import CodedRows, RowCoder
 from rarebit.data.schema import FIRST_VALUE, MISSING, UNKNOWN, Field, Schema
 from rarebit.errors import DataError
 
-FORMAT = 1
-DESCRIPTION = "encoder.json"
+FORMAT = 2
+DESCRIPTION, VALUES = "encoder.json", "values.parquet"
 DAMAGE = (OSError, ValueError, LookupError, TypeError, AttributeError, pl.exceptions.PolarsError)
 LARGEST = float(np.finfo(np.float32).max)
 PIECE = 1 << 20
@@ -198,16 +199,16 @@ class LogEncoder:
     def save(self, folder: Path) -> None:
         """Write it to a new folder."""
         folder.mkdir(parents=True)
-        files = {}
-        for number, (name, values) in enumerate(self.values.items()):
-            files[name] = f"values-{number:03}.parquet"
-            pl.DataFrame({"value": values.cast(pl.String)}).write_parquet(folder / files[name])
+        every = [pl.Series("value", dtype=pl.String)]
+        every += [values.cast(pl.String) for values in self.values.values()]
+        # one file for all: a file for each of thousands of columns takes a minute to write
+        pl.concat(every, rechunk=False).to_frame().write_parquet(folder / VALUES)
         description = {
             "format": FORMAT,
             "schema": self.schema.to_mapping(),
             "scales": {name: list(scale) for name, scale in self.scales.items()},
             "edges": {name: list(edges) for name, edges in self.edges.items()},
-            "values": files,
+            "values": {name: len(values) for name, values in self.values.items()},
             "digests": self._digests,
         }
         text = json.dumps(description, indent=1, ensure_ascii=False) + "\n"
@@ -221,10 +222,7 @@ class LogEncoder:
             _check_format(folder, description["format"])
             encoder = cls(
                 schema=LogSchema.from_mapping(description["schema"]),
-                values={
-                    name: pl.read_parquet(folder / Path(file).name)["value"]
-                    for name, file in description["values"].items()
-                },
+                values=_read_values(folder, description["values"]),
                 scales={name: (mean, std) for name, (mean, std) in description["scales"].items()},
                 edges={name: tuple(edges) for name, edges in description["edges"].items()},
             )
@@ -238,6 +236,16 @@ class LogEncoder:
             if encoder._digests.get(name) != wanted:
                 raise DataError(f"the vocabulary {name!r} in {str(folder)!r} is damaged")
         return encoder
+
+
+def _read_values(folder: Path, stored: Mapping[str, Any]) -> dict[str, pl.Series]:
+    """Return each vocabulary's part of the file of values; format 1 had a file for each."""
+    if all(isinstance(file, str) for file in stored.values()):
+        files = {name: folder / Path(file).name for name, file in stored.items()}
+        return {name: pl.read_parquet(file)["value"] for name, file in files.items()}
+    values, starts = pl.read_parquet(folder / VALUES)["value"], [0, *accumulate(stored.values())]
+    parts = zip(stored, starts, starts[1:], strict=False)
+    return {name: values[start:end] for name, start, end in parts}
 
 
 def _check_format(folder: Path, version: int) -> None:

@@ -159,7 +159,7 @@ def infer_schema(sample: pl.DataFrame, label: str, *, split: Split | None = None
     split = split or Split()
     _check(sample, label, split)
     others = [series for series in sample.get_columns() if series.name != label]
-    missing = _missing_words(others)
+    missing = _missing_words(sample.drop(label))
     unnamed = _unnamed(sample.columns)
     columns, reasons = [], {}
     for series in others:
@@ -204,13 +204,14 @@ def _unnamed(names: list[str]) -> set[str]:
     return set() if set(names) <= given else found
 
 
-def _missing_words(columns: list[pl.Series]) -> tuple[str, ...]:
+def _missing_words(sample: pl.DataFrame) -> tuple[str, ...]:
     """Return the words that are all that keeps some column from being numbers."""
     found: set[str] = set()
-    for series in columns:
-        if series.dtype != pl.String:
+    has_word = sample.select(pl.col(pl.String).is_in(MISSING_WORDS).any())
+    for series in has_word:
+        if not series.item():
             continue
-        values = series.drop_nulls()
+        values = sample[series.name].drop_nulls()
         no_numbers = values.filter(~values.str.contains(NUMBER))
         words = set(no_numbers.head(ENOUGH_ROWS).unique())
         if words <= set(MISSING_WORDS) and 0 < no_numbers.len() < values.len():
@@ -285,6 +286,8 @@ def _separated(seen: SeenColumn) -> _Guess | None:
     """Texts that are several values: split, they give fewer distinct ones, which come again."""
     if seen.dtype != pl.String or seen.numbers is not None:
         return None
+    if not seen.values.str.contains("[|;^, ]").any():
+        return None  # the common case, in a single pass
     wholes = seen.values.unique()
     if wholes.str.contains(r"^[\[{]").any():
         return None  # lists as JSON: splitting would leave the brackets in the values
