@@ -10,7 +10,8 @@ from torch.nn import functional as F
 from torch.testing import assert_close
 
 from rarebit.methods.harmless_transfer import HarmlessTransfer
-from rarebit.transfer.losses import Adversarial, StatelessLoss
+from rarebit.testing import check_resumes
+from rarebit.transfer.losses import Adversarial, Draws, StatelessLoss
 
 ITEMS, STEPS = 60, 4
 # torch's own, when its compiler is loaded
@@ -39,7 +40,8 @@ def parts_of(group):
 
 
 def check_same(found, expected):
-    """The state holds all that the ledger counts."""
+    """The state holds all that the ledger counts, and what is compiled."""
+    assert found[0][1].pop("compiled") != expected[0][1].pop("compiled")
     assert_close(found[0], expected[0], rtol=1e-10, atol=1e-10)
     assert found[1]["tables"]["0"]["rows"] == expected[1]["tables"]["0"]["rows"] > 0
 
@@ -53,6 +55,32 @@ def test_compiled_steps_are_those_that_are_not():
     expected = trained(loss, lines, compile=False)
     assert all(part._compiled is None for part in parts_of(expected[2]))
     check_same(found, expected)
+
+
+@pytest.mark.slow
+def test_a_resumed_run_is_compiled_for_the_sizes_of_the_run_before():
+    check_resumes(HarmlessTransfer(compile=True))
+
+
+def test_states_without_compiled_sizes_load():
+    state, _, group = trained(Adversarial(), [], compile=False)
+    assert [part.sizes for part in parts_of(group)] == [(None, None)] * 3
+    assert state[1].pop("compiled") == {"0": [(None, None)] * 3}
+    model = nn.Sequential(nn.Embedding(ITEMS, 4), nn.Linear(4, 1)).double()
+    settings = HarmlessTransfer(samples=8)
+    with settings.start(model, counts=torch.arange(ITEMS), where=lambda _: True) as transfer:
+        transfer.load_state_dict(state[1])
+        assert int(transfer.draws.step) == STEPS
+
+
+@pytest.mark.slow
+def test_numbers_of_a_step_that_is_compiled_at_once_are_the_same():
+    compiled, plain = (Draws(7, torch.device("cpu")) for _ in range(2))
+    draw = torch.compile(lambda: compiled.uniform(257, 3), dynamic=False, fullgraph=True)
+    for _ in range(3):
+        compiled.advance()
+        plain.advance()
+        assert torch.equal(draw(), plain.uniform(257, 3))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -51,6 +51,8 @@ class Draws:
         self.key = _signed(key % (1 << 64))
         self.step = torch.zeros((), dtype=torch.int64, device=device)
         self._unit = torch.tensor(2.0**-53, dtype=torch.float64).to(device)
+        # a tensor: compiled for a CPU, a range times so large a constant writes past its end (torch 2.13)
+        self._golden = torch.tensor(_GOLDEN).to(device)
         self._known: dict[tuple[int, int], Tensor] = {}
 
     def advance(self) -> None:
@@ -63,7 +65,7 @@ class Draws:
         key = (first, size.numel())
         if key not in self._known:  # what the places add to the bits in every step
             places = torch.arange(first, first + size.numel(), device=self.step.device)
-            self._known[key] = places * _GOLDEN + self.key
+            self._known[key] = places * self._golden + self.key
         bits = torch.add(self._known[key], self.step, alpha=_STEP)
         bits = (bits ^ _shifted(bits, 30)) * _FIRST
         bits = (bits ^ _shifted(bits, 27)) * _SECOND

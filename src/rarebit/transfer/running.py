@@ -120,13 +120,29 @@ class CompiledPart(Generic[Given, Result]):
         self._last_size: int | None = None
         self._compiled: tuple[int, Callable[Given, Result]] | None = None
 
+    @property
+    def sizes(self) -> tuple[int | None, int | None]:
+        """The size that came last, and the one it is compiled for.
+
+        Compiled code rounds otherwise, so a run resumes to the same bits only with these of the run before.
+        """
+        return self._last_size, None if self._compiled is None else self._compiled[0]
+
+    @sizes.setter
+    def sizes(self, sizes: Sequence[int | None]) -> None:
+        self._last_size, size = sizes
+        self._compiled = None
+        if size is not None:
+            compiled = torch.compile(self._copy, dynamic=False, fullgraph=True)
+            self._compiled = size, compiled
+
     def __call__(self, size: int, *args: Given.args, **kwargs: Given.kwargs) -> Result:
         # `size` is that of its tensors where it may change
         if self._say is None:
             return self._run(*args, **kwargs)
         # no compiler while a step is recorded: its own work on the device would be in the recording
         if self._compiled is None and size == self._last_size and not is_recording():
-            self._compiled = size, torch.compile(self._copy, dynamic=False, fullgraph=True)
+            self.sizes = size, size
         self._last_size = size
         if self._compiled is not None and self._compiled[0] == size:
             try:
@@ -192,6 +208,11 @@ class TransferGroup:
         self._draw = CompiledPart("the sample", TransferGroup._draw_ids, self, say)
         self._find = CompiledPart("the loss", TransferGroup._find_gradient, self, say)
         self.weigh = CompiledPart("the barrier", TransferGroup._weigh_gradients, self, say)
+        self.parts_of_step: tuple[CompiledPart[..., Any], ...] = (
+            self._draw,
+            self._find,
+            self.weigh,
+        )
 
     def _split_rows(self, sites: Sequence[Site]) -> tuple[list[Tensor], list[Tensor]]:
         """Return masks of frequent and rare rows; padding and rows of zeros are neither."""
@@ -488,6 +509,7 @@ class RunningTransfer(Callback):
             "step": self.draws.step,
             "losses": {group.names[0]: group.running.state_dict() for group in self.groups},
             "ledger": self.ledger.state_dict(),
+            "compiled": {g.names[0]: [part.sizes for part in g.parts_of_step] for g in self.groups},
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -501,6 +523,9 @@ class RunningTransfer(Callback):
         load_tensors_({"step": self.draws.step}, {"step": state["step"]}, "the transfer")
         for group in self.groups:
             group.running.load_state_dict(state["losses"][group.names[0]])
+            sizes = state.get("compiled", {}).get(group.names[0])  # older states have none
+            for part, own in zip(group.parts_of_step, sizes, strict=True) if sizes else ():
+                part.sizes = own
         self.ledger.load_state_dict(state["ledger"])
         self.rows.forget_recordings()
 
