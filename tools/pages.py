@@ -471,13 +471,6 @@ FIGURES: Mapping[str, Callable[[], Mapping[str, float]]] = {
     "tail methods": lambda: {
         "mean": sum(bool(one["control"]) for one in _tail()[0].values["sides"])
     },
-    "false verdicts": lambda: _parts(
-        [
-            100 * one["false_helps"]
-            for one in stored("verdicts")["lopsided"]
-            if one["control"] == "own"
-        ]
-    ),
     **{
         f"pruning epoch {budget}": lambda budget=budget: _parts(
             [math.ceil(seed[budget]) for seed in stored("pep-protocol")["learned_epochs"]]

@@ -118,10 +118,10 @@ def test_figures_are_by_seed_whatever_the_order_of_runs(result, record):
 def test_a_verdict_is_of_the_whole_family(result):
     found = result.cells[0].compare(0.0005)
     ours = found["low-rank:rank=1"]
-    # t(1 - 0.025 / 2, 1) = 25.4517 for the first of two methods, the half width is that times
+    # t(1 - 0.02 / 2, 1) = 31.8205 for the first of two methods, the half width is that times
     # spread / sqrt(2) = 0.0005
     assert (ours.n, ours.wins) == (2, 2)
-    assert (ours.low, ours.high) == pytest.approx((0.0025 - 0.012726, 0.0025 + 0.012726), abs=1e-6)
+    assert (ours.low, ours.high) == pytest.approx((0.0025 - 0.015910, 0.0025 + 0.015910), abs=1e-6)
     assert ours.verdict == "too few seeds"
     assert found["hashing:buckets=9"].n == 0
 
@@ -171,7 +171,7 @@ def test_the_table_of_variants(result):
 def test_the_table_of_differences(result):
     table = comparison_table(result.cells[0], 0.0005)
     assert table.rows == [
-        ("low-rank:rank=1", "narrow:dim=2", "+0.0025", "-0.0102 to +0.0152", "+0.0200",
+        ("low-rank:rank=1", "narrow:dim=2", "+0.0025", "-0.0134 to +0.0184", "+0.0200",
          "+0.0000 to +0.0040", "2 of 2", "too few seeds"),
         ("hashing:buckets=9", "baseline", "-", "-", "-", "-", "0 of 0", "too few seeds"),
     ]  # fmt: skip
@@ -191,7 +191,8 @@ def test_verdicts_in_words(result):
     ours, other, reading = verdict_lines(result.cells[0], 0.0005)
     assert ours.startswith("low-rank:rank=1: too few seeds: about ")
     assert other == "hashing:buckets=9: too few seeds: at least 2 are needed."
-    assert "95 % over seeds, corrected for 2 methods" in reading
+    assert "interval: over seeds, 98 % or more, corrected for 2 methods" in reading
+    assert 'at most 5 % of studies have a false "helps"' in reading
 
 
 def test_a_control_alone_has_no_verdicts(result):

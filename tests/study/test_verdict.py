@@ -38,14 +38,37 @@ def test_one_method_by_hand():
     found = judge({"a": [0.001, 0.002, 0.003]})["a"]
     assert found.mean == pytest.approx(0.002)
     assert found.spread == pytest.approx(0.001)
-    assert (found.n, found.wins, found.confidence) == (3, 3, 0.95)
-    # t(0.975, 2) = 4.30265, t(0.95, 2) = 2.91999, both times 0.001 / sqrt(3)
-    assert (found.low, found.high) == pytest.approx((-0.000484, 0.004484), abs=1e-6)
+    assert (found.n, found.wins, found.confidence) == (3, 3, 0.99)
+    # t(0.995, 2) = 9.92484, t(0.95, 2) = 2.91999, both times 0.001 / sqrt(3)
+    assert (found.low, found.high) == pytest.approx((-0.003730, 0.007730), abs=1e-6)
     ends = (found.equivalence_low, found.equivalence_high)
     assert ends == pytest.approx((0.000314, 0.003686), abs=1e-6)
     assert found.p == pytest.approx(1 - math.sqrt(12 / 14), abs=1e-9)  # t = sqrt(12), df = 2
-    # 4.30265 / sqrt(3) is above mean / spread = 2, t(0.975, 3) / sqrt(4) = 1.591 is below
-    assert (found.verdict, found.seeds_needed) == ("too few seeds", 4)
+    # t(0.995, 4) / sqrt(5) = 2.059 is above mean / spread = 2, t(0.995, 5) / sqrt(6) = 1.646 is below
+    assert (found.verdict, found.seeds_needed) == ("too few seeds", 6)
+
+
+def test_the_pooled_spread_widens_the_interval_of_a_method_that_seems_to_agree_by_luck():
+    quiet, loud = with_moments(0.001, 1e-5, 5), with_moments(0.0, 0.001, 5)
+    assert judge({"quiet": quiet})["quiet"].verdict == "helps"
+    found = judge({"quiet": quiet, "loud": loud})
+    # sqrt((0.00001^2 + 0.001^2) / 2) = 0.000707, times t(0.99, 8) = 2.89646, over sqrt(5)
+    assert (found["quiet"].low, found["quiet"].high) == pytest.approx(
+        (0.000084, 0.001916), abs=1e-6
+    )
+    # its own spread is the wider one: t(0.99, 4) = 3.74695
+    assert found["loud"].high == pytest.approx(0.001 * 3.74695 / math.sqrt(5), abs=1e-8)
+    among = judge({"quiet": quiet} | {f"loud {i}": loud for i in range(7)})
+    assert (among["quiet"].verdict, among["quiet"].seeds_needed) == ("too few seeds", 8)
+    assert among["quiet"].equivalence_low == found["quiet"].equivalence_low  # its own spread
+
+
+@pytest.mark.parametrize(
+    ("methods", "least"), [(1, 0.99), (2, 0.98), (4, 0.96), (5, 0.95), (9, 0.95)]
+)
+def test_few_methods_are_judged_more_strictly(methods, least):
+    clear = {f"{i}": with_moments(0.01, 0.0001, 5) for i in range(methods)}
+    assert min(found.confidence for found in judge(clear).values()) == pytest.approx(least)
 
 
 @pytest.mark.parametrize(
@@ -71,7 +94,7 @@ def test_the_level_is_divided_as_holm_does():
     strong, middle, weak = (with_moments(0.001, spread, 5) for spread in (1e-4, 2e-4, 6e-4))
     found = judge({"weak": weak, "strong": strong, "middle": middle})
     confidence = {name: comparison.confidence for name, comparison in found.items()}
-    assert confidence == pytest.approx({"strong": 1 - 0.05 / 3, "middle": 0.975, "weak": 0.95})
+    assert confidence == pytest.approx({"strong": 1 - 0.05 / 3, "middle": 0.975, "weak": 0.97})
     assert list(found) == ["weak", "strong", "middle"]
     # p = 0.0203 is told from zero beside two strong methods, and not beside two weak ones
     assert found["weak"].p == pytest.approx(0.0203, abs=1e-4)
@@ -82,7 +105,7 @@ def test_the_level_is_divided_as_holm_does():
 
 def test_after_the_first_that_is_not_told_from_zero_all_keep_its_level():
     family = {
-        "first": with_moments(0.001, 1e-4, 5),
+        "first": with_moments(0.003, 1e-4, 5),
         "second": with_moments(0.001, 0.0008, 5),  # p = 0.049, held to 0.05 / 3
         "third": with_moments(0.001, 0.002, 5),
         "fourth": [],
@@ -94,17 +117,26 @@ def test_after_the_first_that_is_not_told_from_zero_all_keep_its_level():
 
 
 def naive(family, effect, level):
-    """The rule once more, from scipy's t test and interval."""
-    tests = {name: stats.ttest_1samp(values, 0) for name, values in family.items()}
-    order = sorted(tests, key=lambda name: (tests[name].pvalue, name))
+    """The rule once more, from scipy's t test and interval, and from all residuals of the family."""
+    residuals = np.concatenate([np.array(values) - np.mean(values) for values in family.values()])
+    freedom = len(residuals) - len(family)
+    pooled = np.sqrt((residuals**2).sum() / freedom)
+    tests, p = {}, {}
+    for name, values in family.items():
+        tests[name] = stats.ttest_1samp(values, 0)
+        error = pooled / np.sqrt(len(values))
+        p[name] = max(tests[name].pvalue, 2 * stats.t.sf(abs(np.mean(values)) / error, freedom))
+    order = sorted(tests, key=lambda name: (p[name], name))
     found, own, failed = {}, None, False
     for rank, name in enumerate(order):
         if not failed:
-            own = level / (len(order) - rank)
-            failed = tests[name].pvalue > own
-        low, high = tests[name].confidence_interval(1 - own)
+            own = min(level / (len(order) - rank), level * len(order) / 5)
+            failed = p[name] > own
+        mean, n = np.mean(family[name]), len(family[name])
+        ends = tests[name].confidence_interval(1 - own)
+        other = stats.t.interval(1 - own, freedom, mean, pooled / np.sqrt(n))
+        low, high = min(ends.low, other[0]), max(ends.high, other[1])
         inner = tests[name].confidence_interval(0.9)
-        mean = np.mean(family[name])
         verdict = "too few seeds"
         if low > 0 and mean >= effect:
             verdict = "helps"
@@ -113,7 +145,7 @@ def naive(family, effect, level):
         if inner.low > -effect and inner.high < effect:
             verdict = "no difference"
         numbers = (mean, np.std(family[name], ddof=1), low, high, *inner, 1 - own)
-        found[name] = (verdict, tests[name].pvalue, numbers)
+        found[name] = (verdict, p[name], numbers)
     return found
 
 
@@ -204,19 +236,22 @@ def test_the_number_of_seeds_needed_is_the_smallest_that_tells(shapes, n):
 
 
 def test_a_method_waits_for_those_that_are_clearer():
-    alone = judge({"a": with_moments(0.001, 0.001, 4)})["a"].seeds_needed
-    among = judge({name: with_moments(0.001, 0.001, 4) for name in "abc"})
-    assert {found.seeds_needed for found in among.values()} == {among["a"].seeds_needed}
-    assert among["a"].seeds_needed > alone
+    five, nine = (
+        judge({name: with_moments(0.001, 0.001, 4) for name in names})
+        for names in ("abcde", "abcdefghi")
+    )
+    assert {found.seeds_needed for found in nine.values()} == {nine["a"].seeds_needed}
+    assert nine["a"].seeds_needed > five["a"].seeds_needed
 
 
 def test_with_unequal_numbers_of_seeds_one_more_is_the_least_that_is_asked_for():
-    # "ahead" has p = 0.035; alone that is enough, but "behind" has too few seeds to go first
-    family = {"ahead": with_moments(0.001, 0.00109, 8), "behind": with_moments(0.01, 0.004, 2)}
-    found = judge(family)
-    assert judge({"ahead": family["ahead"]})["ahead"].verdict == "helps"
+    # "ahead" has p = 0.02; that is enough after the others, which have too few seeds to go first
+    ahead = {"ahead": with_moments(0.001, 0.000943, 8)}
+    behind, later = ({f"{i}": with_moments(0.01, 0.0005, n) for i in range(4)} for n in (2, 8))
+    assert judge(ahead | later)["ahead"].verdict == "helps"
+    found = judge(ahead | behind)
     assert (found["ahead"].verdict, found["ahead"].seeds_needed) == ("too few seeds", 9)
-    assert (found["behind"].verdict, found["behind"].seeds_needed) == ("too few seeds", 4)
+    assert (found["0"].verdict, found["0"].seeds_needed) == ("too few seeds", 3)
 
 
 @pytest.mark.parametrize("values", [[], [0.01]])
@@ -230,7 +265,7 @@ def test_without_two_seeds_nothing_is_said(values):
     assert few.mean == 0.01 if values else math.isnan(few.mean)
     assert few.summary == "too few seeds: at least 2 are needed"
     # a method that has not run yet is one of the family all the same
-    assert found["many"].confidence == pytest.approx(0.975)
+    assert found["many"].confidence == pytest.approx(0.98)
 
 
 @pytest.mark.parametrize(
@@ -264,10 +299,10 @@ def test_no_method_gives_no_verdict():
 @pytest.mark.parametrize(
     ("family", "summary"),
     [
-        ({"a": [0.0012, 0.0013, 0.0011]}, "helps by 0.0012 (0.0010 to 0.0014)"),
-        ({"a": [-0.0012, -0.0013, -0.0011]}, "hurts by 0.0012 (0.0010 to 0.0014)"),
+        ({"a": [0.0012, 0.0013, 0.0011]}, "helps by 0.0012 (0.0006 to 0.0018)"),
+        ({"a": [-0.0012, -0.0013, -0.0011]}, "hurts by 0.0012 (0.0006 to 0.0018)"),
         ({"a": [0.0001, 0.0001, 0.0002]}, "no difference of 0.0005 or more"),
-        ({"a": [0.001, 0.002, 0.003]}, "too few seeds: about 4 are needed"),
+        ({"a": [0.001, 0.002, 0.003]}, "too few seeds: about 6 are needed"),
         ({"a": with_moments(0.000499, 0.01, 5)}, "too few seeds: more than 1000 are needed"),
     ],
 )
@@ -277,11 +312,11 @@ def test_a_verdict_with_its_figures(family, summary):
 
 def test_summaries_have_the_digits_of_the_minimum_effect():
     small = judge({"a": [0.000012, 0.000013, 0.000011]}, minimum_effect=0.000002)["a"]
-    assert small.summary == "helps by 0.000012 (0.000010 to 0.000014)"
+    assert small.summary == "helps by 0.000012 (0.000006 to 0.000018)"
     none = judge({"a": [0.0, 0.0]}, minimum_effect=0.00005)["a"]
     assert none.summary == "no difference of 0.00005 or more"
     coarse = judge({"a": [0.0212, 0.0213, 0.0211]}, minimum_effect=0.01)["a"]
-    assert coarse.summary == "helps by 0.0212 (0.0210 to 0.0214)"
+    assert coarse.summary == "helps by 0.0212 (0.0206 to 0.0218)"
     assert judge({"a": [0.0, 0.0]}, minimum_effect=2.0)["a"].summary == "no difference of 2 or more"
 
 
