@@ -20,7 +20,7 @@ setup: ## Create .venv with everything for development
 	@$(SETUP) all dev
 
 demo: ## Run the demo: improve and shrink the tables of a small model
-	@$(SETUP) cli
+	@$(SETUP) cli data plots
 	$(RUN) rarebit demo $(ARGS)
 
 test: ## Run the quick tests: everything essential, in about four minutes

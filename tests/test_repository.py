@@ -81,11 +81,8 @@ GUARDED_IMPORTS = {
 """Packages that a file does without where they are missing, or imports for a type checker."""
 LAZY_IMPORTS = {
     ("bench/_pandas_program.py", "pandas"),
-    ("data/prepare.py", "polars"),
-    ("codes/packed.py", "scipy"),
-    ("study/statistics.py", "scipy"),
-    ("training/score.py", "polars"),
 }
+"""Everything else that is optional is imported by `import_extra`."""
 
 MAX_BYTES = 1_000_000
 DATA_SUFFIXES = {
@@ -325,6 +322,28 @@ def test_data_is_imported_without_polars_and_pyarrow():
 
 def test_only_methods_know_methods():
     assert all_violations(method_violations) == ""
+
+
+def test_every_optional_import_names_an_extra_that_has_the_package():
+    groups = PYPROJECT["project"]["optional-dependencies"]
+    calls = [
+        node.args
+        for source in source_files().values()
+        for node in ast.walk(ast.parse(source))
+        if isinstance(node, ast.Call) and ast.unparse(node.func) == "import_extra"
+    ]
+    assert len(calls) > 5
+    found = [[ast.unparse(argument).strip("'") for argument in call[:2]] for call in calls]
+    for module, extra in found:
+        listed = " ".join(groups[extra])
+        assert module == "package" or f"{module.split('.')[0]}>=" in listed, module
+
+
+def test_the_demo_installs_what_its_advice_needs():
+    [line] = re.findall(
+        r"^demo:.*\n\t@\$\(SETUP\) (.*)$", (ROOT / "Makefile").read_text(), re.MULTILINE
+    )
+    assert set(line.split()) == {"cli", "data", "plots"}
 
 
 def test_only_the_packages_of_the_core_are_imported():

@@ -42,13 +42,16 @@ OWNER = VENV / "rarebit-owner.json"
 STAMP = VENV / "rarebit-stamp.json"
 
 OLDEST_TORCH = (2, 6)
+CORE_MB = 20  # without torch
 DOWNLOAD_MB = {
-    "cli": 35,
-    "all": 60,
-    "test": 100,
-    "dev": 125,
-}  # measured, but for torch and examples
-EXAMPLES_MB = 30  # what the examples add to any of them
+    "cli": 2,
+    "data": 110,
+    "dev": 25,
+    "examples": 30,
+    "plots": 20,
+    "study": 35,
+    "test": 20,
+}
 
 
 class Torch(NamedTuple):
@@ -152,8 +155,7 @@ def describe_inputs() -> str:
 
 def announce(wanted: set[str], torch: Torch | None, *, fresh: bool) -> None:
     """Say what will happen and how much it will download, before it does."""
-    megabytes = max(DOWNLOAD_MB.get(extra, 0) for extra in wanted)
-    megabytes += EXAMPLES_MB if "examples" in wanted else 0
+    megabytes = CORE_MB + sum(DOWNLOAD_MB.get(extra, 0) for extra in wanted)
     python = f"Python {sys.version_info.major}.{sys.version_info.minor}"
     say(f"{'making' if fresh else 'updating'} .venv with {python}: {', '.join(sorted(wanted))}")
     say(f"downloads at most about {megabytes} MB of small packages, kept inside .venv")

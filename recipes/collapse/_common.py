@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 import rarebit as rb
 from rarebit.diagnosis.rows import rows_of_table, scan
-from rarebit.errors import MissingExtraError, RarebitError
+from rarebit.errors import RarebitError, import_extra
 from rarebit.machine import machine
 from rarebit.models import build_model
 from rarebit.models._base import RankingModel
@@ -289,13 +289,11 @@ def print_table(rows: Sequence[Mapping[str, Any]]) -> None:
 
 def new_figure(width: float, height: float) -> "Figure":
     """Return an empty figure of so many inches, apart from matplotlib's global state."""
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-    except ImportError:
-        raise MissingExtraError("matplotlib", "plots", "drawing plots") from None
-    figure = Figure(figsize=(width, height), dpi=130, layout="constrained")
-    FigureCanvasAgg(figure)
+    agg = import_extra("matplotlib.backends.backend_agg", "plots", "drawing plots")
+    figure: Figure = import_extra("matplotlib.figure", "plots", "drawing plots").Figure(
+        figsize=(width, height), dpi=130, layout="constrained"
+    )
+    agg.FigureCanvasAgg(figure)
     return figure
 
 

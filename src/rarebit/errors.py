@@ -16,11 +16,17 @@
     │   └── NewerFormatError    a checkpoint was written by a later version
     ├── StudyError              a study cannot go on, or its folder cannot be read        (RuntimeError)
     ├── StudyInterrupted        a signal asked a study to stop, and it did
-    └── MissingExtraError       an optional package is not installed                      (ImportError)
+    └── MissingExtraError       an optional package is not installed, or broken           (ImportError)
 
 A message says what was expected, what came and what to do. The command line prints it as one
 paragraph and exits with code 2.
 """
+
+import shlex
+import sys
+from importlib import import_module
+from importlib.util import find_spec
+from typing import Any
 
 
 class RarebitError(Exception):
@@ -93,10 +99,28 @@ class StudyInterrupted(RarebitError):  # noqa: N818  # a wish of the user's, not
 
 
 class MissingExtraError(RarebitError, ImportError):
-    """An optional package is not installed."""
+    """An optional package is not installed, or cannot be imported: then `broken` says why."""
 
-    def __init__(self, package: str, extra: str, purpose: str) -> None:
-        super().__init__(
-            f"{purpose} needs the package {package!r}, which is not installed; "
-            f"install it with: pip install 'rarebit[{extra}]'"
-        )
+    def __init__(
+        self, package: str, extra: str, purpose: str, *, broken: ImportError | None = None
+    ) -> None:
+        pip = f"{shlex.quote(sys.executable)} -m pip install"
+        what = f"is not installed; install it with: {pip} 'rarebit[{extra}]'"
+        if broken is not None:
+            why = " ".join(str(broken).split())
+            what = f"cannot be imported ({why}); repair it with: {pip} --upgrade {package}"
+        super().__init__(f"{purpose} needs the package {package!r}, which {what}")
+
+
+def import_extra(module: str, extra: str, purpose: str) -> Any:
+    """Return a module of an optional package; every import of one goes through here.
+
+    >>> import_extra("json.decoder", "data", "reading raw logs").JSONDecoder().decode("[1]")
+    [1]
+    """
+    package = module.partition(".")[0]
+    try:
+        return import_module(module)
+    except ImportError as error:
+        broken = None if find_spec(package) is None else error
+        raise MissingExtraError(package, extra, purpose, broken=broken) from broken

@@ -31,7 +31,6 @@ E entries of their rows.
 
 import ctypes
 import functools
-import importlib
 import logging
 import os
 from collections.abc import Mapping
@@ -47,7 +46,7 @@ from torch.jit import is_tracing  # type: ignore[attr-defined]  # it is, but tor
 from torch.nn import functional as F
 from torch.optim import Optimizer
 
-from rarebit.errors import MissingExtraError, ModelFileError, UnsupportedTableError
+from rarebit.errors import ModelFileError, UnsupportedTableError, import_extra
 from rarebit.settings import check_types
 from rarebit.storage.files import DISK, write_file
 from rarebit.tables.apply import (
@@ -477,10 +476,7 @@ class PackedTable(Table):
 
     def to_csr(self) -> Any:
         """Return the table as a SciPy CSR array of shape `(N, D)`."""
-        try:
-            sparse = importlib.import_module("scipy.sparse")  # not by its name: it has no types
-        except ImportError:
-            raise MissingExtraError("scipy", "study", "a SciPy array") from None
+        sparse = import_extra("scipy.sparse", "study", "a SciPy array")
         values, columns = self._floats(self.values.detach()).cpu(), self.columns.cpu()
         if values.itemsize < 4:  # SciPy has no shorter numbers
             values = values.float()

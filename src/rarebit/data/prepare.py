@@ -11,7 +11,7 @@ from rarebit.data.dataset import Dataset
 from rarebit.data.log_schema import SPLIT_NAMES, LogSchema, Split, TextFormat
 from rarebit.data.prepared import Progress, no_progress
 from rarebit.data.sources import find_source
-from rarebit.errors import DataError, SettingsError
+from rarebit.errors import DataError, SettingsError, import_extra
 from rarebit.settings import suggest
 
 if TYPE_CHECKING:  # reading raw logs needs Polars, importing this does not
@@ -143,12 +143,11 @@ def infer_log(
     format: TextFormat | None = None,
 ) -> "Inferred":
     """Guess the schema of a log from its first rows."""
-    import polars as pl
-
     from rarebit.data.raw.chunks import BadRows
     from rarebit.data.raw.infer import SAMPLE_ROWS, infer_schema
     from rarebit.data.raw.readers import find_format, read_raw
 
+    pl = import_extra("polars", "data", "reading raw logs")
     if not label:
         raise SettingsError("which column is the label? Name it (--label click), or give a schema")
     frames, rows = [], 0

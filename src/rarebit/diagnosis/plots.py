@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from rarebit.diagnosis.measure import SubEmbeddings, TableDiagnosis, short_names
-from rarebit.errors import MissingExtraError
+from rarebit.errors import import_extra
 from rarebit.tables.spectrum import random_singular_values
 
 if TYPE_CHECKING:
@@ -23,6 +23,7 @@ LOWEST_POWER = -6
 """Singular values below 1e-6 of the largest are rounding, in a table of float32."""
 TRAINED, SECOND, RANDOM, QUIET = "#1f5fa8", "#c8661b", "#9a9a9a", "#555555"
 DPI = 130
+PLOTS = "drawing plots (plots=False and --no-plots do without)"
 
 
 def draw_plots(
@@ -48,15 +49,12 @@ def draw_plots(
 
 def _new_figure(width: float, height: float, *, arrange: bool = True) -> "Figure":
     """Return an empty figure, its size in inches. Arranging many panels takes seconds."""
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-    except ImportError:
-        raise MissingExtraError(
-            "matplotlib", "plots", "drawing plots (plots=False and --no-plots do without)"
-        ) from None
-    figure = Figure(figsize=(width, height), dpi=DPI, layout="constrained" if arrange else None)
-    FigureCanvasAgg(figure)
+    agg = import_extra("matplotlib.backends.backend_agg", "plots", PLOTS)
+    layout = "constrained" if arrange else None
+    figure: Figure = import_extra("matplotlib.figure", "plots", PLOTS).Figure(
+        figsize=(width, height), dpi=DPI, layout=layout
+    )
+    agg.FigureCanvasAgg(figure)
     return figure
 
 

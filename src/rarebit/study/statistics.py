@@ -34,7 +34,6 @@ each group of equal scores, which are the same numbers without their rounding).
 
 import bisect
 import functools
-import importlib
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -45,7 +44,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from rarebit.errors import DataError, MissingExtraError
+from rarebit.errors import DataError, import_extra
 from rarebit.settings import require
 
 Verdict = Literal["helps", "hurts", "no difference", "too few seeds"]
@@ -64,10 +63,7 @@ def scipy_special() -> Any:
 
     `scipy.stats.t` calls the same functions, and takes a second to import.
     """
-    try:
-        return importlib.import_module("scipy.special")
-    except ModuleNotFoundError:
-        raise MissingExtraError("scipy", "study", "the verdict of a study") from None
+    return import_extra("scipy.special", "study", "the verdict of a study")
 
 
 @dataclass(frozen=True, kw_only=True)

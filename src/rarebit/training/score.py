@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from rarebit.data.dataset import Dataset
-from rarebit.errors import DataError, ModelFileError, SettingsError
+from rarebit.errors import DataError, ModelFileError, SettingsError, import_extra
 from rarebit.models._base import RankingModel
 from rarebit.training.metrics import Metrics, measure, predict
 
@@ -135,8 +135,7 @@ def _append(
     path: Path, chunk: "RawChunk", encoded: "EncodedRows", scores: Tensor, *, with_file: bool
 ) -> None:
     """Add the scores of a chunk, each with its line or row, and the file where there are several."""
-    import polars as pl
-
+    pl = import_extra("polars", "data", "reading raw logs")
     numbers = chunk.numbers()
     kept = numbers if encoded.kept is None else numbers[encoded.kept]
     first = chunk.locate(0)

@@ -1,9 +1,6 @@
 """From raw files to a folder that trains. Everything that needs Polars and PyArrow is in here."""
 
-import importlib.util
-
-from rarebit.errors import MissingExtraError
+from rarebit.errors import import_extra
 
 for package in ("polars", "pyarrow"):
-    if importlib.util.find_spec(package) is None:
-        raise MissingExtraError(package, "data", "reading raw logs")
+    import_extra(package, "data", "reading raw logs")

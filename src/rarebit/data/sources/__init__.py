@@ -33,6 +33,7 @@ def find_source(name: str) -> "Source":
     known = name.replace("_", "-")
     if known not in SOURCES:
         raise SettingsError(f"unknown source {name!r}{suggest(name, source_names())}")
+    importlib.import_module("rarebit.data.raw")  # reports packages that are missing
     file, _, kind = SOURCES[known].partition(".")
     found: Source = getattr(importlib.import_module(f"{__name__}.{file}"), kind)()
     return found
