@@ -19,14 +19,31 @@
     └── MissingExtraError       an optional package is not installed, or broken           (ImportError)
 
 A message says what was expected, what came and what to do. The command line prints it as one
-paragraph and exits with code 2.
+paragraph and exits with code 2. What works, but hardly as it was meant, is a `UserWarning` (`warn`).
 """
 
+import inspect
 import shlex
 import sys
+import warnings
 from importlib import import_module
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
+
+PACKAGE = str(Path(__file__).parent / "_").removesuffix("_")
+"""The folder of the package, with the last slash."""
+
+
+def warn(message: str) -> None:
+    """Warn at the line outside of the package that led here.
+
+    Python shows a warning once per line, so the user sees it once, not once per table.
+    """
+    frame, levels = inspect.currentframe(), 0
+    while frame is not None and frame.f_code.co_filename.startswith(PACKAGE):
+        frame, levels = frame.f_back, levels + 1
+    warnings.warn(message, UserWarning, stacklevel=levels + 1)
 
 
 class RarebitError(Exception):

@@ -445,13 +445,13 @@ def check_cost(method: Method) -> None:
     rows = 10_000
     schema, ids = Schema(tuple(Field(name=n, rows=rows) for n in "ab")), torch.randint(rows, (4, 2))
     models: list[tuple[nn.Module, Any]] = [
-        (DCNv2(schema, dim=D, hidden=(8,)), Dataset(schema, ids)[:])
+        (DCNv2(schema, dim=D, hidden=(8,), std=1.0), Dataset(schema, ids)[:])
     ]
     if not isinstance(method, SetsMethod):
         models += [
             (Holder(nn.Embedding(rows, D, padding_idx=0)), ids),
             (Holder(nn.EmbeddingBag(rows, D)), ids),
-            (TableCollection(schema.fields, D), ids),
+            (TableCollection(schema.fields, D, std=1.0), ids),
         ]
     for model, argument in models:
         apply_(model, method, verbose=False)

@@ -278,6 +278,7 @@ def masked_but(*fields):
     return rb.pruning.Masked(rb.pruning.Ticket(kept))
 
 
+@pytest.mark.filterwarnings("ignore:.* makes all rows")
 def test_a_table_of_which_no_frequent_row_is_left_takes_no_part_and_is_told():
     _, history = train(masked_but("item"), HarmlessTransfer())
     assert tables_in(history) == {"backbone.tables.item"}
@@ -285,6 +286,7 @@ def test_a_table_of_which_no_frequent_row_is_left_takes_no_part_and_is_told():
     assert set(left_out) == {f"backbone.tables.{name}" for name in LARGE - {"item"}}
 
 
+@pytest.mark.filterwarnings("ignore:.* makes all rows")
 def test_where_nothing_is_left_to_learn_from_the_run_is_a_plain_one():
     model, history = train(masked_but(), HarmlessTransfer())
     assert_same_weights(model, train(masked_but())[0])

@@ -479,7 +479,7 @@ def test_a_saved_model_with_other_methods_comes_back(first, then, tmp_path):
 
 
 @pytest.mark.parametrize("before", [[], [rb.Hashing(buckets=4)]])
-@pytest.mark.parametrize("after", [[], [rb.PEP(init=-3.0)]])
+@pytest.mark.parametrize("after", [[], [rb.PEP(init=-6.0)]])
 def test_counts_that_are_set_are_those_that_were_given_at_once(before, after):
     counts = {field.name: torch.randint(0, 50, (field.rows,)) for field in SCHEMA.fields}
     models = []
@@ -557,7 +557,9 @@ def test_a_typical_strength_grows_with_the_counts_and_is_known_at_once_where_the
 
 def test_without_any_id_seen_a_typical_strength_is_one_and_all_rows_are_the_prior():
     model = nn.ModuleDict({"user": nn.Embedding(3, 4)})
-    rb.apply_(model, Shrinkage(counts={"user": torch.zeros(3, dtype=torch.int64)}), verbose=False)
+    never = {"user": torch.zeros(3, dtype=torch.int64)}
+    with pytest.warns(UserWarning, match="makes all rows of 'user' equal"):
+        rb.apply_(model, Shrinkage(counts=never), verbose=False)
     assert float(model["user"].evidence.strength) == 1.0
     assert torch.equal(full_table(model["user"]), torch.zeros(3, 4))
 

@@ -31,6 +31,7 @@ def every_setting(method: type[rb.Method], shapes: list[tuple[int, int]]) -> lis
     return [rb.LowRank(rank=r) for r in range(1, max(min(shape) for shape in shapes) + 1)]
 
 
+@pytest.mark.filterwarnings("ignore:.* makes all rows")
 @pytest.mark.parametrize("method", [rb.Hashing, rb.LowRank])
 @settings(max_examples=60)
 @given(shapes=SHAPES, share=SHARES)

@@ -44,7 +44,7 @@ every_granularity = pytest.mark.parametrize("granularity", SHARING)
 
 
 def model_of(*methods: rb.Method, dtype: torch.dtype = torch.float64) -> FM:
-    model = FM(rb.data.Schema(FIELDS), dim=WIDTH).to(dtype)
+    model = FM(rb.data.Schema(FIELDS), dim=WIDTH, std=0.5).to(dtype)
     for method in methods:
         rb.apply_(model, method, verbose=False)
     return model

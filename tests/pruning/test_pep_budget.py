@@ -84,6 +84,7 @@ def test_a_model_without_thresholds_is_told():
         count_nonzero(model_of())
 
 
+@pytest.mark.filterwarnings("ignore:.* makes all rows")
 @given(
     values=st.lists(
         st.floats(-1024.0, 1024.0, width=32, allow_subnormal=True), min_size=1, max_size=30

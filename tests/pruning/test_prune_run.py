@@ -201,6 +201,7 @@ def test_bytes_are_not_passed(tmp_path, size):
 shapes = st.lists(st.tuples(st.integers(1, 200), st.integers(2, 64)), min_size=1, max_size=3)
 
 
+@pytest.mark.filterwarnings("ignore:the largest")
 @settings(max_examples=40)
 @given(shapes=shapes, share=st.floats(0.05, 0.95))
 def test_bytes_are_not_passed_where_no_row_is_empty(shapes, share):

@@ -37,7 +37,9 @@ def test_names_of_tables_differ(data):
 @pytest.mark.parametrize("when", ["with the method", "later"])
 def test_shrinkage_takes_the_counts_of_the_column(data, when):
     counts, model = data.counts(), build_model("fm", data.schema, {"dim": 2})
-    rb.apply_(model, rb.Shrinkage(counts=counts if when == "with the method" else 0), verbose=False)
+    rb.apply_(
+        model, rb.Shrinkage(counts=counts if when == "with the method" else None), verbose=False
+    )
     if when == "later":
         rb.set_counts_(model, counts)
     for site in find_sites(model):

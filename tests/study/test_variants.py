@@ -313,6 +313,7 @@ def test_thresholds_without_a_budget_have_no_control():
         variants("pep")
 
 
+@pytest.mark.filterwarnings("ignore:the largest")
 def test_the_control_of_pruning_is_the_same_budget_by_magnitude():
     found = {
         variant.name: variant for variant in variants("pruned:keep=30:epochs=2,pep+pruned:keep=40")
@@ -328,6 +329,7 @@ def test_the_control_of_pruning_is_the_same_budget_by_magnitude():
     assert trial.methods == (Pruned(keep=30, by="magnitude"),)
 
 
+@pytest.mark.filterwarnings("ignore:the largest")
 def test_the_control_of_pruning_by_magnitude_is_the_baseline():
     found = {variant.name: variant.control for variant in variants("pruned:keep=30:by=magnitude")}
     assert found == {"baseline": None, "pruned:keep=30:by=magnitude": "baseline"}

@@ -25,19 +25,17 @@ Under SGD the step of a table is multiplied by about k std², so compare MLET wi
 you call it better. Not for tables that must be small during training.
 """
 
-import inspect
 import math
-import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from pathlib import Path
 from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from rarebit.errors import warn
 from rarebit.settings import check_types, require
 from rarebit.tables.collection import PlainStack, Stack, find_distinct, gather, stack_tables
 from rarebit.tables.table import (
@@ -52,9 +50,6 @@ from rarebit.tables.table import (
 from rarebit.technique import Rank, Technique, technique_from_mapping
 
 __all__ = ["MLET"]
-
-PACKAGE = str(Path(__file__).parent.parent / "_").removesuffix("_")
-"""The folder of the package, with the last slash."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,12 +112,10 @@ class MLET(Method):
         """Return a product of two factors; with init="keep" it is the table `base`."""
         width = base.embedding_dim
         if self.inner_dim < width:
-            warnings.warn(
+            warn(
                 f"MLET with inner_dim={self.inner_dim} on a table of width {width}: an inner width below the "
                 "table's gives some directions of the update the factor zero, so training never learns them; "
-                f"use an inner_dim above {width}",
-                UserWarning,
-                stacklevel=_levels_to_the_caller(),
+                f"use an inner_dim above {width}"
             )
         factors = fresh_factors if self.init == "fresh" else _keeping_factors
         wide, projection = factors(base, self.inner_dim, self.std)
@@ -248,14 +241,3 @@ def _keeping_factors(base: AnyTable, inner_dim: int, std: float) -> tuple[Tensor
 def _root_mean_square(matrix: Tensor) -> Tensor:
     length: Tensor = torch.linalg.vector_norm(matrix, dtype=torch.float64)
     return length / math.sqrt(max(matrix.numel(), 1))
-
-
-def _levels_to_the_caller() -> int:
-    """Return the number of calls between the warning and the first line outside of the package.
-
-    Python shows a warning once per line, so the user sees it once, not once per table.
-    """
-    frame, levels = inspect.currentframe(), 0
-    while frame is not None and frame.f_code.co_filename.startswith(PACKAGE):
-        frame, levels = frame.f_back, levels + 1
-    return levels

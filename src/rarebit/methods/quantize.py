@@ -27,7 +27,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from rarebit.errors import UnsupportedTableError
 from rarebit.settings import check_types
 from rarebit.tables.collection import Stack, take_rows
 from rarebit.tables.table import CHUNK, AnyTable, Method, Table, full_table, methods_of
@@ -84,11 +83,6 @@ class Quantize(Method):
         if base.padding_idx is not None and bool(weight[base.padding_idx].any()):
             row = torch.tensor([base.padding_idx], device=weight.device)
             weight = weight.index_fill(0, row, 0.0)
-        if not bool(torch.stack(torch.aminmax(weight)).isfinite().all()):
-            raise UnsupportedTableError(
-                f"{self} needs weights that are finite, and a table of {base.num_embeddings:,} x "
-                f"{base.embedding_dim} has others; go back to weights from before training diverged"
-            )
         scale = best_scale(weight, self.bits)
         chunks = [round_to_codes(chunk, scale, self.bits) for chunk in weight.split(CHUNK)]
         codes = torch.cat([pack(chunk) if self.bits == HALF_BYTE else chunk for chunk in chunks])

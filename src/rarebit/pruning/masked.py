@@ -19,7 +19,7 @@ Not for finding a mask: see `pep`.
 """
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
@@ -28,12 +28,11 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from rarebit.errors import ModelFileError, NoTableError, TableError, UnsupportedTableError
+from rarebit.errors import ModelFileError, NoTableError, TableError, UnsupportedTableError, warn
 from rarebit.settings import check_types, require
 from rarebit.storage.files import TensorFolder
 from rarebit.tables.collection import Stack, stack_tables, take_rows
 from rarebit.tables.table import (
-    CHUNK,
     AnyTable,
     Method,
     Table,
@@ -41,6 +40,7 @@ from rarebit.tables.table import (
     home_of,
     num_weights,
     plain_like,
+    row_chunks,
     wrap,
 )
 from rarebit.technique import Rank
@@ -204,34 +204,48 @@ def kth_largest(tables: Sequence[AnyTable], k: int) -> Tensor:
     return code.view(dtype)
 
 
-def keep_largest(tables: Mapping[str, AnyTable], k: int, **facts: Any) -> Ticket:
-    """Return the ticket of the k largest entries of all tables, with facts that JSON can hold.
+def find_borders(tables: Sequence[AnyTable], k: int) -> tuple[Tensor, dict[int, Tensor]]:
+    """Return the magnitude above which entries are among the k largest, and others for some tables, by index.
 
-    Entries that are equal at the border are all cut, so there are never more than k.
+    A table whose entries are all smaller keeps its largest one, for which another table gives one up: an empty table
+    would never learn. Where k is below the number of tables, some are left empty. Entries that are equal at a border
+    are all cut, so there are never more than k.
     """
     require(k >= 1, f"at least one entry must be kept, got {k}")
-    every = list(tables.values())
-    border = None if k >= _num_entries(every) else kth_largest(every, k + 1)
+    largest = [max(float(rows.abs().max()) for rows in row_chunks(table)) for table in tables]
+    least: set[int] = set()
+    while True:
+        others = [table for index, table in enumerate(tables) if index not in least]
+        left = k - len(least)
+        border = torch.zeros((), device=home_of(tables[0]))
+        if left < _num_entries(others):
+            border = kth_largest(others, left + 1)
+        more = {i for i, top in enumerate(largest) if 0 < top <= float(border)} - least
+        if not more or len(least | more) >= k:
+            break
+        least |= more
+    return border, {
+        index: kth_largest([tables[index]], 2)
+        if _num_entries([tables[index]]) > 1
+        else torch.zeros_like(border)
+        for index in sorted(least)
+    }
+
+
+def keep_largest(tables: Mapping[str, AnyTable], k: int, **facts: Any) -> Ticket:
+    """Return the ticket of the k largest entries of all tables, of each at least one, with facts that JSON can hold."""
+    border, borders = find_borders(list(tables.values()), k)
+    if borders:
+        few = ", ".join(repr(name) for index, name in enumerate(tables) if index in borders)
+        warn(
+            f"the largest {k:,} entries of all tables are in others than {few}, of which only the largest is kept; keep "
+            "more entries, or leave such a table out with where="
+        )
     kept = {}
-    for name, table in tables.items():
-        masks = [
-            (rows != 0 if border is None else rows.abs() > border).cpu()
-            for rows in row_chunks(table)
-        ]
-        kept[name] = torch.cat(masks)
+    for index, (name, table) in enumerate(tables.items()):
+        own = borders.get(index, border)
+        kept[name] = torch.cat([(rows.abs() > own).cpu() for rows in row_chunks(table)])
     return Ticket(kept, facts=facts)
-
-
-@torch.no_grad()
-def row_chunks(table: AnyTable) -> Iterator[Tensor]:
-    """Yield the rows of a table in chunks; the padding row is zero."""
-    ids = torch.arange(table.num_embeddings, device=home_of(table))
-    for chunk in ids.split(CHUNK):
-        rows = table(chunk)
-        if table.padding_idx is not None:
-            # a plain table returns its padding row as it is stored
-            rows = rows.masked_fill((chunk == table.padding_idx).unsqueeze(-1), 0.0)
-        yield rows
 
 
 def _num_entries(tables: Sequence[AnyTable]) -> int:

@@ -26,8 +26,10 @@ from scan to scan,
 
     k(p) = k₁ · (k₀ / k₁)^(1 - p)        p from 0 to 1 over the steps after the warm-up
 
-from all entries k₀ to the smallest budget k₁; the threshold is the magnitude that leaves k(p) of them. A scan looks up
-chunks of rows on the tables' device and makes no copy of a table.
+from all entries k₀ to the smallest budget k₁; the threshold is the magnitude that leaves k(p) of them, and lower for a table
+that would be empty: an empty table never learns. Thresholds that would cut a whole table at the start begin below its
+weights, and a table that learned ones overtake later is named after the epoch. A scan looks up chunks of rows on the
+tables' device and makes no copy of a table.
 
 Not for tables that are not trained any more: there, cut the smallest entries at once (`pruned`).
 """
@@ -43,10 +45,11 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
+from torch.optim import Optimizer
 
-from rarebit.callbacks import Callback
-from rarebit.errors import NoTableError
-from rarebit.pruning.masked import Ticket, kth_largest, row_chunks
+from rarebit.callbacks import Callback, TrainingData
+from rarebit.errors import NoTableError, warn
+from rarebit.pruning.masked import Ticket, find_borders, kth_largest
 from rarebit.settings import check_types, require
 from rarebit.tables.apply import find_sites
 from rarebit.tables.collection import PlainStack, Stack, find_distinct, gather, stack_tables
@@ -58,6 +61,7 @@ from rarebit.tables.table import (
     full_table,
     is_trainable,
     plain_like,
+    row_chunks,
 )
 from rarebit.technique import Rank, Technique, technique_text
 
@@ -134,6 +138,32 @@ class PEP(Method):
         if isinstance(base, nn.Embedding):
             inner = plain_like(base, base.weight.detach(), padding_idx=base.padding_idx)
         return ThresholdedTable(self, inner, self._initial_levels(base))
+
+    def wrap_all(self, tables: Mapping[str, AnyTable]) -> list[Table]:
+        """Return the tables with their entries cut; thresholds that would leave nothing of a table start lower."""
+        made = super().wrap_all(tables)
+        cut = {
+            name: found
+            for name, table in zip(tables, made, strict=True)
+            for found in _cut_in(table)
+        }
+        starts = {name: _lower_start(table) for name, table in cut.items()}
+        lower = {name: start for name, start in starts.items() if start is not None}
+        if self.granularity in ("global", "dimension"):  # thresholds of all tables
+            lower = dict.fromkeys(lower, min(lower.values())) if len(lower) == len(cut) else {}
+        for name, start in lower.items():
+            nn.init.constant_(next(cut[name].levels.parameters()), start)
+        if lower:
+            warn(
+                f"{self} would cut every entry of {', '.join(map(repr, lower))} before the first step, and what is cut "
+                f"never learns; thresholds there start at {min(lower.values()):.3g} or more, below the weights. Use "
+                "a lower init, or larger initial weights"
+            )
+        return made
+
+    def callback(self) -> Callback | None:
+        """Return what reports tables that learned thresholds leave empty."""
+        return None if self.schedule is not None else _EmptyTables()
 
     def stack(self, tables: Sequence[Table], lengths: Sequence[int]) -> Stack:
         """Return thresholded tables behind one lookup of their rows and one of their thresholds."""
@@ -332,6 +362,51 @@ def set_threshold_(model: nn.Module, value: float | Tensor) -> None:
         threshold.copy_(value) if isinstance(value, Tensor) else threshold.fill_(value)
 
 
+def _cut_in(table: nn.Module) -> list[ThresholdedTable]:
+    """Return the thresholded tables inside a table: one at most, under its buckets."""
+    return [part for part in table.modules() if isinstance(part, ThresholdedTable)]
+
+
+def _lower_start(table: ThresholdedTable) -> float | None:
+    """Return an s that leaves a tenth of the entries at least, where the thresholds leave none and one would."""
+    assert isinstance(table.method, PEP)
+    if table.method.schedule is not None or any(bool(rows.any()) for rows in row_chunks(table)):
+        return None
+    there = sum(int(torch.count_nonzero(rows)) for rows in row_chunks(table.inner))
+    if not there:
+        return None  # nothing to cut: `apply_` warns
+    below = float(kth_largest([table.inner], -(-there // 10))) / 2
+    return math.log(below) - math.log1p(-below)
+
+
+def empty_tables(model: nn.Module) -> list[str]:
+    """Return the names of tables that thresholds leave without an entry."""
+    tables = thresholded_tables(model).items()
+    return [name for name, table in tables if not any(bool(r.any()) for r in row_chunks(table))]
+
+
+class _EmptyTables(Callback):
+    """Looks after each epoch for tables that learned thresholds have cut off as a whole, and reports them."""
+
+    def start(self, model: nn.Module, data: TrainingData) -> None:
+        del data
+        self.model, self.warned = model, set[str]()
+
+    def between_epochs(self, epoch: int, optimizer: Optimizer) -> None:
+        del optimizer
+        empty = [name for name in empty_tables(self.model) if name not in self.warned]
+        self.warned.update(empty)
+        if empty:
+            warn(
+                f"the thresholds of PEP leave no entry of {', '.join(map(repr, empty))} after epoch {epoch}, so it no "
+                "longer learns; use a lower init or less weight decay of the thresholds, or leave the table out"
+            )
+
+    def report(self) -> dict[str, Any]:
+        empty = empty_tables(self.model)
+        return {"empty_tables": empty} if empty else {}
+
+
 def threshold_parameters(model: nn.Module) -> list[nn.Parameter]:
     """Return the learned thresholds of a model, each once."""
     found = {
@@ -347,9 +422,8 @@ def thresholded_tables(model: nn.Module) -> dict[str, ThresholdedTable]:
     """Return the tables of a model that have `PEP`, by name; for a hashed table, that of its buckets."""
     found = {}
     for site in find_sites(model):
-        parts = [part for part in site.table.modules() if isinstance(part, ThresholdedTable)]
-        if parts:
-            found[site.info.name] = parts[0]
+        for part in _cut_in(site.table):
+            found[site.info.name] = part
     if not found:
         raise NoTableError("no table of the model has thresholds; apply_ PEP() first")
     return found
@@ -479,11 +553,12 @@ class Pruner(TablePruner):
         return num_steps >= self.steps
 
     def _cut(self, left: int) -> Tensor:
-        """Set the threshold that leaves so many entries, or fewer where some are equal."""
-        threshold = torch.zeros(())
-        if left < self.total:
-            threshold = kth_largest_magnitude(self.model, left + 1)
+        """Set the thresholds that leave so many entries, of each table at least one, or fewer where some are equal."""
+        tables = list(thresholded_tables(self.model).values())
+        threshold, others = find_borders([table.inner for table in tables], left)
         set_threshold_(self.model, threshold)
+        for index, lower in others.items():
+            next(tables[index].levels.buffers()).copy_(lower)
         return threshold
 
 

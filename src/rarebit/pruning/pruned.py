@@ -1,6 +1,6 @@
 """Pruned: tables of which only the largest entries are left (magnitude pruning, and both stages of PEP).
 
-    e(i) = m_i ⊙ V_i        m the `keep` entries of all tables that are largest in magnitude
+    e(i) = m_i ⊙ V_i        m the `keep` entries of all tables that are largest in magnitude, of each table at least one
 
 Applied to a model, `Pruned` cuts at once: train the model first, and train what is left further. In a run it is both stages
 of Liu et al. (ICLR 2021): train while a threshold rises until it meets the budget, or until learned thresholds meet it
@@ -57,6 +57,7 @@ from rarebit.pruning.pep import (
     PEP,
     LearnedPruner,
     check_budgets,
+    empty_tables,
     pruner_of,
     threshold_parameters,
     thresholded_tables,
@@ -398,6 +399,8 @@ class _Scans:
 
     def __call__(self, step: int, left: int) -> None:
         scan: dict[str, Any] = {"step": step, "kept": left}
+        if empty := empty_tables(self.model):
+            scan["empty_tables"] = empty
         if self.groups is not None:
             scan["by_frequency"] = self.groups.shares(thresholded_tables(self.model))
         self.seen.append(scan)
@@ -409,7 +412,8 @@ class _Scans:
             self.last_reported = left
             missing = [f"{budget:,}" for budget in self.budgets if budget < left]
             to_go = f", next budget {missing[-1]}" if missing else ", all budgets met"
-            self.tell.say(f"step {step:,}: {left:,} entries left{to_go}")
+            none = f"; none in {', '.join(empty)}" if empty else ""
+            self.tell.say(f"step {step:,}: {left:,} entries left{to_go}{none}")
 
 
 def _start_values(model: nn.Module, place: Path | None, *, resume: bool) -> dict[str, Tensor]:
@@ -477,7 +481,11 @@ class PruningDriver:
             checkpoints = None if folder is None else folder / CHECKPOINTS
             trained = job.fit(model, methods, training=training, folder=checkpoints, resume=resume)
             return trained, keep_largest(_wide(model), keep).with_start(start)
-        acting = [technique_text(m) for m in methods if m.callback() is not None]
+        acting = [
+            technique_text(m)
+            for m in methods
+            if not isinstance(m, PEP) and m.callback() is not None  # each scan names empty tables
+        ]
         require(
             not acting,
             f"{', '.join(acting)} acts around training, and pruning by a threshold does not support that; use "
@@ -514,6 +522,8 @@ class PruningDriver:
         """Retrain the survivors from their initial values or from new ones."""
         job, methods = self.job, self._without(Pruned, PEP)
         job.say(f"retraining the {ticket.num_kept:,} entries that are left")
+        if few := [name for name, kept in ticket.kept.items() if torch.count_nonzero(kept) <= 1]:
+            job.say(f"no more than one entry is left of {', '.join(few)}; keep more entries")
         if self.pruned.start == "random":
             seed = job.settings.training.seed + OTHER_DRAW
             drawn = _wide(job.start(methods, seed=seed, say=_silent))

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from rarebit.errors import NoTableError, OptimizerError, UnsupportedTableError
+from rarebit.errors import NoTableError, OptimizerError, UnsupportedTableError, warn
 from rarebit.settings import suggest
 from rarebit.tables.bag import Bag, bag_like, table_of_bag
 from rarebit.tables.collection import Plain, RowMove, TableCollection
@@ -32,8 +32,11 @@ from rarebit.tables.table import (
     is_trainable,
     methods_of,
     num_weights,
+    row_chunks,
+    row_not_finite,
     stored_tensors,
     table_name,
+    tells_ids_apart,
     unsuited,
     wrap,
 )
@@ -49,6 +52,8 @@ MODULE_HOOKS = (
 )
 """Where a module keeps what it calls besides itself."""
 MAX_LINES = 8
+EQUAL = 1e-6
+"""Rows that differ by no more than this share of the largest weight before are equal."""
 
 
 @dataclass(frozen=True)
@@ -287,7 +292,9 @@ def apply_(
                 f"Leave it out with where=lambda t: t.name != {site.info.name!r}"
             )
         refuse_composition(site, method)
+        refuse_not_finite(site, method)
     tables = method.wrap_all({site.info.name: site.table for site in chosen})
+    warn_of_equal_rows(chosen, tables, method)
     changes = put_tables(model, str(method), chosen, tables, skipped=skipped, optimizer=optimizer)
     return reported(changes, verbose)
 
@@ -430,6 +437,33 @@ def refuse_composition(site: Site, method: Method) -> None:
             raise UnsupportedTableError(
                 f"{method} cannot be applied to {site.info.name!r} after {earlier}: {reason}"
             )
+
+
+def refuse_not_finite(site: Site, method: Method) -> None:
+    """Raise when a table has a row that no method could use."""
+    row = row_not_finite(site.table)
+    if row is not None:
+        raise UnsupportedTableError(
+            f"{method} cannot be applied to {site.info.name!r}: its row {row} has numbers that are not finite; go "
+            "back to weights from before training diverged"
+        )
+
+
+def warn_of_equal_rows(sites: Sequence[Site], tables: Sequence[AnyTable], method: Method) -> None:
+    """Warn by name of tables whose ids a method made equal: without a word, they would never learn."""
+    lost = []
+    for site, table in zip(sites, tables, strict=True):
+        before = next(row_chunks(site.table))
+        if not before.numel() or tells_ids_apart(table, EQUAL * float(before.abs().max())):
+            continue
+        empty = method.masks_entries and not any(bool(rows.any()) for rows in row_chunks(table))
+        if empty or tells_ids_apart(site.table):
+            lost.append(repr(site.info.name))
+    if lost:
+        warn(
+            f"{method} makes all rows of {', '.join(lost)} equal, so lookups there no longer tell ids apart; use "
+            "other settings, start from other weights, or leave such a table out with where="
+        )
 
 
 def _reason_to_skip(site: Site, method: Method, where: Where | None, min_width: int) -> str | None:

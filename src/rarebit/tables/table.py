@@ -13,7 +13,7 @@ Shapes: N rows of the table, D its width.
 
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from itertools import chain
 from typing import TYPE_CHECKING, ClassVar, Literal, TypeAlias
 
@@ -255,6 +255,40 @@ def full_table(table: AnyTable) -> Tensor:
     with torch.no_grad():
         ids = torch.arange(table.num_embeddings, device=home_of(table))
         return torch.cat([table(chunk) for chunk in ids.split(CHUNK)])
+
+
+@torch.no_grad()
+def row_chunks(table: AnyTable) -> Iterator[Tensor]:
+    """Yield the rows of a table in chunks; the padding row is zero."""
+    ids = torch.arange(table.num_embeddings, device=home_of(table))
+    for chunk in ids.split(CHUNK):
+        rows = table(chunk)
+        if table.padding_idx is not None:
+            # a plain table returns its padding row as it is stored
+            rows = rows.masked_fill((chunk == table.padding_idx).unsqueeze(-1), 0.0)
+        yield rows
+
+
+def tells_ids_apart(table: AnyTable, least: float = 0.0) -> bool:
+    """Return whether two rows differ by more than `least` in an entry; a single row must differ from zero."""
+    first: Tensor | None = None
+    for index, chunk in enumerate(row_chunks(table)):
+        at = -1 if table.padding_idx is None else table.padding_idx - index * CHUNK
+        rows = torch.cat([chunk[:at], chunk[at + 1 :]]) if 0 <= at < len(chunk) else chunk
+        if first is None and len(rows):
+            first = rows[0] if len(rows) > 1 else torch.zeros_like(rows[0])
+        if first is not None and bool(((rows - first).abs() > least).any()):
+            return True
+    return False
+
+
+def row_not_finite(table: AnyTable) -> int | None:
+    """Return the first row with an entry that is not finite, None where there is none."""
+    for index, rows in enumerate(row_chunks(table)):
+        bad = rows.isfinite().all(dim=-1).logical_not_()
+        if bool(bad.any()):
+            return index * CHUNK + int(bad.int().argmax())
+    return None
 
 
 def plain_like(base: AnyTable, weight: Tensor, *, padding_idx: int | None = None) -> nn.Embedding:
