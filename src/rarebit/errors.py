@@ -8,7 +8,7 @@
     │   └── UnsupportedTableError   a matched table does something a method cannot keep
     ├── OptimizerError          an optimizer would leave a table untrained                (ValueError)
     ├── TrainingError           training cannot go on                                     (RuntimeError)
-    │   ├── NotEnoughMemoryError    training would need more memory than there is
+    │   ├── NotEnoughMemoryError    it would take more memory than there is
     │   └── NotFiniteError      a loss, a gradient or a weight is not finite
     ├── TrainingInterrupted     a signal asked training to stop, and it did
     ├── ModelFileError          a saved model is missing, damaged or of another shape     (ValueError)
@@ -79,7 +79,7 @@ class TrainingError(RarebitError, RuntimeError):
 
 
 class NotEnoughMemoryError(TrainingError):
-    """Training would need more memory than there is."""
+    """What was asked for would take more memory than there is."""
 
 
 class NotFiniteError(TrainingError):

@@ -1,17 +1,21 @@
-"""The machine: what a result was measured on, and how many of its cores are free."""
+"""The machine: what a result was measured on, and what is free: cores and memory."""
 
 import os
 import platform
 import subprocess
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rarebit.errors import SettingsError
+from rarebit.errors import NotEnoughMemoryError, SettingsError
+from rarebit.settings import size
 
 if TYPE_CHECKING:
     import torch
 
 FOLDER = Path(__file__).resolve().parent
+CPU = "cpu"
 
 
 def machine() -> dict[str, int | str | None]:
@@ -116,3 +120,91 @@ def _git(folder: Path, *arguments: str) -> str | None:
     except (OSError, subprocess.CalledProcessError):
         return None
     return done.stdout.strip()
+
+
+def available_memory(
+    device: "torch.device | str",
+    *,
+    proc: Path = Path("/proc"),
+    control_groups: Path = Path("/sys/fs/cgroup"),
+) -> int | None:
+    """Return the bytes that can be allocated on a device now; None where the system does not report it."""
+    kind = str(device).partition(":")[0]
+    if kind == "cuda":
+        import torch
+
+        free, _ = torch.cuda.mem_get_info(device)
+        unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return int(free + unused)
+    if kind != "cpu":
+        return None
+    system = _number_after("MemAvailable:", proc / "meminfo")
+    if system is None:
+        return None
+    limits = _free_in_control_groups(proc / "self" / "cgroup", control_groups)
+    return max(min([system * 1024, *limits, *_free_addresses(proc / "self")]), 0)
+
+
+def require_memory(
+    num_bytes: int, what: str, advice: str, device: "torch.device | str" = CPU
+) -> None:
+    """Raise `NotEnoughMemoryError` where something takes more bytes than a device has free.
+
+    >>> require_memory(10**18, "a table of 10 M rows", "use fewer")
+    Traceback (most recent call last):
+    rarebit.errors.NotEnoughMemoryError: a table of 10 M rows takes 1000000000.0 GB on cpu, where ... are free; use fewer
+    """
+    free = available_memory(device)
+    if free is not None and num_bytes > free:
+        raise NotEnoughMemoryError(
+            f"{what} takes {size(min(num_bytes, sys.maxsize))} on {device}, where {size(free)} are free; {advice}"
+        )
+
+
+V1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+V2 = ("memory.max", "memory.current", "inactive_file")
+"""Names of the limit, the usage and the cache in the two versions of control groups."""
+
+
+def _free_in_control_groups(own: Path, root: Path) -> Iterator[int]:
+    """Yield what each control group that this process is in leaves it, from its own to the root."""
+    for line in _read(own).splitlines():
+        _, controllers, path = line.split(":", 2)
+        if controllers and "memory" not in controllers.split(","):
+            continue
+        (limit_file, used_file, cache), folder = (
+            (V1, root / "memory") if controllers else (V2, root)
+        )
+        parts = [part for part in path.split("/") if part not in ("", "..")]
+        for length in range(len(parts), -1, -1):
+            place = folder.joinpath(*parts[:length])
+            limit, used = _read(place / limit_file), _read(place / used_file)
+            if limit and used and limit.strip().isdigit():  # "max": no limit
+                # files that were read count as used, but give way to whoever needs the memory
+                cached = _number_after(cache, place / "memory.stat") or 0
+                yield int(limit) - int(used) + cached
+
+
+def _free_addresses(process: Path) -> Iterator[int]:
+    """Yield what `ulimit -v` leaves a process, where it sets a limit."""
+    used = _number_after("VmSize:", process / "status")
+    for line in _read(process / "limits").splitlines():
+        _, found, values = line.partition("Max address space")
+        if found and used is not None and values.split()[0].isdigit():
+            yield int(values.split()[0]) - used * 1024
+
+
+def _number_after(key: str, path: Path) -> int | None:
+    for line in _read(path).splitlines():
+        words = line.split()
+        if len(words) > 1 and words[0] == key:
+            return int(words[1])
+    return None
+
+
+def _read(path: Path) -> str:
+    """Return the text of a file; none of one that is not there."""
+    try:
+        return path.read_text("utf-8")
+    except OSError:
+        return ""

@@ -55,6 +55,7 @@ from rarebit.tables.apply import (
     Where,
     find_sites,
     put_tables,
+    refuse_not_finite,
     refuse_wrapped_model,
     reported,
 )
@@ -835,6 +836,7 @@ def _packed(site: Site, method: Pack, where: Where | None) -> AnyTable | str:
             f"cannot pack {site.info.name!r}: {site.info.refusal}. "
             f"Leave it out with where=lambda t: t.name != {site.info.name!r}"
         )
+    refuse_not_finite(site, method)
     table = wrap(site.table, method)
     if sum(tensor.nbytes for tensor in stored_tensors(table)) >= site.info.num_bytes:
         return "it would not get smaller"

@@ -36,6 +36,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from rarebit.errors import warn
+from rarebit.machine import require_memory
 from rarebit.settings import check_types, require
 from rarebit.tables.collection import PlainStack, Stack, find_distinct, gather, stack_tables
 from rarebit.tables.table import (
@@ -197,6 +198,12 @@ def fresh_factors(base: AnyTable, inner_dim: int, std: float) -> tuple[Tensor, T
     """Return new factors for a table, `(N, k)` and `(k, D)`; only its shape and padding matter."""
     rows, width = base.num_embeddings, base.embedding_dim
     like = next(base.parameters())
+    require_memory(
+        (rows + width) * inner_dim * like.itemsize,
+        f"a table of {rows:,} rows as a product of inner_dim={inner_dim:,}",
+        "use a smaller inner_dim, or leave the table out with where=",
+        like.device,
+    )
     bound = math.sqrt(6.0 / (rows + inner_dim))
     wide = torch.empty(rows, inner_dim, dtype=like.dtype, device=like.device)
     wide.uniform_(-bound, bound)

@@ -49,6 +49,7 @@ from torch.optim import Optimizer
 
 from rarebit.callbacks import Callback, TrainingData
 from rarebit.errors import NoTableError, warn
+from rarebit.machine import require_memory
 from rarebit.pruning.masked import Ticket, find_borders, kth_largest
 from rarebit.settings import check_types, require
 from rarebit.tables.apply import find_sites
@@ -180,6 +181,12 @@ class PEP(Method):
             return Level(like.new_zeros(1))
         width = base.embedding_dim if self.granularity.endswith("dimension") else 1
         if self.granularity.startswith("feature"):
+            require_memory(
+                base.num_embeddings * width * like.itemsize,
+                f"a threshold for each of {base.num_embeddings:,} x {width} entries",
+                'use granularity="field_dimension", or leave the table out with where=',
+                like.device,
+            )
             return plain_like(base, like.new_full((base.num_embeddings, width), self.init))
         levels = like.new_full((width,), self.init)
         value = nn.Parameter(levels, requires_grad=is_trainable(base))

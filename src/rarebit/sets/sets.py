@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from rarebit.errors import OptimizerError, UnsupportedTableError
+from rarebit.machine import CPU, require_memory
 from rarebit.settings import check_types, require
 from rarebit.tables.apply import (
     FieldSite,
@@ -100,6 +101,13 @@ class SetsMethod(Method):
         for site in inside:
             refuse_composition(site, self)
             _refuse_to_copy(site, self)
+        sets = [p for name, p in model.named_parameters() if name.startswith(f"{PLACE}.")]
+        require_memory(
+            self.num_sets * sum(parameter.nbytes for parameter in sets),
+            f"a model with {self.num_sets:,} embedding sets",
+            "use a smaller num_sets",
+            sets[0].device if sets else CPU,
+        )
         collection = self.change_(model)
         changed = [
             site

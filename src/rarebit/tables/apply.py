@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from rarebit.errors import NoTableError, OptimizerError, UnsupportedTableError, warn
+from rarebit.machine import require_memory
 from rarebit.settings import suggest
 from rarebit.tables.bag import Bag, bag_like, table_of_bag
 from rarebit.tables.collection import Plain, RowMove, TableCollection
@@ -29,6 +30,7 @@ from rarebit.tables.table import (
     Shared,
     Table,
     field_of,
+    home_of,
     is_trainable,
     methods_of,
     num_weights,
@@ -328,6 +330,9 @@ def merge_(
         elif site.info.refusal:
             raise UnsupportedTableError(f"cannot merge {site.info.name!r}: {site.info.refusal}")
         else:
+            whole = site.info.rows * site.info.width * torch.get_default_dtype().itemsize
+            advice = "leave the table out with where="
+            require_memory(whole, f"{site.info.name!r} merged", advice, home_of(site.table))
             chosen.append(site)
             tables.append(_merged(site.table, site.table.merge()))
     changes = put_tables(model, "merge", chosen, tables, skipped=skipped, optimizer=optimizer)

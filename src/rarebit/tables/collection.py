@@ -44,6 +44,7 @@ from torch.nn import functional as F
 
 from rarebit.data.schema import PADDING, Field
 from rarebit.errors import OptimizerError
+from rarebit.machine import require_memory
 from rarebit.settings import require, suggest
 from rarebit.tables.table import AnyTable, Table, home_of, is_trainable, methods_of, plain_like
 
@@ -304,7 +305,8 @@ class Stack(nn.Module, ABC):
     def __init__(self, lengths: Sequence[int]) -> None:
         super().__init__()
         self.lengths = tuple(lengths)
-        field_of_slot = torch.repeat_interleave(torch.tensor(self.lengths))
+        slots = sum(self.lengths)
+        field_of_slot = torch.repeat_interleave(torch.tensor(self.lengths), output_size=slots)
         self.register_buffer("field_of_slot", field_of_slot, persistent=False)
 
     @abstractmethod
@@ -437,6 +439,13 @@ class TableCollection(nn.Module):
         self.register_buffer("slot_order", None, persistent=False)
         self.register_buffer("slot_place", None, persistent=False)
         rows = sum(field.rows for field in self.fields)
+        numbers = sum(field.rows * own.get(field.name, dim) for field in self.fields)
+        require_memory(
+            2 * numbers * torch.get_default_dtype().itemsize,  # by themselves, and joined
+            f"building tables of {rows:,} rows and {numbers:,} weights",
+            "use a smaller dim, or data with fewer values per field",
+            torch.get_default_device(),
+        )
         self._arrange(
             [
                 _new_table(field, own.get(field.name, dim), init=init, std=std, all_rows=rows)

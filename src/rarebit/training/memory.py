@@ -13,9 +13,9 @@ What a file describes may be absurd, so a model from a file is built inside `All
 allocating it, and refuses it where all tensors together exceed the limit or the free memory.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -24,7 +24,10 @@ from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer, SparseAdam
 from torch.overrides import TorchFunctionMode
 
 from rarebit.data.dataset import Dataset
+from rarebit.data.schema import Schema
 from rarebit.errors import ModelFileError, NotEnoughMemoryError
+from rarebit.machine import CPU, available_memory, require_memory
+from rarebit.models import build_model
 from rarebit.settings import size
 from rarebit.tables.apply import table_bytes
 from rarebit.tables.collection import row_gradients_kept, set_row_gradients
@@ -285,68 +288,50 @@ def _guessed_state(
     return total
 
 
-def available_memory(
-    device: torch.device,
-    *,
-    proc: Path = Path("/proc"),
-    control_groups: Path = Path("/sys/fs/cgroup"),
-) -> int | None:
-    """Return the bytes that can be allocated on a device now; None where the system does not report it."""
-    if device.type == "cuda":
-        free, _ = torch.cuda.mem_get_info(device)
-        unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-        return int(free + unused)
-    if device.type != "cpu":
-        return None
-    system = _number_after("MemAvailable:", proc / "meminfo")
-    if system is None:
-        return None
-    limits = _free_in_control_groups(proc / "self" / "cgroup", control_groups)
-    return max(min([system * 1024, *limits]), 0)
+def check_building(name: str, schema: Schema, settings: Mapping[str, Any]) -> None:
+    """Raise before a model is built that the memory cannot hold, and say which width it could."""
+
+    def needed(dim: int | None = None) -> int:
+        return building_bytes(name, schema, settings if dim is None else {**settings, "dim": dim})
+
+    free, fields = available_memory(CPU), schema.table_fields
+    if free is None or _is_small(schema, settings, free) or needed() <= free:
+        return
+    dim = settings.get("dim", 1) // 2
+    while dim and needed(dim) > free:
+        dim //= 2
+    require_memory(
+        needed(),
+        f"building the model {name} for {sum(f.rows for f in fields):,} rows in {len(fields)} tables",
+        (f"dim={dim} would fit" if dim else "use a smaller network")
+        + ", or prepare the data with fewer values per field",
+    )
 
 
-V1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
-V2 = ("memory.max", "memory.current", "inactive_file")
-"""Names of the limit, the usage and the cache in the two versions of control groups."""
+def _is_small(schema: Schema, settings: Mapping[str, Any], free: int) -> bool:
+    """Return whether a model is far from filling the memory, by a bound: to size it, torch imports for seconds."""
+    dim, rows = int(settings.get("dim", DIM)), sum(field.rows for field in schema.table_fields)
+    given = [
+        v for value in settings.values() for v in (value if isinstance(value, list) else [value])
+    ]
+    widest = max([len(schema.fields) * dim, *(v for v in given if isinstance(v, int))])
+    return 2 * COPIES * 4 * (rows * dim + 4 * widest**2) < free
 
 
-def _free_in_control_groups(own: Path, root: Path) -> Iterator[int]:
-    """Yield what each control group that this process is in leaves it, from its own to the root."""
-    for line in _read(own).splitlines():
-        _, controllers, path = line.split(":", 2)
-        if controllers and "memory" not in controllers.split(","):
-            continue
-        (limit_file, used_file, cache), folder = (
-            (V1, root / "memory") if controllers else (V2, root)
-        )
-        parts = [part for part in path.split("/") if part not in ("", "..")]
-        for length in range(len(parts), -1, -1):
-            place = folder.joinpath(*parts[:length])
-            limit, used = _read(place / limit_file), _read(place / used_file)
-            if limit and used and limit.strip().isdigit():  # "max": no limit
-                # files that were read count as used, but give way to whoever needs the memory
-                cached = _number_after(cache, place / "memory.stat") or 0
-                yield int(limit) - int(used) + cached
-
-
-def _number_after(key: str, path: Path) -> int | None:
-    for line in _read(path).splitlines():
-        words = line.split()
-        if len(words) > 1 and words[0] == key:
-            return int(words[1])
-    return None
-
-
-def _read(path: Path) -> str:
-    """Return the text of a file; none of one that is not there."""
+def building_bytes(name: str, schema: Schema, settings: Mapping[str, Any]) -> int:
+    """Return the most bytes that a model takes while it is built: its tables twice, until they are joined."""
     try:
-        return path.read_text("utf-8")
-    except OSError:
-        return ""
+        with torch.device("meta"):
+            model = build_model(name, schema, settings)
+    except (OverflowError, RuntimeError, TypeError):  # sizes beyond those of any tensor
+        return sys.maxsize
+    return _bytes(model.parameters()) + table_bytes(model)
 
 
 OBJECT_BYTES = 4096
 """What a small tensor takes with the module around it, so that millions of them are seen."""
+DIM = 64
+"""The width of a model that does not say it, or more."""
 COPIES = 2
 """How often a table is in memory while a model is built: by itself, and joined to others."""
 UNKNOWN = 1 << 40

@@ -34,6 +34,7 @@ from rarebit.tables.apply import apply_, end_training_, find_tables, table_bytes
 from rarebit.tables.table import Method
 from rarebit.technique import SharedStage, Technique
 from rarebit.training.fit import History, Progress, check_data, fit_started, training_data
+from rarebit.training.memory import check_building
 from rarebit.training.metrics import Evaluation, evaluate
 from rarebit.training.model_file import save_model
 from rarebit.training.settings import PreparedLog, RunSettings, Training, load_splits
@@ -57,6 +58,7 @@ def start_model(settings: RunSettings, schema: Schema, *, say: Say = print) -> R
     The seed draws the weights before any method does, so variants of one seed start from the same tables. It is
     set again afterwards, so what training draws does not depend on what methods drew.
     """
+    check_building(settings.model, schema, settings.model_settings)
     torch.manual_seed(settings.training.seed)
     model = build_model(settings.model, schema, settings.model_settings)
     for method in settings.methods:
