@@ -7,7 +7,9 @@ import subprocess
 import sys
 
 import pytest
+import torch
 
+import rarebit as rb
 from rarebit.errors import DataError, StudyError
 from rarebit.storage.files import (
     Disk,
@@ -95,7 +97,7 @@ def test_a_fresh_folder_replaces_one_only_if_asked(tmp_path):
 
 
 class InterruptedDisk(Disk):
-    """Ctrl-C comes before a rename."""
+    """Ctrl-C comes before a rename, and the system cannot exchange two names."""
 
     def __init__(self, left):
         self.left = left
@@ -105,6 +107,9 @@ class InterruptedDisk(Disk):
         if self.left == 0:
             raise KeyboardInterrupt
         super().rename(source, target)
+
+    def exchange(self, one, other):
+        return False
 
 
 @pytest.mark.parametrize("left", [1, 2])
@@ -120,6 +125,44 @@ def test_an_interrupted_replacement_leaves_the_old_folder(left, tmp_path):
         replace()
     assert names_in(tmp_path) == ["a"]
     assert (tmp_path / "a" / "file").read_text() == "old"
+
+
+class UnsyncedDisk(Disk):
+    """Names of the folder above cannot be synced."""
+
+    def __init__(self, folder):
+        self.folder = folder
+
+    def sync_folder(self, path):
+        if path == self.folder:
+            raise OSError(errno.EIO, "Input/output error")
+        super().sync_folder(path)
+
+
+def test_an_old_folder_is_kept_until_the_new_one_would_survive_a_power_loss(tmp_path):
+    with fresh_folder(tmp_path / "a") as folder:
+        (folder / "file").write_text("old")
+
+    def replace():
+        with fresh_folder(tmp_path / "a", replace=True, disk=UnsyncedDisk(tmp_path)) as folder:
+            (folder / "file").write_text("new")
+
+    with pytest.raises(OSError, match="Input/output"):
+        replace()
+    assert {path.read_text() for path in tmp_path.glob("*/file")} == {"old", "new"}
+
+
+@pytest.mark.parametrize(("mask", "mode"), [(0o022, 0o644), (0o077, 0o600), (0o002, 0o664)])
+def test_files_have_the_mode_that_the_umask_asks_for(mask, mode, tmp_path):
+    before = os.umask(mask)
+    try:
+        write_json(tmp_path / "a.json", {}, error=DataError)
+        rb.save_model(torch.nn.Linear(1, 1), tmp_path / "model")
+    finally:
+        os.umask(before)
+    files = [path for path in tmp_path.rglob("*") if path.is_file()]
+    assert len(files) == 3
+    assert {path.stat().st_mode & 0o777 for path in files} == {mode}
 
 
 def test_leftovers_are_those_of_dead_processes(tmp_path):

@@ -63,6 +63,7 @@ from rarebit.pruning.pep import (
     thresholded_tables,
 )
 from rarebit.settings import check_types, from_mapping, require, to_mapping, updated
+from rarebit.storage import files
 from rarebit.storage.files import file_lock, write_json
 from rarebit.tables.apply import TableInfo, apply_, end_training_, find_sites, find_tables
 from rarebit.tables.collection import Stack
@@ -509,7 +510,7 @@ class PruningDriver:
 
     def _shared_ticket(self, folder: Path) -> Ticket:
         """Return the ticket of several runs; the first of them makes it."""
-        folder.mkdir(parents=True, exist_ok=True)
+        files.make_folder(folder)
         with file_lock(folder / LOCK, wait=True):
             if (folder / TICKET / DESCRIPTION).exists():
                 return load_ticket(folder / TICKET)

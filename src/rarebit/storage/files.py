@@ -24,6 +24,7 @@ mistaken for one of them:
     {"text": "6162..."}             not valid Unicode, in hexadecimal
 """
 
+import ctypes
 import errno
 import hashlib
 import json
@@ -71,7 +72,12 @@ class Disk:
             # safetensors refuses tensors that share memory
             separate[name] = written.clone() if storage in storages else written
             storages.add(storage)
+        path.touch()
+        mode = (
+            path.stat().st_mode
+        )  # as the user's umask has it; safetensors makes the file unreadable to others
         save_file(separate, path, dict(metadata) if metadata else None)
+        path.chmod(mode)
 
     def sync_file(self, path: Path) -> None:
         """Wait until the content of a file would survive a power loss."""
@@ -96,6 +102,12 @@ class Disk:
     def rename(self, source: Path, target: Path) -> None:
         """Rename a file or folder in one atomic step; a file replaces an old one."""
         source.rename(target)
+
+    def exchange(self, one: Path, other: Path) -> bool:
+        """Exchange two names in one atomic step; return whether the system could."""
+        swap: Any = getattr(ctypes.CDLL(None), "renameat2", None)
+        here, both = -100, 2  # AT_FDCWD, RENAME_EXCHANGE
+        return swap is not None and swap(here, bytes(one), here, bytes(other), both) == 0
 
     def remove(self, path: Path) -> None:
         """Remove a file, a link, or a folder with its content; it may be missing."""
@@ -257,22 +269,25 @@ def fresh_folder(target: Path, *, replace: bool = False, disk: Disk = DISK) -> I
 
     With `replace`, it takes the place of a folder that has the name.
     """
-    partial, old = hidden(target, "writing"), hidden(target, "removing")
+    partial, old, is_kept = hidden(target, "writing"), hidden(target, "removing"), False
     try:
         disk.remove(partial)
         disk.make_folder(partial)
         yield partial
         sync_tree(partial, disk)
-        if replace and target.exists():
-            disk.rename(target, old)
-        disk.rename(partial, target)
+        if not (replace and target.exists() and disk.exchange(partial, target)):
+            if replace and target.exists():  # in two steps, where the system has no better
+                disk.rename(target, old)
+            disk.rename(partial, target)
+        is_kept = True  # the old folder, until the new one would survive a power loss
         disk.sync_folder(target.parent)
+        is_kept = False
     finally:
         with suppress(OSError):
             if os.path.lexists(old) and not os.path.lexists(target):
                 disk.rename(old, target)
             for path in (partial, old):
-                if os.path.lexists(path):
+                if not is_kept and os.path.lexists(path):
                     disk.remove(path)
 
 

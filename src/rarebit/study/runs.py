@@ -27,7 +27,7 @@ from rarebit.data.prepared import PreparedFolder
 from rarebit.data.synthetic import SyntheticLog
 from rarebit.errors import StudyError
 from rarebit.settings import from_mapping, require, to_mapping
-from rarebit.storage.files import write_file, write_json
+from rarebit.storage.files import make_folder, write_file, write_json
 from rarebit.technique import technique_text
 from rarebit.training.metrics import Evaluation
 from rarebit.training.settings import PreparedLog, RunSettings, Training
@@ -183,7 +183,7 @@ class RunFolder:
     def write(self, settings: RunSettings, record: RunRecord, scores: Tensor) -> None:
         """Write the scores, then the result: a run with a result is complete."""
         values = {"settings": settings.to_mapping(), "result": dataclasses.asdict(record)}
-        self.path.mkdir(parents=True, exist_ok=True)
+        make_folder(self.path)
         file = BytesIO()
         np.save(file, scores.float().cpu().numpy(), allow_pickle=False)
         write_file(self.path / SCORES, file.getvalue(), error=StudyError)

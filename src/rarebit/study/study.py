@@ -23,7 +23,7 @@ from rarebit.data.synthetic import SyntheticLog
 from rarebit.errors import DataError, StudyError, StudyInterrupted
 from rarebit.machine import allowed_cores, choose_device, machine
 from rarebit.settings import require, to_mapping
-from rarebit.storage.files import file_lock, write_json
+from rarebit.storage.files import file_lock, make_folder, write_json
 from rarebit.study.plan import StudyPlan
 from rarebit.study.pool import Pool, StudyLines, StudyProgress
 from rarebit.study.results import (
@@ -100,7 +100,7 @@ def study(
     failures: dict[str, Failure] = {}
     cells = [Cell(plan, settings, where, failures) for settings in plan.runs]
     try:
-        (where / "runs").mkdir(parents=True, exist_ok=True)
+        make_folder(where / "runs")
     except OSError as error:
         raise StudyError(f"cannot write to the folder {str(where)!r}: {error.strerror}") from None
     with file_lock(where / "lock"):

@@ -33,7 +33,7 @@ from rarebit.data.schema import Schema
 from rarebit.errors import SettingsError, StudyError
 from rarebit.models._base import RankingModel
 from rarebit.settings import require, updated
-from rarebit.storage.files import write_json
+from rarebit.storage.files import make_folder, write_json
 from rarebit.study.plan import OWN, StudyPlan, StudySettings
 from rarebit.study.runs import UNREADABLE, run_key
 from rarebit.tables.apply import find_sites, find_tables, table_bytes
@@ -348,7 +348,7 @@ class MeasuredRates:
         key = run_key(run)
         if key not in known:
             known[key] = float(f"{rate_multiplier(run, self.train):.2g}")
-            self.path.parent.mkdir(parents=True, exist_ok=True)
+            make_folder(self.path.parent)
             write_json(self.path, known, error=StudyError)
         return known[key]
 

@@ -29,6 +29,7 @@ from rarebit.data.synthetic import SyntheticLog
 from rarebit.errors import ModelFileError
 from rarebit.models import build_model
 from rarebit.models._base import RankingModel
+from rarebit.storage import files
 from rarebit.storage.files import file_lock, write_json
 from rarebit.tables.apply import apply_, end_training_, find_tables, table_bytes, table_parameters
 from rarebit.tables.table import Method
@@ -312,7 +313,7 @@ def stored_settings(settings: RunSettings) -> dict[str, Any]:
 def make_folder(folder: Path) -> Path:
     """Make the folder before training, and raise where it is not writable."""
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        files.make_folder(folder)
         probe = folder / ".writable"
         probe.touch()
         probe.unlink()
