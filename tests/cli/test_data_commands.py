@@ -148,6 +148,12 @@ def test_a_split_by_user_keeps_each_user_in_one_part(call, log):
     schema = LogSchema.read(Path("here/schema.toml"))
     assert (schema.split.seed, schema.split.shares) == (3, (0.5, 0.25, 0.25))
     parts = rb.Dataset.open("here").splits
+    assert "user" not in parts.train.schema.names
+    schema = schema.to_toml().replace('"user"\nkind = "ignored"', '"user"\nkind = "categorical"')
+    Path("schema.toml").write_text(schema)
+    shown = prepare(call, log, "--schema", "schema.toml", "--out", "there")
+    assert "every 'user' of a test row is unknown" in " ".join(shown.split())
+    parts = rb.Dataset.open("there").splits
     assert len(set(parts.train.ids[:, 0].tolist())) == 6  # half of the users
     for part in parts[1:]:
         assert len(part) == 75  # a quarter of the users, who have equally many rows

@@ -210,8 +210,13 @@ def test_files_that_are_split_already(tmp_path):
     assert [len(part) for part in only_train.splits] == [20, 0, 0]
     with pytest.raises(SettingsError, match="needs one for train"):
         prepare({"test": files["test"]}, tmp_path / "two", schema=SCHEMA)
-    with pytest.raises(SettingsError, match="unknown part 'dev'"):
+    with pytest.raises(SettingsError, match="two files for valid, the second 'dev'"):
         prepare(files | {"dev": files["test"]}, tmp_path / "two", schema=SCHEMA)
+    with pytest.raises(SettingsError, match="unknown part 'holdout'"):
+        prepare(files | {"holdout": files["test"]}, tmp_path / "two", schema=SCHEMA)
+    files["val"] = files.pop("valid")
+    renamed = prepare(files, tmp_path / "renamed", schema=SCHEMA)
+    assert [len(part) for part in renamed.splits] == [20, 30, 10]
 
 
 def test_a_split_by_user_or_by_a_column(tmp_path):

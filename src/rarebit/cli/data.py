@@ -323,11 +323,10 @@ def show_schema(
 
 def treatment(column: Column, schema: LogSchema) -> str:
     """Return how a column is encoded."""
-    if column.kind == "ignored":
-        return "not read"
-    if column.kind == "time":
-        by_time = schema.split.kind == "time" and schema.split.column == column.name
-        return "decides the split, no feature" if by_time else "no feature"
+    if column.kind in ("ignored", "time"):
+        if schema.split.column == column.name:
+            return "decides the split, no feature"
+        return "not read" if column.kind == "ignored" else "no feature"
     if column.kind == "numeric":
         return {
             "standardised": "(x - mean) / std",

@@ -66,7 +66,14 @@ class TextFormat:
 FORMAT = 1
 MOST_BUCKETS, MOST_VALUES = 100_000_000, 1000
 LEAK = "Values are counted over all rows: training knows the values of the test rows."
+NEW_USERS = (
+    "The split is by {0!r}, so every {0!r} of a test row is unknown, and its table is never tested; "
+    'kind = "ignored" leaves it out of the model.'
+)
 SPLIT_NAMES = ("train", "valid", "test")
+PART_NAMES = {name: name for name in SPLIT_NAMES} | {"training": "train", "testing": "test"}
+PART_NAMES |= dict.fromkeys(("validation", "val", "dev", "eval"), "valid")
+"""The parts of a log by the names that people give them."""
 
 ColumnKind = Literal["categorical", "multi", "numeric", "time", "ignored"]
 Treatment = Literal["standardised", "log_square", "quantile"]
@@ -230,12 +237,12 @@ class LogSchema:
             f"unknown_share must be in [0, 1), got {self.unknown_share}",
         )
         if self.split.kind in ("time", "user"):
-            wanted = "time" if self.split.kind == "time" else "categorical"
+            wanted = ("time",) if self.split.kind == "time" else ("ignored", "categorical")
             column = self[self.split.column]
             require(
-                column.kind == wanted and column.buckets is None,
-                f"a split by {self.split.kind} needs a {wanted} column without buckets; "
-                f"{column.name!r} is kind={column.kind!r}, buckets={column.buckets}",
+                column.kind in wanted,
+                f"a split by {self.split.kind} needs a column of kind {' or '.join(wanted)}; "
+                f"{column.name!r} is kind={column.kind!r}",
             )
         for name, columns in self.vocabularies.items():
             kinds, min_counts = {c.kind for c in columns}, {c.min_count for c in columns}
@@ -278,7 +285,11 @@ class LogSchema:
 
     def notes(self) -> tuple[str, ...]:
         """Return what users of the data should know, a line each."""
-        return (LEAK,) if self.counts == "all" else ()
+        notes = [LEAK] if self.counts == "all" else []
+        name = self.split.column
+        if self.split.kind == "user" and self[name].kind == "categorical":
+            notes.append(NEW_USERS.format(name))
+        return tuple(notes)
 
     def to_mapping(self) -> dict[str, Any]:
         """Return the schema as plain values."""

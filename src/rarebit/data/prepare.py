@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from rarebit.data.dataset import Dataset
-from rarebit.data.log_schema import SPLIT_NAMES, LogSchema, Split, TextFormat
+from rarebit.data.log_schema import PART_NAMES, SPLIT_NAMES, LogSchema, Split, TextFormat
 from rarebit.data.prepared import Progress, no_progress
 from rarebit.data.sources import find_source
 from rarebit.errors import DataError, SettingsError, import_extra
@@ -51,12 +51,16 @@ def prepare(
     from rarebit.data.raw.readers import find_format, read_raw
 
     if isinstance(log, Mapping):
-        for part in log:
-            if part not in SPLIT_NAMES:
-                raise SettingsError(f"unknown part {part!r}{suggest(part, SPLIT_NAMES)}")
-        if "train" not in log:
+        files = {}
+        for name, file in log.items():
+            part = PART_NAMES.get(name)
+            if part is None or part in files:
+                what = "unknown part" if part is None else f"two files for {part}, the second"
+                raise SettingsError(f"{what} {name!r}{suggest(name, SPLIT_NAMES)}")
+            files[part] = Path(file)
+        if "train" not in files:
             raise SettingsError("a log in several files needs one for train")
-        files = {part: Path(log[part]) for part in SPLIT_NAMES if part in log}
+        files = {part: files[part] for part in SPLIT_NAMES if part in files}
         if split is not None and split.kind != "given":
             raise SettingsError(f"the files are split already: leave out the split by {split.kind}")
         drawn_by = split or (schema.split if schema is not None else Split())

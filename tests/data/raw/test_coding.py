@@ -165,7 +165,7 @@ def test_numbers_of_every_type(values, numbers, bad_rows, treatment):
 
 def test_given_parts_other_than_the_three_are_bad_rows():
     bad = BadRows("aside")
-    found = code(["x"] * 5, part=["test", "train", "valid", "dev", None], bad=bad)
+    found = code(["x"] * 5, part=["test", " Train", "val", "holdout", None], bad=bad)
     assert found.key.tolist() == [2, 0, 1]
     assert bad.reasons == {"part is not train, valid or test": 2}
 

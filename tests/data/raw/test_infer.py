@@ -129,8 +129,8 @@ def test_the_index_of_a_table_is_ignored(name):
     column, reason = guess(counts(), name)
     assert column.kind == "ignored"
     assert reason == "the index of a table by its name: the number of the row"
-    split = Split(kind="user", column=name)
-    assert guess(counts(), name, split=split)[0].kind == "categorical", "asked for"
+    split = Split(kind="time", column=name)
+    assert guess(counts(), name, split=split)[0].kind == "time", "asked for"
 
 
 def test_names_that_only_hold_that_of_an_index_are_read():
@@ -349,7 +349,9 @@ def test_words_are_texts_where_nothing_says_otherwise(values):
 def test_the_split_decides_what_its_column_is():
     ids = [f"u{i}" for i in range(N)]
     split = Split(kind="user", column="x")
-    assert guess(ids, split=split)[0] == Column(name="x", min_count=2)
+    column, reason = guess(ids, split=split)
+    assert column == Column(name="x", kind="ignored")
+    assert reason == "the split is by it: no value of a test row is known in training"
     split = Split(kind="time", column="x")
     assert guess(text(draw(0, 9)), split=split)[0] == Column(name="x", kind="time")
     split = Split(kind="given", column="x")

@@ -210,15 +210,11 @@ def test_a_wrong_split_is_refused(values, message):
         ({"counts": "test"}, "schema: counts must be one of 'train', 'all', got 'test'"),
         (
             {"split": Split(kind="time", column="user")},
-            "a split by time needs a time column without buckets; 'user' is kind='categorical'",
+            "a split by time needs a column of kind time; 'user' is kind='categorical'",
         ),
         (
             {"split": Split(kind="user", column="when")},
-            "a split by user needs a categorical column without buckets; 'when' is kind='time'",
-        ),
-        (
-            {"split": Split(kind="user", column="hashed")},
-            "needs a categorical column without buckets; 'hashed' is kind='categorical', buckets=100",
+            "a split by user needs a column of kind ignored or categorical; 'when' is kind='time'",
         ),
     ],
 )

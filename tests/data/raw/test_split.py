@@ -126,6 +126,12 @@ MOMENT = datetime(2024, 2, 29, 23, 30, 15, tzinfo=UTC)
         "2024-03-01T01:30:15+02:00",
         "2024-02-29 18:00:15-0530",
         "2024/02/29 23:30:15",
+        "2024-02-29 23:30:15 UTC",
+        "29.02.2024 23:30:15",
+        "29-Feb-2024 23:30:15",
+        "29 FEB 2024 23:30:15",
+        "29/Feb/2024:23:30:15 +0000",
+        "Thu Feb 29 23:30:15 +0000 2024",
         str(int(MOMENT.timestamp())),
         f"{MOMENT.timestamp():.3f}",
     ],
@@ -171,6 +177,11 @@ def test_what_is_no_time_is_a_bad_row():
     times = ["yesterday", "2024-13-01", "nan", None, "2024-01-01", "", "5"]
     assert len(keys_of(times, bad)) == 2
     assert bad.reasons == {"t is not a time": 5}
+    bad = BadRows()
+    keys_of(["2024-01-01", "02/03/2024", "5/6/24"], bad)
+    message = r"t is not a time \(got '02/03/2024'\).* t may be .* 2024-02-29 .*\. Fix the file$"
+    with pytest.raises(DataError, match=message):
+        bad.raise_if_any()
     bad = BadRows("aside")
     assert keys_of([1.0, float("nan"), None], bad).tolist() == [1.0]
     assert bad.count == 2

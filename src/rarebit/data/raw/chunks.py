@@ -66,6 +66,8 @@ class BadRows:
         self.keep, self.file = keep, file
         self.reasons: Counter[str] = Counter()
         self.first: tuple[Place, str] | None = None
+        self.hints: set[str] = set()
+        """What values should be, for people."""
         self.label, self.classes = "", np.zeros(2, np.int64)
         """The label's column, and how many rows of 0 and of 1 it has."""
         self.wrong_labels: Counter[str | None] = Counter()
@@ -126,9 +128,11 @@ class BadRows:
         where = f"{place.file}, {place.unit}" if place.file else "row"
         more = f" {self.count:,} malformed rows in total: {self.summary()}."
         rest = more if self.count > 1 else ""
+        hints = "".join(f" {hint}" for hint in sorted(self.hints))
+        skip = ", or skip malformed rows and write them to a file (--bad-rows aside)"
         raise DataError(
-            f"{where} {place.number:,}: {reason}: {shortened(place.text)!r}.{rest} Fix the file, or "
-            "skip malformed rows and write them to a file (--bad-rows aside)"
+            f"{where} {place.number:,}: {reason}: {shortened(place.text)!r}.{rest}{hints} Fix the file"
+            f"{skip if self.count <= self.classes.sum() else ''}"
         )
 
     def _refuse_labels(self) -> None:

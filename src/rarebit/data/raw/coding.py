@@ -18,7 +18,7 @@ import numpy as np
 import polars as pl
 from numpy.typing import NDArray
 
-from rarebit.data.log_schema import SPLIT_NAMES, Column, LogSchema
+from rarebit.data.log_schema import PART_NAMES, SPLIT_NAMES, Column, LogSchema
 from rarebit.data.raw.chunks import BadRows, RawChunk, shortened
 from rarebit.data.schema import FIRST_VALUE, MISSING, PADDING, UNKNOWN
 from rarebit.errors import DataError
@@ -35,8 +35,14 @@ LABEL_WORDS = {"false": 0.0, "False": 0.0, "FALSE": 0.0, "true": 1.0, "True": 1.
 TIME_FORMATS = (
     *("%Y-%m-%d %H:%M:%S%.f", "%Y-%m-%dT%H:%M:%S%.f", "%Y-%m-%dT%H:%M:%S%.fZ"),
     *("%Y-%m-%dT%H:%M:%S%.f%z", "%Y-%m-%d %H:%M:%S%.f%z"),
-    *("%Y-%m-%d %H:%M", "%Y-%m-%d", "%Y/%m/%d %H:%M:%S", "%Y/%m/%d"),
+    *("%Y-%m-%d %H:%M:%S%.f UTC", "%Y-%m-%d %H:%M", "%Y-%m-%dT%H:%M", "%Y-%m-%d"),
+    *("%Y/%m/%d %H:%M:%S", "%Y/%m/%d %H:%M", "%Y/%m/%d"),
+    *("%d.%m.%Y %H:%M:%S", "%d.%m.%Y %H:%M", "%d.%m.%Y"),
+    *("%d-%b-%Y %H:%M:%S", "%d-%b-%Y", "%d %b %Y %H:%M:%S", "%d %b %Y"),
+    *("%d/%b/%Y:%H:%M:%S %z", "%a %b %d %H:%M:%S %z %Y"),
 )
+"""Not 02/03/2024: some write the day first, and others the month."""
+KNOWN_TIMES = "a number, or a time such as 2024-02-29 23:30:00, 29.02.2024 23:30 or 29 Feb 2024"
 
 
 def text_of(column: pl.Expr, dtype: pl.DataType) -> pl.Expr:
@@ -111,6 +117,7 @@ class _Check(NamedTuple):
     column: str
     reason: str
     is_bad: pl.Expr
+    hint: str = ""
 
 
 class _Plan(NamedTuple):
@@ -190,7 +197,9 @@ class RowCoder:
         if self.with_key and schema.split.kind in ("time", "given"):
             name = schema.split.column
             wanted = "a time" if schema.split.kind == "time" else "train, valid or test"
-            yield _Check(name, f"{name} is not {wanted}", self._key(types).is_null())
+            known = KNOWN_TIMES if schema.split.kind == "time" else ", ".join(PART_NAMES)
+            hint = f"{name} may be {known}."
+            yield _Check(name, f"{name} is not {wanted}", self._key(types).is_null(), hint)
 
     def _outputs(self, types: pl.Schema) -> Iterator[tuple[str, pl.Expr]]:
         """Yield everything that a row becomes, in order, by a name that tells what it is."""
@@ -268,9 +277,10 @@ class RowCoder:
             return _seconds(split.column, types[split.column])
         text = text_of(pl.col(split.column), types[split.column])
         if split.kind == "given":
-            parts = {name: number for number, name in enumerate(SPLIT_NAMES)}
-            return text.replace_strict(parts, default=None, return_dtype=pl.UInt8)
-        return self._codes(self.schema[split.column], text)
+            parts = {name: SPLIT_NAMES.index(part) for name, part in PART_NAMES.items()}
+            name = text.str.strip_chars().str.to_lowercase()
+            return name.replace_strict(parts, default=None, return_dtype=pl.UInt8)
+        return text.fill_null("").hash()  # which rows are of one user is all that matters
 
 
 def _as_codes(found: pl.Series) -> NDArray[np.int32]:
@@ -293,6 +303,7 @@ def _keep_good(
         value = chunk.frame[check.column][row]
         shown = "nothing" if value is None else repr(shortened(str(value)))
         bad.add(chunk.locate(row), check.reason, f" (got {shown})")
+        bad.hints |= {check.hint} - {""}
     return keep
 
 
@@ -330,8 +341,20 @@ def _seconds(name: str, dtype: pl.DataType) -> pl.Expr:
     number = pl.when(number.is_finite()).then(number)
     if dtype != pl.String:
         return number
-    times = [column.str.to_datetime(text, strict=False, time_unit="us") for text in TIME_FORMATS]
-    return pl.coalesce(number, *(time.to_physical().cast(pl.Float64) / 1e6 for time in times))
+    return pl.coalesce(number, column.map_batches(seconds_of, return_dtype=pl.Float64))
+
+
+def seconds_of(texts: pl.Series) -> pl.Series:
+    """Return written times as seconds since 1970, null for what is no time."""
+    found = pl.Series(texts.name, [None], pl.Float64).extend_constant(None, len(texts) - 1)
+    for spelling in TIME_FORMATS:
+        times = texts.str.to_datetime(spelling, strict=False, time_unit="us")
+        seconds = times.to_physical().cast(pl.Float64) / 1e6
+        # 5/6/24 would be a day of the year 5
+        found = found.zip_with(found.is_not_null() | (times.dt.year() < 1000), seconds)
+        if not found.has_nulls():
+            break
+    return found
 
 
 def _hashed(text: pl.Expr, buckets: int) -> pl.Expr:

@@ -32,6 +32,7 @@ import polars as pl
 from numpy.typing import NDArray
 
 from rarebit.data.log_schema import Column, LogSchema, Split
+from rarebit.data.raw.coding import seconds_of
 from rarebit.errors import DataError
 from rarebit.settings import suggest
 
@@ -67,10 +68,8 @@ EXACT = 1 << 53
 INDEX = r"__index_level_[0-9]+__|Unnamed: [0-9]+(?:\.[0-9]+)?"
 """Names of an index that pandas wrote next to the columns."""
 MISSING_WORDS = ("NULL", "Null", "null", "NaN", "nan", "NA", "N/A", "n/a", "None", "none", r"\N")
-ISO_TIME = (
-    r"^[0-9]{4}-[0-9]{2}-[0-9]{2}"
-    r"(?:[T ][0-9]{2}:[0-9]{2}(?::[0-9]{2}(?:\.[0-9]+)?)?(?:Z|[+-][0-9]{2}:?[0-9]{2})?)?$"
-)
+HAS_YEAR = r"^[0-9]{4}[-/]|[-./ ][0-9]{4}"
+"""A sign that texts may be times."""
 
 _Guess: TypeAlias = tuple[Column, str]
 
@@ -227,8 +226,7 @@ def _for_split(seen: SeenColumn, split: Split) -> _Guess | None:
     if split.kind == "time":
         return Column(name=seen.name, kind="time"), "the split is by this time"
     if split.kind == "user":
-        column = Column(name=seen.name, min_count=_min_count(seen, seen.distinct))
-        return column, "all rows of one of these are in one split"
+        return _ignored(seen, "the split is by it: no value of a test row is known in training")
     if split.kind == "given":
         return Column(name=seen.name, kind="ignored"), "says which split a row is for"
     return None
@@ -259,9 +257,9 @@ def _no_use(seen: SeenColumn) -> _Guess | None:
 def _time(seen: SeenColumn) -> _Guess | None:
     if isinstance(seen.dtype, pl.Date | pl.Datetime):
         return Column(name=seen.name, kind="time"), f"of type {_type(seen.dtype)}"
-    if seen.dtype != pl.String or not seen.values.str.contains(ISO_TIME).all():
+    if seen.dtype != pl.String or not re.search(HAS_YEAR, str(seen.values[0])):
         return None
-    if seen.values.str.slice(0, 10).str.to_date("%Y-%m-%d", strict=False).null_count():
+    if seconds_of(seen.values).has_nulls():
         return None
     return Column(name=seen.name, kind="time"), f"dates such as {seen.values[0]}"
 
