@@ -137,6 +137,7 @@ def import_extra(module: str, extra: str, purpose: str) -> Any:
     """
     package = module.partition(".")[0]
     try:
+        import_module(package)
         return import_module(module)
     except ImportError as error:
         broken = None if find_spec(package) is None else error

@@ -47,6 +47,10 @@ def test_a_table_with_one_long_direction_is_not_said_to_be_wasted():
     assert found.tables[0].abundance_ratio < 0.5
     assert found.tables[0].directions == 7
     assert found.findings == ()
+    table = found.tables[0]
+    figures = f"IA {table.information_abundance:.1f} of {table.random_abundance:.1f}"
+    reason = "one direction outweighs the others, but they are in use"
+    assert found.excused == (f"Collapsed but no problem: {reason}: user ({figures}).",)
 
 
 @pytest.mark.parametrize(
@@ -142,6 +146,45 @@ def test_what_a_method_did_on_purpose_is_not_told():
     found = diagnose(model, counts={"user": torch.zeros(400, dtype=torch.int64)})
     assert found.tables[0].abundance_ratio < 0.2
     assert found.findings == ()
+    collapsed, rare = found.excused
+    reason = "a method makes the table smaller on purpose: user"
+    assert collapsed.startswith(f"Collapsed but no problem: {reason} (IA ")
+    assert rare.startswith(f"Rare but no problem: {reason}")
+
+
+def test_dead_rows_of_a_small_or_pruned_table_are_explained():
+    large, small = torch.randn(400, 8), torch.randn(9, 4)
+    large[:244], small[:5] = 0, 0
+    model = nn.ModuleDict(
+        {
+            name: nn.Embedding.from_pretrained(weight)
+            for name, weight in (("user", large), ("os", small))
+        }
+    )
+    rb.apply_(model, rb.pruning.Masked(), where=lambda table: table.name == "user", verbose=False)
+    found = diagnose(model)
+    assert found.findings == ()
+    assert found.excused == (
+        "Dead but no problem: a method sets entries to zero on purpose: user (61 %).",
+        "Dead but no problem: less than 1 % of the bytes of all tables could be saved: os (56 %).",
+    )
+    assert all(note in str(found) for note in found.excused)
+    assert found.to_mapping()["excused"] == list(found.excused)
+
+
+def test_many_tables_are_named_in_one_note():
+    tables = {f"t{n}": nn.Embedding.from_pretrained(torch.zeros(3, 2)) for n in range(9)}
+    found = diagnose(nn.ModuleDict({"large": nn.Embedding(5000, 8), **tables}))
+    [note] = found.excused
+    assert note.endswith("t4 (100 %), t5 (100 %) and 3 more.")
+
+
+def test_the_thresholds_are_stated_with_the_figures():
+    counts = {"user": torch.randint(2, (400,))}
+    words = str(diagnose(model_of(torch.randn(400, 8)), counts=counts))
+    assert "a table has collapsed below 50 % of random" in words
+    assert "a problem from 5 % on" in words
+    assert "seen once make 33 % of the rows" in words
 
 
 @pytest.mark.parametrize("with_table", [True, False])
@@ -175,7 +218,7 @@ def test_a_finding_names_its_table_first():
 
 
 def test_no_tables_have_no_findings():
-    assert find_waste([]) == ()
+    assert find_waste([]) == ((), ())
 
 
 def test_rows_that_are_zero_on_purpose_are_no_waste():

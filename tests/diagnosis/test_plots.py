@@ -137,7 +137,7 @@ def test_a_long_name_keeps_its_end():
 
 
 def test_without_matplotlib_it_is_said_how_to_get_it(monkeypatch, tmp_path):
-    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
     found = diagnose(nn.ModuleDict({"user": nn.Embedding(90, 4)}))
     with pytest.raises(MissingExtraError, match=r"pip install 'rarebit\[plots\]'"):
         found.save(tmp_path / "out")

@@ -156,7 +156,7 @@ def test_a_single_scan_and_tables_of_zeros_can_be_drawn():
 
 
 def test_without_matplotlib_it_is_said_how_to_get_it(monkeypatch, tmp_path):
-    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
     insight = insight_of(0.5)
     with pytest.raises(MissingExtraError, match=r"pip install 'rarebit\[plots\]'"):
         write_insight(insight, tmp_path / "out")

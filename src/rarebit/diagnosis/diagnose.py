@@ -82,10 +82,12 @@ def diagnose(
             f"none of the fields {', '.join(known)} is a table of the model, which has "
             f"{', '.join(sorted(used))}; give counts by the names of its tables"
         )
+    findings, excused = find_waste(tables, masked)
     return Diagnosis(
         tables=tuple(tables),
         sub_embeddings=find_sub_embeddings(model, triangles),
-        findings=find_waste(tables, masked),
+        findings=findings,
+        excused=excused,
         left_alone=tuple(left_alone),
     )
 
@@ -125,8 +127,9 @@ def diagnose_file(path: str | os.PathLike[str]) -> Diagnosis:
             f"{str(path)!r} holds no table: no matrix of floats with more rows than {TALLER_THAN} "
             f"times its columns among its {len(left_alone)} tensors"
         )
+    findings, excused = find_waste(tables)
     return Diagnosis(
-        tables=tuple(tables), findings=find_waste(tables), left_alone=tuple(left_alone)
+        tables=tuple(tables), findings=findings, excused=excused, left_alone=tuple(left_alone)
     )
 
 

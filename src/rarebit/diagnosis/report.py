@@ -5,8 +5,8 @@
     rare          a third of the rows or more were never trained or seen once
     dead          a twentieth of the rows or more are zero or nearly zero
 
-A table that a method has made smaller on purpose is checked for numbers that are not finite and for dead rows
-only. Findings that would save less than a hundredth of the bytes of all tables are left out.
+What is beyond a threshold but no problem is reported with the reason: a method did it on purpose, or it would save less
+than a hundredth of the bytes of all tables.
 """
 
 import json
@@ -35,22 +35,23 @@ LEAST_SAVING = 0.01
 """Findings that would save less than this share of all bytes are left out."""
 NARROWER = 0.8
 """A smaller table is worth trying if it has at most this share of the width, or of the rows."""
-NOTHING_WRONG = (
-    "No problem found: no table has collapsed, and no table has dead rows, or many rare ones, as far as "
-    "that is known."
-)
+MOST_NAMES = 6
+"""Names of tables in one note."""
+NOTHING_WRONG = "No problem found, as far as that is known."
 NO_COUNTS = (
     "Training counts are not known, so rows that were never trained, values seen once, and how norms relate "
     "to frequency are not shown; give the training data to see them."
 )
 MEANINGS = {
-    "IA": "information abundance, the sum of the singular values divided by the largest one",
+    "IA": "information abundance, the sum of the singular values divided by the largest one; a table has collapsed "
+    f"below {percent(COLLAPSED_BELOW)} of random",
     "random": "that of a random table of the same size",
     "sets": "the information abundance of each embedding set",
     "rank": "stable rank",
-    "dead": "rows that are zero or nearly zero",
+    "dead": f"rows that are zero or nearly zero; a problem from {percent(DEAD_FROM)} on",
     "never": "rows that training never saw",
-    "once": "values seen once, as a share of the values that training saw",
+    "once": "values seen once, as a share of the values that training saw; a problem where never trained and seen "
+    f"once make {percent(RARE_FROM)} of the rows",
     "norm": "correlation of a row's norm with its training count",
 }
 
@@ -75,30 +76,60 @@ class Finding:
 
 def find_waste(
     tables: Sequence[TableDiagnosis], masked: Collection[str] = ()
-) -> tuple[Finding, ...]:
-    """Return the problems of tables, the worst first: wrong numbers, then the most bytes.
+) -> tuple[tuple[Finding, ...], tuple[str, ...]]:
+    """Return the problems of tables, the worst first, and notes on what is beyond a threshold but no problem.
 
     `masked` are the names of the tables with a method that makes entries zero on purpose.
     """
     least = LEAST_SAVING * sum(table.num_bytes for table in tables)
     found = [
-        (table, finding)
+        (table, finding, _excuse(table, finding, masked, max(least, 1)))
         for table in tables
-        for rule in (
-            (_not_finite, _dead) if table.methods else (_not_finite, _collapsed, _rare, _dead)
-        )
+        for rule in (_not_finite, _collapsed, _rare, _dead)
         if (finding := rule(table)) is not None
-        if finding.kind != "dead" or table.name not in masked
     ]
-    of_wide = {(table.field, finding.kind) for table, finding in found if table.width > 1}
+    of_wide = {(table.field, finding.kind) for table, finding, excuse in found if table.width > 1}
     worth = [
         finding
-        for table, finding in found
-        if finding.kind == "not finite" or finding.wasted_bytes >= max(least, 1)
+        for table, finding, excuse in found
         # first-order weights of a field have the same rows as its table: report them once
-        if table.width > 1 or (table.field, finding.kind) not in of_wide
+        if not excuse and (table.width > 1 or (table.field, finding.kind) not in of_wide)
     ]
-    return tuple(sorted(worth, key=lambda f: (f.kind != "not finite", -f.wasted_bytes)))
+    excused: dict[str, list[str]] = {}
+    for name, (table, finding, excuse) in zip(
+        short_names([t for t, *_ in found]), found, strict=True
+    ):
+        if excuse and table.width > 1:  # first-order weights are not shown
+            figure = {
+                "collapsed": f"IA {_number(table.information_abundance)} of {_number(table.random_abundance)}",
+                "dead": _of_rows(table.dead_rows, table),
+            }.get(finding.kind, size(finding.wasted_bytes))
+            excused.setdefault(f"{finding.kind.capitalize()} but no problem: {excuse}", []).append(
+                f"{name} ({figure})"
+            )
+    notes = []
+    for reason, names in excused.items():
+        more = f" and {len(names) - MOST_NAMES} more" if len(names) > MOST_NAMES else ""
+        notes.append(f"{reason}: {', '.join(names[:MOST_NAMES])}{more}.")
+    worth.sort(key=lambda f: (f.kind != "not finite", -f.wasted_bytes))
+    return tuple(worth), tuple(notes)
+
+
+def _excuse(table: TableDiagnosis, finding: Finding, masked: Collection[str], least: float) -> str:
+    """Return why something beyond a threshold is no problem; "" where it is one."""
+    if finding.kind == "not finite":
+        return ""
+    if finding.kind == "dead" and table.name in masked:
+        return "a method sets entries to zero on purpose"
+    if finding.kind != "dead" and table.methods:
+        return "a method makes the table smaller on purpose"
+    if finding.kind == "collapsed" and (table.directions or 0) > NARROWER * min(
+        table.rows, table.width
+    ):
+        return "one direction outweighs the others, but they are in use"
+    if finding.wasted_bytes < least:
+        return f"less than {percent(LEAST_SAVING)} of the bytes of all tables could be saved"
+    return ""
 
 
 def _not_finite(table: TableDiagnosis) -> Finding | None:
@@ -118,8 +149,6 @@ def _collapsed(table: TableDiagnosis) -> Finding | None:
     ratio, used = table.abundance_ratio, table.directions
     if ratio is None or used is None or ratio >= COLLAPSED_BELOW or not used:
         return None
-    if used > NARROWER * min(table.rows, table.width):
-        return None  # one direction outweighs the others, which are in use all the same
     return Finding(
         table=table.name,
         kind="collapsed",
@@ -252,6 +281,8 @@ class Diagnosis:
     """What fields show to each other, for FFM and DCN-V2."""
     findings: tuple[Finding, ...] = ()
     """What is wasted and what to try, the worst first."""
+    excused: tuple[str, ...] = ()
+    """What is beyond a threshold but no problem, and why."""
     left_alone: tuple[LeftAlone, ...] = ()
     """What was not measured, and why."""
     reports: Mapping[str, Any] = field(default_factory=dict)
@@ -290,6 +321,7 @@ class Diagnosis:
             notes.append(f"Skipped, because they are no tables or cannot be read: {names}.")
         if self.tables and all(table.never_trained_rows is None for table in self.tables):
             notes.append(NO_COUNTS)
+        notes += self.excused
         if self.tables and not self.findings:
             notes.append(NOTHING_WRONG)
         return tuple(notes)
@@ -305,6 +337,7 @@ class Diagnosis:
             "tables": [table.to_mapping() for table in self.tables],
             "sub_embeddings": [matrix.to_mapping() for matrix in self.sub_embeddings],
             "findings": [to_mapping(finding) for finding in self.findings],
+            "excused": list(self.excused),
             "left_alone": [to_mapping(thing) for thing in self.left_alone],
             **({"reports": dict(self.reports)} if self.reports else {}),
         }
