@@ -61,7 +61,9 @@ def test_it_is_drawn_anew_with_another_seed_or_another_scale():
 
 def test_it_is_trained_as_a_plain_table():
     model = started(nn.Sequential(nn.Embedding(9, 4)), ProductStart())
-    plain = nn.Sequential(nn.Embedding.from_pretrained(model[0].weight.detach(), freeze=False))
+    plain = nn.Sequential(
+        nn.Embedding.from_pretrained(model[0].weight.detach().clone(), freeze=False)
+    )
     for trained in (model, plain):
         optimizer = torch.optim.SGD(trained.parameters(), lr=0.1)
         for ids in ([4, 1], [4, 4]):

@@ -196,7 +196,7 @@ def test_the_computed_weight_of_a_methods_table_is_a_lookup_of_all_rows(use, met
     model, ids = Stranger(nn.Embedding(ROWS, DIM), USES[use]), some_ids()
     rb.apply_(model, method, verbose=False)
     plain = Stranger(
-        nn.Embedding.from_pretrained(model.table.weight.detach(), freeze=False), USES[use]
+        nn.Embedding.from_pretrained(model.table.weight.detach().clone(), freeze=False), USES[use]
     )
     plain.hidden.load_state_dict(model.hidden.state_dict())
     answer = unit_rows(torch.arange(ROWS), own_gradients(plain, [ids], 2))

@@ -11,16 +11,20 @@ another table (`inner`), plain or not, so techniques compose:
 Shapes: N rows of the table, D its width.
 """
 
+import copy
+import operator
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from itertools import chain
-from typing import TYPE_CHECKING, ClassVar, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeAlias
 
 import torch
 from torch import Tensor, nn
+from torch.jit import is_tracing  # type: ignore[attr-defined]  # it is, but torch does not say so
 from torch.optim import Optimizer
 
+from rarebit.errors import UnsupportedTableError
 from rarebit.technique import Technique
 
 if TYPE_CHECKING:
@@ -47,6 +51,83 @@ def field_of(name: str) -> str:
     """Return the last part of a table's name: the field or attribute it is called by."""
     quoted = QUOTED_FIELD.search(name)
     return re.sub(r"\\(.)", r"\1", quoted[1]) if quoted else name.rpartition(".")[2]
+
+
+class _LikeTensor(type(Tensor)):  # type: ignore[misc]  # the class of torch's class
+    """Lets `torch.testing.assert_close` compare rows with a parameter: it wants related classes."""
+
+    def __instancecheck__(cls, instance: object) -> bool:
+        return isinstance(instance, Tensor)
+
+
+class ComputedRows(Tensor, metaclass=_LikeTensor):
+    """Rows that a table computed: an operation that writes to them, or to a view of them, raises; all others read.
+
+    What is written here would be lost. All results but views are ordinary tensors.
+    """
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Any,
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        """Run an operation as on an ordinary tensor, unless it writes to the rows."""
+        del types
+        options = dict(kwargs or {})
+        if torch.compiler.is_compiling():  # it follows no more than this
+            with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001  # as torch's own guide does it
+                return func(*args, **options)
+        name, written = str(func.__name__), [options.get("out")]
+        if name in ("__set__", "__setitem__") or (name.endswith("_") and not name.endswith("__")):
+            written += [*args[:1], options.get("input"), options.get("tensor")]
+        if any(type(one) is cls for one in _flat(written)):
+            raise UnsupportedTableError(
+                "a table with a method computes its rows, so what is written to its .weight is lost; write before "
+                "apply_ or after merge_, or take a copy of the rows with .weight.clone()"
+            )
+        with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001  # as torch's own guide does it
+            result = func(*args, **options)
+            if name == "as_subclass":
+                return result
+            rows = [one for one in _flat([*args, *options.values()]) if type(one) is cls]
+            return _views_of(rows, result)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Store an ordinary tensor."""
+        return self.as_subclass(Tensor).__reduce_ex__(protocol)
+
+    def __deepcopy__(self, memo: Any) -> Tensor:
+        """Return an ordinary tensor."""
+        return copy.deepcopy(self.as_subclass(Tensor), memo)
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]  # torch leaves it untyped
+        """Show an ordinary tensor."""
+        return repr(self.as_subclass(Tensor))
+
+
+def _flat(values: Iterable[Any]) -> Iterator[Any]:
+    for value in values:
+        if isinstance(value, list | tuple):
+            yield from value
+        else:
+            yield value
+
+
+def _views_of(rows: Sequence[Tensor], result: Any) -> Any:
+    """Return a result with its tensors that share memory with rows as such rows."""
+    if isinstance(result, list | tuple):
+        views = [_views_of(rows, one) for one in result]
+        same = all(map(operator.is_, views, result))
+        return result if same else type(result)(views)
+    if isinstance(result, Tensor) and any(
+        torch._C._is_alias_of(result, one)  # type: ignore[attr-defined]  # noqa: SLF001  # it is, and has no other name
+        for one in rows
+    ):
+        return result.as_subclass(ComputedRows)
+    return result
 
 
 class Table(nn.Module, ABC):
@@ -93,8 +174,10 @@ class Table(nn.Module, ABC):
 
     @property
     def weight(self) -> Tensor:
-        """The full table `(N, D)`, differentiable. It costs what the table costs: not for a step."""
-        return torch.as_tensor(self(torch.arange(self.num_embeddings, device=home_of(self))))
+        """The full table `(N, D)`, differentiable and only to read. It costs what the table costs: not for a step."""
+        rows: Tensor = self(torch.arange(self.num_embeddings, device=home_of(self)))
+        is_traced = torch.compiler.is_compiling() or is_tracing()
+        return rows if is_traced else rows.as_subclass(ComputedRows)
 
     @property
     def sparse(self) -> bool:
