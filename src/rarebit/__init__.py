@@ -21,10 +21,10 @@ else:  # torch takes seconds to import, and the help of the command line does wi
         """Imports the library when one of its names is first used."""
 
         def __getattr__(self, name: str) -> Any:
-            if not name.startswith("_") and find_spec(f"rarebit.{name}"):
-                return import_module(f"rarebit.{name}")
             if name == "__all__" or not name.startswith("_"):
-                vars(self).update(_public())
+                vars(self).update(_public())  # its imports also bind the folders
+                if name not in vars(self) and find_spec(f"rarebit.{name}"):
+                    import_module(f"rarebit.{name}")
             if name in vars(self):
                 return vars(self)[name]
             raise AttributeError(f"module 'rarebit' has no attribute {name!r}")
@@ -43,6 +43,7 @@ else:  # torch takes seconds to import, and the help of the command line does wi
 
     def _public() -> dict[str, Any]:
         names = vars(import_module("rarebit._api"))
-        return {name: names[name] for name in ("__all__", *names["__all__"])}
+        known = names.get("__all__", ())  # nothing while it is being imported
+        return {name: names[name] for name in ("__all__", *known) if known}
 
     sys.modules[__name__].__class__ = _Package

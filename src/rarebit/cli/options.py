@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, NoReturn, cast
 
 from typer import Option
 
-from rarebit import machine
 from rarebit.cli import screen
 from rarebit.errors import SettingsError, TrainingInterrupted
+from rarebit.machine import OtherLoad, allowed_cores, free_cores
+from rarebit.machine import choose_device as find_device
 from rarebit.settings import offered, require
 from rarebit.technique import (
     BASELINE,
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
 
     from rarebit.training.settings import RunSettings
 
-LOAD = machine.OtherLoad()
+LOAD = OtherLoad()
 """What other processes use, from the start of the command on."""
 MODELS = offered("rarebit.models")
 """The names of all models, without importing them: help and completion are quick."""
@@ -122,7 +123,7 @@ def choose_bad_rows(chosen: str | None, default: Choice = "stop") -> Choice:
 def choose_device(name: str) -> "torch.device":
     """Return the device of a command."""
     require(name in DEVICES, f"device must be cpu, cuda or auto, got {name!r}")
-    return machine.choose_device(name)
+    return find_device(name)
 
 
 def choose_threads(threads: int | None) -> list[str]:
@@ -132,7 +133,7 @@ def choose_threads(threads: int | None) -> list[str]:
     if threads is None and os.environ.get("OMP_NUM_THREADS"):  # which torch has read
         return []
     if threads is None:
-        threads, cores = machine.free_cores(LOAD), machine.allowed_cores()
+        threads, cores = free_cores(LOAD), allowed_cores()
         busy = "" if threads == cores else f" of {cores}: other processes use the rest (--threads)"
         screen.line(f"CPU threads: {threads}{busy}", to=screen.errors)
     require(threads >= 1, f"--threads must be at least 1, got {threads}")

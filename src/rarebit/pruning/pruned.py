@@ -26,6 +26,7 @@ Not for rows that are looked up once: nothing shows which entries they need.
 
 import json
 import os
+import shlex
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -676,7 +677,7 @@ def prune_run(
         with file_lock(out / LOCK):
             if (out / PRUNE_FILE).exists():
                 raise ModelFileError(
-                    f"{str(out)!r} holds a pruning already; resume it (rarebit prune --resume {out}), or "
+                    f"{str(out)!r} holds a pruning already; resume it (rarebit prune --resume {shlex.quote(str(out))}), or "
                     "choose another folder"
                 )
             write_json(out / PRUNE_FILE, asked, error=ModelFileError)

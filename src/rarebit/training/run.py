@@ -12,6 +12,7 @@ checkpoints.
 import json
 import os
 import platform
+import shlex
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, replace
@@ -218,7 +219,7 @@ def run(
             if (out / CHECKPOINTS).exists() or (out / STAGE).exists():
                 raise ModelFileError(
                     f"{str(out)!r} holds a run already; resume it "
-                    f"(rarebit train --resume {out}), or choose another folder"
+                    f"(rarebit train --resume {shlex.quote(str(out))}), or choose another folder"
                 )
             values = {"settings": stored_settings(settings)}
             write_json(out / RUN_FILE, values, error=ModelFileError)
