@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.testing import assert_close
 
 import rarebit as rb
-from rarebit.tables.collection import TableCollection
+from rarebit.tables.collection import PlainStack, TableCollection
 
 FIELDS = (
     rb.data.Field(name="user", rows=8),
@@ -198,6 +198,17 @@ def split_collection() -> TableCollection:
 def test_int32_and_int64_ids_give_the_same():
     for tables in (collection(), split_collection()):
         assert_close(tables(IDS.int()), tables(IDS), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize(("rows", "wide"), [(2**30 - 1, False), (2**30, True)])
+def test_offsets_beyond_int32_are_int64(rows, wide):
+    # such tables have a shape and no memory
+    tables = [nn.Embedding(rows, 2, device="meta") for _ in range(2)]
+    stack = PlainStack(tables, [1, 1])
+    assert stack.offsets.dtype == (torch.int64 if wide else torch.int32)
+    ids = torch.zeros(3, 2, dtype=torch.int32, device="meta")
+    assert (ids + stack.offsets).dtype == stack.offsets.dtype
+    assert stack.rows(ids).shape == (3, 2, 2)
 
 
 def test_a_copy_is_independent():
