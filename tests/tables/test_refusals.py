@@ -1,5 +1,6 @@
 """What a table can do that no method could keep: refused by name, in one sentence."""
 
+import copy
 import re
 
 import pytest
@@ -26,6 +27,11 @@ class OwnBag(nn.EmbeddingBag):
 class Doubled(nn.Module):
     def forward(self, weight):
         return 2 * weight
+
+
+def compiled_in_place(model):
+    model.compile(backend="eager")
+    return model
 
 
 def nothing(*_):
@@ -239,8 +245,28 @@ def test_a_compiled_model_is_refused():
     refused(nn.ModuleDict({"inner": compiled}), f"'inner' in the model {message}")
     model.compile(backend="eager")
     refused(model, f"the model {message}")
-    with pytest.raises(UnsupportedTableError, match="the model is compiled"):
-        rb.merge_(model)
+
+
+@pytest.mark.parametrize("call", [rb.merge_, rb.pack_])
+@pytest.mark.parametrize(
+    ("wrap", "instead", "inside"),
+    [
+        (
+            lambda model: torch.compile(model, backend="eager"),
+            r"model\._orig_mod, and compile that again",
+            lambda model: model._orig_mod,
+        ),
+        (nn.DataParallel, r"model\.module, and wrap that again", lambda model: model.module),
+        (compiled_in_place, r"copy\.deepcopy\(model\), which is not compiled", copy.deepcopy),
+    ],
+)
+def test_after_training_the_model_inside_a_wrapper_is_changed(call, wrap, instead, inside):
+    model = nn.Sequential(nn.Embedding(200, 4))
+    rb.apply_(model, rb.Hashing(buckets=190), verbose=False)
+    wrapped = wrap(model)
+    with pytest.raises(UnsupportedTableError, match=f"; call {call.__name__} on {instead}"):
+        call(wrapped, verbose=False)
+    call(inside(wrapped), verbose=False)
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:DeprecationWarning")

@@ -548,3 +548,14 @@ def test_only_tables_and_rows_that_are_there_are_explained():
             transfer.explain("user", 0)
         with pytest.raises(SettingsError, match="'item' has ids from 0 to 199, got 200"):
             transfer.explain("item", 200)
+
+
+def test_small_tables_are_refused_by_the_least_number_of_rows():
+    model = nn.Sequential(nn.Embedding(100, 4))
+    message = (
+        r"takes tables of more than 100 rows, and the model has 0 \(100 rows\); leave it out, or"
+    )
+    with pytest.raises(NoTableError, match=message):
+        rb.HarmlessTransfer().start(model, counts=torch.ones(100))
+    with rb.HarmlessTransfer(fields="0").start(model, counts=torch.arange(100)) as transfer:
+        assert transfer.groups[0].names == ("0",)

@@ -806,7 +806,7 @@ def pack_(
     pack: 1 of 1 tables, 256,000 -> 2,812 bytes stored
       0  1,000 x 64, 256,000 -> 2,812
     """
-    refuse_wrapped_model(model)
+    refuse_wrapped_model(model, trained="pack_")
     method = Pack(bits=bits)
     chosen, tables, skipped = [], [], []
     for site in find_sites(model):

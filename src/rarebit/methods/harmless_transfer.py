@@ -190,8 +190,8 @@ class HarmlessTransfer(TrainingMethod):
         if select is None and data is not None:
             select = SELECTIONS[self.select]()
         if where is None:
-            fields = _chosen_fields(model, self.fields) if self.fields else []
-            where = (lambda info: info.field in fields) if fields else _is_large
+            fields = _chosen_fields(model, self.fields)
+            where = (lambda info: info.field in fields) if self.fields else _is_large
         loss = LOSSES[self.loss]() if isinstance(self.loss, str) else self.loss
         if self.loss == "adversarial":
             loss = losses.Adversarial(lr=self.lr, seed=seed)
@@ -275,9 +275,10 @@ def _chosen_fields(model: nn.Module, fields: str | Sequence[str]) -> list[str]:
         require(name in known, f"fields: there is no table for {name!r}{suggest(name, known)}")
     found = asked or [info.field for info in wide if _is_large(info)]
     if not found:
+        seen = ", ".join(f"{info.name} ({info.rows} rows)" for info in wide[:8])
         raise NoTableError(
-            f"no field of the model has more than {LEAST_ROWS} values, so harmless-transfer has no rare "
-            f"ones to help; leave it out, or name fields: {', '.join(known)}"
+            f"harmless-transfer takes tables of more than {LEAST_ROWS} rows, and the model has "
+            f"{seen or 'no table wider than 1'}; leave it out, or name smaller tables with fields="
         )
     return [name for name in known if name in found]
 

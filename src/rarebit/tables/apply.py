@@ -318,7 +318,7 @@ def merge_(
     >>> bool(merge_(model, verbose=False)), bool(merge_(model, verbose=False))
     (True, False)
     """
-    refuse_wrapped_model(model)
+    refuse_wrapped_model(model, trained="merge_")
     chosen, tables, skipped = [], [], []
     for site in find_sites(model):
         if not isinstance(site.table, Table):
@@ -416,22 +416,34 @@ def check_optimizer(model: nn.Module, *optimizers: Optimizer) -> None:
         )
 
 
-def refuse_wrapped_model(model: nn.Module) -> None:
-    """Raise when the model is compiled, scripted or wrapped: its tables can no longer be replaced."""
+def refuse_wrapped_model(model: nn.Module, *, trained: str | None = None) -> None:
+    """Raise when the model is compiled, scripted or wrapped: its tables can no longer be replaced.
+
+    `trained` is the name of a call that comes after training, when it is too late to change the tables first.
+    """
     for name, module in model.named_modules():
-        kind = type(module).__name__
-        if kind == "OptimizedModule" or getattr(module, "_compiled_call_impl", None) is not None:
+        kind, place = type(module).__name__, f"model.{name}" if name else "model"
+        instead = f"call {trained} on"
+        if kind == "OptimizedModule":
             reason = "is compiled, and a compiled module keeps calling its old tables"
+            instead += f" {place}._orig_mod, and compile that again"
+        elif getattr(module, "_compiled_call_impl", None) is not None:
+            reason = "is compiled, and a compiled module keeps calling its old tables"
+            instead += " copy.deepcopy(model), which is not compiled"
         elif isinstance(module, torch.jit.ScriptModule):
             reason = "is a TorchScript module, whose parts cannot be replaced"
-        elif kind in ("DistributedDataParallel", "FullyShardedDataParallel", "DataParallel"):
+            instead += " the model that it was made from, and script that again"
+        elif kind in ("DistributedDataParallel", "DataParallel"):
             reason = f"is wrapped in {kind}, which has already registered its parameters"
+            instead += f" {place}.module, and wrap that again"
+        elif kind == "FullyShardedDataParallel":
+            reason = f"is wrapped in {kind}, which has already registered its parameters"
+            instead += " a model that is not wrapped, with the full state dict of this one"
         else:
             continue
         where = f"{name!r} in the model" if name else "the model"
-        raise UnsupportedTableError(
-            f"{where} {reason}; change the tables first, then compile or wrap it"
-        )
+        first = "change the tables first, then compile or wrap it"
+        raise UnsupportedTableError(f"{where} {reason}; {instead if trained else first}")
 
 
 def refuse_composition(site: Site, method: Method) -> None:
