@@ -12,6 +12,7 @@ import difflib
 import functools
 import importlib.util
 import inspect
+import math
 import pkgutil
 import tomllib
 import types
@@ -42,6 +43,16 @@ def require(condition: bool, message: str) -> None:
     """Raise `SettingsError(message)` unless the condition holds."""
     if not condition:
         raise SettingsError(message)
+
+
+def require_number(name: str, value: Any, *, least: float = -math.inf) -> None:
+    """Raise `SettingsError` unless the value is a finite number, or a tensor of one, and no less than `least`."""
+    try:
+        good = not isinstance(value, bool) and math.isfinite(value)
+    except (TypeError, ValueError, RuntimeError, OverflowError):
+        good = False
+    require(good, f"{name} must be a finite number, got {name}={value!r}")
+    require(float(value) >= least, f"{name} must be {least:g} or more, got {name}={value}")
 
 
 def suggest(name: str, known: Collection[str]) -> str:

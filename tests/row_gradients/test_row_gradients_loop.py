@@ -258,6 +258,15 @@ def test_a_loss_without_rows_is_refused():
             rows.backward(model.out.weight.sum())
         with pytest.raises(TrainingError, match="at least one loss"):
             rows.backward()
+        with pytest.raises(TrainingError, match=r"rows.backward\(first, second\), got a list"):
+            rows.backward([model.out.weight.sum()])
+
+
+def test_arguments_in_the_wrong_order_are_refused():
+    with pytest.raises(TrainingError, match=r"takes a rule, .* after the model; got a str"):
+        RowGradients(Net(), "sum")
+    with pytest.raises(UnsupportedTableError, match="must be a torch module, got a function"):
+        RowGradients(sum_losses, Net())
 
 
 def test_micro_batches_with_other_numbers_of_losses_are_refused():

@@ -1,6 +1,7 @@
 """Row-wise optimizers where people mix things: states of other optimizers, late momentum, wrong options."""
 
 import copy
+import math
 
 import pytest
 import torch
@@ -94,6 +95,14 @@ def test_momentum_that_comes_later_reaches_tables_too():
         (lambda p: RowwiseAdam(p, weight_decy=0.1), "RowwiseAdam has no option weight_decy"),
         (lambda p: RowwiseAdam(p, betas=(1.5, 2.0)), r"betas must lie in \[0, 1\)"),
         (lambda p: RowwiseAdam(p, lr=-1.0), "lr must be 0 or more, got lr=-1.0"),
+        (lambda p: RowwiseAdam(p, lr="x"), "lr must be a finite number, got lr='x'"),
+        (lambda p: RowwiseAdam(p, eps=None), "eps must be a finite number, got eps=None"),
+        (lambda p: RowwiseAdam(p, betas=0.9), "betas must be two numbers, got betas=0.9"),
+        (
+            lambda p: RowwiseAdam(p, betas=(0.9, "x")),
+            "betas must be a finite number, got betas='x'",
+        ),
+        (lambda p: RowwiseSGD(p, momentum=math.nan), "momentum must be a finite number, got"),
     ],
 )
 def test_options_that_would_hold_for_half_of_the_model_are_refused(make, words):
@@ -102,10 +111,44 @@ def test_options_that_would_hold_for_half_of_the_model_are_refused(make, words):
 
 
 @pytest.mark.parametrize("tables", ["dense", "rowwise"])
-@pytest.mark.parametrize("name", ["lr", "table_lr", "weight_decay"])
-def test_negative_rates_are_refused(tables, name):
-    with pytest.raises(SettingsError, match=f"{name} must be 0 or more"):
+@pytest.mark.parametrize(
+    "name",
+    ["lr", "table_lr", "weight_decay", "table_weight_decay", "threshold_weight_decay", "momentum"],
+)
+def test_rates_that_are_negative_or_no_numbers_are_refused(tables, name):
+    with pytest.raises(SettingsError, match=f"^{name} must be 0 or more, got {name}=-1.0"):
         optimizer(Net(), tables=tables, **{name: -1.0})
+    for value in ("x", "0.1", [0.1], torch.ones(2), math.inf, math.nan, True):
+        with pytest.raises(SettingsError, match=f"^{name} must be a finite number, got {name}="):
+            optimizer(Net(), tables=tables, **{name: value})
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"kind": "adamm"}, "unknown optimizer 'adamm'; did you mean 'adam'"),
+        ({"kind": ["adam"]}, r"unknown optimizer \['adam'\]"),
+        ({"tables": ["dense"]}, "tables must be 'dense' or 'rowwise', got"),
+        ({"lr": None}, "lr must be a finite number, got lr=None"),
+        ({"decoupled": "no"}, "decoupled must be true or false, got decoupled='no'"),
+        ({"change_groups": "tables"}, "change_groups must be a function of the groups, got"),
+    ],
+    ids=str,
+)
+def test_every_argument_of_an_optimizer_is_checked(options, words):
+    with pytest.raises(SettingsError, match=words):
+        optimizer(Net(), **options)
+
+
+def test_an_optimizer_takes_the_model_itself():
+    with pytest.raises(OptimizerError, match=r"takes the model, as in .* got a generator"):
+        optimizer(Net().parameters(), lr=0.1)
+    assert optimizer(Net(), lr=torch.tensor(0.1)).param_groups[0]["lr"] == 0.1
+
+
+def test_a_norm_to_clip_to_is_a_number():
+    with pytest.raises(SettingsError, match="max_norm must be a finite number, got max_norm='x'"):
+        clip_grad_norm_(Net(), "x")
 
 
 def test_clipping_is_exact_beside_layers_of_half_precision():

@@ -276,6 +276,16 @@ class AskedRule:
         return ids.is_cuda if self.static is None else self.static
 
 
+def require_losses(losses: Sequence[object], name: str) -> None:
+    """Raise unless there are losses, each of them a tensor; `name` is the caller's word for who takes them."""
+    wrong = [type(loss).__name__ for loss in losses if not isinstance(loss, Tensor)]
+    if wrong or not losses:
+        raise TrainingError(
+            f"backward takes at least one loss, as in {name}.backward(loss) or "
+            f"{name}.backward(first, second), got {f'a {wrong[0]}' if wrong else 'none'}"
+        )
+
+
 def _over_losses(gradients: Tensor) -> Tensor:
     """Return the sum over the losses; a single loss is neither added nor copied."""
     return gradients[0] if len(gradients) == 1 else gradients.sum(dim=0)
@@ -314,6 +324,11 @@ class RowGradients:
         min_width: int = 2,
     ) -> None:
         refuse_wrapped_model(model)
+        if not callable(rule) and not isinstance(rule, GroupRule):
+            raise TrainingError(
+                "RowGradients takes a rule, a function of ids and gradients, after the model; got a "
+                f"{type(rule).__name__}"
+            )
         chosen = choose_sites(model, where, min_width)
         self.model = model
         self.rule = rule
@@ -442,8 +457,7 @@ class RowGradients:
         self._watch.raise_if_forgotten()
         for table in self._all():
             table.refuse_other_parameters()
-        if not losses:
-            raise TrainingError("backward takes at least one loss, as in rows.backward(loss)")
+        require_losses(losses, "rows")
         if self._num_losses not in (None, len(losses)):
             raise TrainingError(
                 f"all micro-batches of a step have the same number of losses, got {len(losses)} "

@@ -421,6 +421,10 @@ def refuse_wrapped_model(model: nn.Module, *, trained: str | None = None) -> Non
 
     `trained` is the name of a call that comes after training, when it is too late to change the tables first.
     """
+    if not isinstance(model, nn.Module):
+        raise UnsupportedTableError(
+            f"the model must be a torch module, got a {type(model).__name__}"
+        )
     for name, module in model.named_modules():
         kind, place = type(module).__name__, f"model.{name}" if name else "model"
         instead = f"call {trained} on"

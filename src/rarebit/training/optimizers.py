@@ -42,7 +42,7 @@ from torch.autograd.graph import increment_version
 from torch.optim import Optimizer
 
 from rarebit.errors import DataError, OptimizerError, SettingsError
-from rarebit.settings import require, suggest
+from rarebit.settings import require, require_number, suggest
 from rarebit.storage.files import spell_tensor
 from rarebit.tables.apply import table_parameters
 from rarebit.tables.collection import (
@@ -107,8 +107,12 @@ def optimizer(
     >>> type(optimizer(model, lr=1e-3, tables="rowwise")).__name__
     'RowwiseAdam'
     """
-    if kind not in DENSE:
-        raise SettingsError(f"unknown optimizer {kind!r}{suggest(kind, list(DENSE))}")
+    if not isinstance(model, nn.Module):
+        raise OptimizerError(
+            f"optimizer takes the model, as in optimizer(model, lr=1e-3), got a {type(model).__name__}"
+        )
+    if str(kind) not in DENSE:
+        raise SettingsError(f"unknown optimizer {kind!r}{suggest(str(kind), list(DENSE))}")
     require(
         tables in ("dense", "rowwise"),
         f"tables must be 'dense' or 'rowwise', got tables={tables!r}",
@@ -118,23 +122,33 @@ def optimizer(
         f"torch has no {kind} with decoupled weight decay for dense tables; "
         "use kind='adam' or tables='rowwise'",
     )
+    is_bool = isinstance(decoupled, bool)
+    require(is_bool, f"decoupled must be true or false, got decoupled={decoupled!r}")
+    require(
+        change_groups is None or callable(change_groups),
+        f"change_groups must be a function of the groups, got change_groups={change_groups!r}",
+    )
+    table_lr = lr if table_lr is None else table_lr
+    table_weight_decay = weight_decay if table_weight_decay is None else table_weight_decay
     numbers = {
         "lr": lr,
         "table_lr": table_lr,
         "weight_decay": weight_decay,
+        "table_weight_decay": table_weight_decay,
         "threshold_weight_decay": threshold_weight_decay,
+        "momentum": momentum,
     }
     for name, value in numbers.items():
-        require(value is None or value >= 0, f"{name} must be 0 or more, got {name}={value}")
+        require_number(name, value, least=0.0)
     for name, parameter in table_parameters(model).items() if tables == "rowwise" else ():
         if is_sharded(parameter):
             raise OptimizerError(
                 f"tables='rowwise' updates whole rows, but each process holds only a part of {name!r} (FSDP2); "
                 "use tables='dense', or keep its module out of fully_shard"
             )
-    groups = _groups(model, lr, lr if table_lr is None else table_lr)
+    groups = _groups(model, lr, table_lr)
     groups[0]["weight_decay"] = weight_decay
-    groups[1]["weight_decay"] = weight_decay if table_weight_decay is None else table_weight_decay
+    groups[1]["weight_decay"] = table_weight_decay
     groups[2]["weight_decay"] = threshold_weight_decay
     groups = [group for group in groups if group["params"]]
     if change_groups is not None:
@@ -203,10 +217,13 @@ class RowwiseOptimizer(Optimizer):
         require(not unknown, f"{type(self).__name__} has no option {', '.join(sorted(unknown))}")
         defaults = {**self.own, "weight_decay": 0.0, "decoupled": False, **options}
         for name in ("lr", "eps", "momentum", "weight_decay"):
-            value = defaults.get(name, 0.0)
-            require(bool(value >= 0), f"{name} must be 0 or more, got {name}={value}")
-        for beta in defaults.get("betas", ()):
-            require(bool(0.0 <= beta < 1.0), f"betas must lie in [0, 1), got {defaults['betas']}")
+            require_number(name, defaults.get(name, 0.0), least=0.0)
+        betas = defaults.get("betas", (0.0, 0.0))
+        is_pair = isinstance(betas, Sequence) and len(betas) == 2
+        require(is_pair, f"betas must be two numbers, got betas={betas!r}")
+        for beta in betas:
+            require_number("betas", beta)
+            require(bool(0.0 <= beta < 1.0), f"betas must lie in [0, 1), got {betas}")
         # torch's options are in the groups, too, so that its own optimizer can load our state
         torchs = self.dense_kind([torch.zeros(1)]).defaults  # type: ignore[call-arg]  # a concrete one
         super().__init__(params, {**torchs, "fused": None, "capturable": False, **defaults})

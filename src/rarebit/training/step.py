@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 
 from rarebit.data.dataset import Batch, Dataset
 from rarebit.errors import NotFiniteError, RarebitError, TrainingError
-from rarebit.settings import require
+from rarebit.settings import require, require_number
 from rarebit.storage.files import load_tensors_
 from rarebit.tables.collection import (
     PlainStack,
@@ -45,6 +45,7 @@ def clip_grad_norm_(model: nn.Module, max_norm: float) -> Tensor:
     >>> model.weight.grad.to_dense().norm()
     tensor(1.0000)
     """
+    require_number("max_norm", max_norm)
     require(max_norm > 0, f"max_norm must be above 0, got max_norm={max_norm}")
     parameters = [p for p in model.parameters() if p.grad is not None]
     if not parameters:

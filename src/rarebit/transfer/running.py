@@ -35,7 +35,7 @@ from rarebit.data.selection import CoOccurrence, FieldSelection, FrequencySplit,
 from rarebit.errors import DataError, TrainingError, UnsupportedTableError
 from rarebit.row_gradients.lookups import wide
 from rarebit.row_gradients.recorded import is_recording
-from rarebit.row_gradients.seam import GroupRule, RowGradients, RowStep
+from rarebit.row_gradients.seam import GroupRule, RowGradients, RowStep, require_losses
 from rarebit.sets.sets import SetsMethod
 from rarebit.settings import require, suggest
 from rarebit.storage.files import load_tensors_
@@ -457,8 +457,7 @@ class RunningTransfer(Callback):
         With micro-batches, pass `last=False` for all but the last one of a step, and divide each loss by their
         number. Pass the `scaler` instead of scaling the losses.
         """
-        if not losses:
-            raise TrainingError("backward takes at least one loss, as in transfer.backward(loss)")
+        require_losses(losses, "transfer")
         loss = sum(losses[1:], start=losses[0])
         seen = loss.detach()
         self._main_loss = seen if self._main_loss is None else self._main_loss + seen
