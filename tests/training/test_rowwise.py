@@ -429,3 +429,31 @@ def test_an_unknown_mode_is_refused():
         SettingsError, match="tables must be 'dense' or 'rowwise', got tables='row'"
     ):
         optimizer(nn.Embedding(4, 2), tables="row")
+
+
+GRADIENTS = [torch.tensor([[3e-9], [-2e-8], [1e-7]]), torch.tensor([[-1e-8], [4e-9], [2e-8]])]
+"""As small as the eps of an optimizer, which then decides the step."""
+
+
+@pytest.mark.parametrize("eps", [None, 1e-3], ids=["default", "large"])
+@pytest.mark.parametrize("as_tensor", [False, True], ids=["kernel", "plain"])
+@pytest.mark.parametrize(
+    ("ours", "torchs"),
+    [(RowwiseAdam, torch.optim.Adam), (RowwiseAdagrad, torch.optim.Adagrad)],
+    ids=["adam", "adagrad"],
+)
+def test_eps_is_torchs_and_where_torch_has_it(ours, torchs, as_tensor, eps):
+    start = torch.tensor([[1e-3], [0.0], [-1e-3]])
+    options = {} if eps is None else {"eps": eps}
+    tables = [nn.Embedding.from_pretrained(start.clone(), freeze=False) for _ in range(2)]
+    lr = torch.tensor(0.01) if as_tensor else 0.01  # a tensor is for plain torch
+    both = [ours(tables[0].parameters(), lr=lr, **options)]
+    both.append(torchs(tables[1].parameters(), lr=0.01, **options))
+    for gradient in GRADIENTS * 2:
+        scale = 1.0 if eps is None else eps / 1e-8
+        tables[1].weight.grad = gradient * scale
+        tables[0].weight.grad = (gradient * scale).to_sparse(1)
+        for each in both:
+            each.step()
+    torch.testing.assert_close(tables[0].weight, tables[1].weight, rtol=1e-4, atol=1e-7)
+    assert (tables[0].weight - start).abs().min() > 1e-4

@@ -273,6 +273,9 @@ def test_only_the_entries_that_are_left_of_a_masked_table_count():
     assert_close(model.item.inner.weight.grad, lexico_by_hand(g, t, loss))
     assert transfer.explain("item", 2).side == transfer.explain("item", 5).side == "neither"
     assert not model.item.inner.weight.grad[[2, 5]].any()
+    # the table drops what its mask leaves out; the ledger counts what is left
+    found = transfer.ledger.read()["tables"]["item"]["transfer_norm"]
+    assert found == pytest.approx(float(t[sorted(rare)].norm(dim=1).mean()))
 
 
 def deepfm(num_sets=1):

@@ -147,8 +147,8 @@ class TransferBatch:
 
     @cached_property
     def share(self) -> Tensor:
-        """The weight of each row in the mean of its table, `(U,)`; 0 for rows that do not move."""
-        return self.moves.to(self.rows.dtype) / self.divisor.index_select(0, self.table)
+        """The weight of each row in the mean of its table, `(U,)`."""
+        return self.divisor.reciprocal().index_select(0, self.table)
 
     @cached_property
     def present(self) -> Tensor:
