@@ -37,6 +37,8 @@ T = TypeVar("T")
 
 MAX_EXACT = 1 << 53
 """Up to here, every whole number is a float."""
+MAX_BITS = 64
+"""Of a whole number, as seeds have them."""
 
 
 def require(condition: bool, message: str) -> None:
@@ -82,6 +84,15 @@ def from_mapping(settings: type[T], values: Mapping[str, Any], *, where: str = "
     return settings(**converted)
 
 
+def check_number(name: str, value: object) -> None:
+    """Raise for a number that no setting can be: not finite, or of more than 64 bits."""
+    if isinstance(value, Integral):
+        bits = int(value).bit_length()  # Python does not even print numbers of many digits
+        require(bits <= MAX_BITS, f"{name} must fit in 64 bits, got a whole number of {bits} bits")
+    if isinstance(value, float):
+        require(math.isfinite(value), f"{name} must be finite, got {name}={value}")
+
+
 def check_types(settings: Any, *, where: str = "") -> None:
     """Raise when a value is not of its annotated type: the first line of a `__post_init__`.
 
@@ -94,6 +105,8 @@ def check_types(settings: Any, *, where: str = "") -> None:
         if type(value) is not hint:
             value = _convert(value, hint, f"{place}{field.name}")
             object.__setattr__(settings, field.name, value)
+        elif hint in (int, float):
+            check_number(f"{place}{field.name}", value)
 
 
 def keyword_arguments(
@@ -170,6 +183,7 @@ def _plain(value: Any) -> Any:
 
 def _convert(value: Any, hint: Any, name: str) -> Any:
     """Return the value as the hinted type; only lossless conversions (int to float, list to tuple)."""
+    check_number(name, value)
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)
     if hint is Any or (value is None and type(None) in arguments):
         return value

@@ -33,7 +33,7 @@ from rarebit.methods._counts import (
     Evidence,
     by_table_name,
 )
-from rarebit.settings import require
+from rarebit.settings import check_number, require
 from rarebit.tables.collection import Stack
 from rarebit.tables.table import AnyTable, Table, is_trainable, plain_like
 from rarebit.technique import Rank, Technique, technique_name
@@ -95,6 +95,7 @@ class Shrinkage(CountedMethod):
         else:
             given: list[object] = [*self.c.values()] if isinstance(self.c, Mapping) else [self.c]
             for c in given:
+                check_number("c", c)
                 if not isinstance(c, float | int) or isinstance(c, bool):
                     raise SettingsError(f"c must be a number for each table, got {c!r}")
                 require(0 <= c < math.inf, f"c must be 0 or more and finite, got c={c}")

@@ -296,7 +296,7 @@ def apply_(
         refuse_composition(site, method)
         refuse_not_finite(site, method)
     tables = method.wrap_all({site.info.name: site.table for site in chosen})
-    warn_of_equal_rows(chosen, tables, method)
+    check_rows(chosen, tables, method)
     changes = put_tables(model, str(method), chosen, tables, skipped=skipped, optimizer=optimizer)
     return reported(changes, verbose)
 
@@ -470,11 +470,18 @@ def refuse_not_finite(site: Site, method: Method) -> None:
         )
 
 
-def warn_of_equal_rows(sites: Sequence[Site], tables: Sequence[AnyTable], method: Method) -> None:
-    """Warn by name of tables whose ids a method made equal: without a word, they would never learn."""
+def check_rows(sites: Sequence[Site], tables: Sequence[AnyTable], method: Method) -> None:
+    """Warn by name of tables whose ids a method made equal: without a word, they would never learn.
+
+    Raise where numbers overflowed.
+    """
     lost = []
     for site, table in zip(sites, tables, strict=True):
-        before = next(row_chunks(site.table))
+        before, after = next(row_chunks(site.table)), next(row_chunks(table))
+        if not bool(after.isfinite().all()):
+            raise UnsupportedTableError(
+                f"{method} makes rows of {site.info.name!r} that are not finite; use other settings"
+            )
         if not before.numel() or tells_ids_apart(table, EQUAL * float(before.abs().max())):
             continue
         empty = method.masks_entries and not any(bool(rows.any()) for rows in row_chunks(table))

@@ -312,7 +312,9 @@ def _is_small(schema: Schema, settings: Mapping[str, Any], free: int) -> bool:
     """Return whether a model is far from filling the memory, by a bound: to size it, torch imports for seconds."""
     dim, rows = int(settings.get("dim", DIM)), sum(field.rows for field in schema.table_fields)
     given = [
-        v for value in settings.values() for v in (value if isinstance(value, list) else [value])
+        v
+        for value in settings.values()
+        for v in (value if isinstance(value, list | tuple) else [value])
     ]
     widest = max([len(schema.fields) * dim, *(v for v in given if isinstance(v, int))])
     return 2 * COPIES * 4 * (rows * dim + 4 * widest**2) < free
