@@ -37,6 +37,8 @@ T = TypeVar("T")
 
 MAX_EXACT = 1 << 53
 """Up to here, every whole number is a float."""
+MAX_SHOWN = 200
+"""Characters of a value in a message."""
 MAX_BITS = 64
 """Of a whole number, as seeds have them."""
 
@@ -59,6 +61,7 @@ def require_number(name: str, value: Any, *, least: float = -math.inf) -> None:
 
 def suggest(name: str, known: Collection[str]) -> str:
     """Return "; did you mean 'x'?" for the closest known name, else a list of the known ones."""
+    known = list(map(str, known))  # keys of someone's own may be anything
     close = difflib.get_close_matches(name.replace("-", "_"), known, n=1, cutoff=0.6)
     if close:
         return f"; did you mean {close[0]!r}?"
@@ -192,11 +195,11 @@ def _convert(value: Any, hint: Any, name: str) -> Any:
     if origin is Literal:
         require(
             any(value == choice and type(value) is type(choice) for choice in arguments),
-            f"{name} must be one of {', '.join(map(repr, arguments))}, got {value!r}",
+            f"{name} must be one of {', '.join(map(repr, arguments))}, got {_shown(value)}",
         )
         return value
     if origin in (tuple, Sequence):
-        require(isinstance(value, list | tuple), f"{name} must be a list, got {value!r}")
+        require(isinstance(value, list | tuple), f"{name} must be a list, got {_shown(value)}")
         return tuple(_convert(item, arguments[0], name) for item in value)
     if not isinstance(value, bool) and isinstance(value, Integral):  # numpy's integers, too
         whole = int(value)
@@ -208,7 +211,7 @@ def _convert(value: Any, hint: Any, name: str) -> Any:
         return from_mapping(typing.cast(type[Any], hint), value, where=name)
     expected = origin or hint
     if not isinstance(value, expected) or (isinstance(value, bool) and expected is not bool):
-        raise SettingsError(f"{name} must be {_spell(hint)}, got {value!r}")
+        raise SettingsError(f"{name} must be {_spell(hint)}, got {_shown(value)}")
     return value
 
 
@@ -222,7 +225,13 @@ def _convert_union(value: Any, choices: tuple[Any, ...], name: str) -> Any:
         except SettingsError:
             continue
     wanted = " or ".join(_spell(choice) for choice in choices)
-    raise SettingsError(f"{name} must be {wanted}, got {value!r}")
+    raise SettingsError(f"{name} must be {wanted}, got {_shown(value)}")
+
+
+def _shown(value: object) -> str:
+    """Return a value as a message shows it, however long it is."""
+    text = repr(value)
+    return text if len(text) <= MAX_SHOWN else f"{text[:MAX_SHOWN]}..."
 
 
 def _spell(hint: Any) -> str:

@@ -48,13 +48,18 @@ def counts_of_table(name: str, rows: int | None, counts: Counts) -> Tensor:
     Without `rows`, counts of any length will do.
     """
     found = by_table_name(name, counts) if isinstance(counts, Mapping) else counts
-    if found is None:
-        assert isinstance(counts, Mapping)
+    if found is None and isinstance(counts, Mapping):
         raise DataError(
-            f"no counts for {name!r}, only for {', '.join(counts) or 'nothing'}; give counts by the names of "
+            f"no counts for {name!r}, only for {', '.join(map(str, counts)) or 'nothing'}; give counts by the names of "
             "the tables or of their fields, or leave the table out with where="
         )
-    numbers = torch.as_tensor(found).cpu()
+    try:
+        numbers = torch.as_tensor(found).cpu()
+    except (TypeError, ValueError, RuntimeError) as error:  # texts, or numbers of too many digits
+        raise DataError(
+            f"the counts of {name!r} must be a tensor of integers, got a {type(found).__name__} that is none: use "
+            "train.counts()"
+        ) from error
     if numbers.is_floating_point() or numbers.is_complex() or numbers.dtype == torch.bool:
         raise DataError(
             f"the counts of {name!r} must be integers, got {numbers.dtype}; use counts.long()"

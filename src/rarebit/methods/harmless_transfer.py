@@ -24,6 +24,7 @@ from rarebit.callbacks import Callback, TrainingData, TrainingMethod
 from rarebit.data.dataset import Dataset
 from rarebit.data.selection import CoOccurrence, FrequencySplit, Selection, stored_selection
 from rarebit.errors import NoTableError
+from rarebit.methods._counts import counts_of_table
 from rarebit.settings import check_types, require, suggest
 from rarebit.tables.apply import Site, TableInfo, find_sites
 from rarebit.tables.table import full_table, methods_of
@@ -187,6 +188,10 @@ class HarmlessTransfer(TrainingMethod):
             seed, data = data.seed, data.train
         if counts is None and isinstance(data, Dataset):
             counts = data.counts()
+        if isinstance(counts, Mapping):
+            counts = {name: counts_of_table(name, None, found) for name, found in counts.items()}
+        elif counts is not None:
+            counts = counts_of_table("the table", None, counts)
         if select is None and data is not None:
             select = SELECTIONS[self.select]()
         if where is None:
