@@ -52,8 +52,8 @@ LAYERS = [*TOP_LEVEL, *FOLDERS, "_api", "__init__", "testing", "bench", "cli", "
 DATA_ORDER = [
     *("schema", "log_schema", "order", "prepared", "dataset"),
     *("co_occurrence", "selection", "synthetic"),
-    *("raw", "raw.chunks", "raw.text_files", "raw.readers", "raw.infer"),
-    *("raw.coding", "raw.encoder", "raw.encode"),
+    *("raw", "raw.chunks", "raw.text_files", "raw.readers", "raw.coding"),
+    *("raw.infer", "raw.encoder", "raw.encode"),
     *("sources._base", "sources.avazu", "sources.book_crossing", "sources.criteo"),
     *("sources.frappe", "sources.ml_1m", "sources", "prepare"),
 ]

@@ -256,6 +256,8 @@ def _schema(
         inferred = infer_log(log, label, split=Split(**changes), format=text)
         schema = inferred.schema
         show_schema(schema, inferred.reasons)
+        for warning in inferred.warnings:
+            screen.console.print(Text(f"Check: {warning}.", style="yellow"))
     if schema.text is not None:
         written = schema.text
         quotes = f"quotes {written.quote}" if written.quote else "no quotes"

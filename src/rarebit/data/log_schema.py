@@ -324,6 +324,19 @@ class LogSchema:
         return "\n".join(lines) + "\n"
 
 
+def check_arguments(
+    label: object = None, schema: object = None, split: object = None, format: object = None
+) -> None:
+    """Raise for an argument of another type than functions that read a log take."""
+    found = {"label": label, "schema": schema, "split": split, "format": format}
+    wanted = {"label": str, "schema": LogSchema, "split": Split, "format": TextFormat}
+    for name, value in found.items():
+        require(
+            value is None or isinstance(value, wanted[name]),
+            f"{name} must be of type {wanted[name].__name__}, got {value!r}",
+        )
+
+
 def _changed(settings: Any, default: Any, *always: str) -> list[str]:
     """Return lines for the settings that differ from the default; tables have their own section."""
     usual = to_mapping(default)

@@ -1,18 +1,25 @@
 """Prepare a log for training: your own file, or one of the well-known data sets."""
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from rarebit.data.dataset import Dataset
-from rarebit.data.log_schema import PART_NAMES, SPLIT_NAMES, LogSchema, Split, TextFormat
+from rarebit.data.log_schema import (
+    PART_NAMES,
+    SPLIT_NAMES,
+    LogSchema,
+    Split,
+    TextFormat,
+    check_arguments,
+)
 from rarebit.data.prepared import Progress, no_progress
 from rarebit.data.sources import find_source
 from rarebit.errors import DataError, SettingsError, import_extra
-from rarebit.settings import suggest
+from rarebit.settings import require, suggest
 
 if TYPE_CHECKING:  # reading raw logs needs Polars, importing this does not
     from rarebit.data.raw.infer import Inferred
@@ -21,7 +28,7 @@ PathLike = str | os.PathLike[str]
 
 
 def prepare(
-    log: PathLike | Mapping[str, PathLike],
+    log: PathLike | Sequence[PathLike] | Mapping[str, PathLike],
     out: PathLike,
     *,
     label: str | None = None,
@@ -35,7 +42,8 @@ def prepare(
     r"""Encode a CSV, TSV or Parquet log into a folder that trains, and open it.
 
     A `schema` describes the columns; without one, it is guessed from the first rows and the name of the
-    `label`. A mapping of "train", "valid" and "test" to files is a log that is split already.
+    `label`. A list of files is one log, in this order. A mapping of "train", "valid" and "test" to files is
+    a log that is split already.
     `bad_rows="aside"` skips malformed rows and writes them to a file of the folder.
 
     >>> import tempfile
@@ -50,26 +58,33 @@ def prepare(
     from rarebit.data.raw.encode import encode_log
     from rarebit.data.raw.readers import find_format, read_raw
 
+    check_arguments(label, schema, split, format)
     if isinstance(log, Mapping):
-        files = {}
+        by_part = {}
         for name, file in log.items():
             part = PART_NAMES.get(name)
-            if part is None or part in files:
+            if part is None or part in by_part:
                 what = "unknown part" if part is None else f"two files for {part}, the second"
                 raise SettingsError(f"{what} {name!r}{suggest(name, SPLIT_NAMES)}")
-            files[part] = Path(file)
-        if "train" not in files:
+            by_part[part] = _path(file)
+        if "train" not in by_part:
             raise SettingsError("a log in several files needs one for train")
-        files = {part: files[part] for part in SPLIT_NAMES if part in files}
+        files = [(part, by_part[part]) for part in SPLIT_NAMES if part in by_part]
         if split is not None and split.kind != "given":
             raise SettingsError(f"the files are split already: leave out the split by {split.kind}")
         drawn_by = split or (schema.split if schema is not None else Split())
         split = Split(kind="given", seed=drawn_by.seed)
     else:
-        files = {"": Path(log)}
-    first = next(iter(files.values()))
+        listed = (
+            [log] if isinstance(log, str | os.PathLike) or not isinstance(log, Sequence) else log
+        )
+        require(len(listed) > 0, "a log needs at least one file, got an empty list")
+        files = [("", _path(file)) for file in listed]
+    first = files[0][1]
     if schema is None:
-        schema = infer_log(first, label, split=split, format=format).schema
+        found = infer_log(first, label, split=split, format=format)
+        found.warn()
+        schema = found.schema
     elif split is not None:
         schema = replace(schema, split=split)
     schema = replace(schema, text=format or schema.text or find_format(first))
@@ -77,7 +92,7 @@ def prepare(
     counts = [c.name for c in schema.columns if c.kind == "numeric" and not c.is_number]
     chunks = (
         replace(chunk, part=part)
-        for part, path in files.items()
+        for part, path in files
         for chunk in read_raw(
             path,
             schema.columns_read,
@@ -92,13 +107,23 @@ def prepare(
         chunks,
         schema,
         out,
-        origin=", ".join(path.name for path in files.values()),
+        origin=", ".join(path.name for _, path in files),
         notes=schema.notes,
         bad=bad,
         overwrite=overwrite,
         progress=progress,
     )
     return Dataset.open(out)
+
+
+def _path(file: PathLike) -> Path:
+    """Return the path of a file of a log, or raise if it is none."""
+    if not isinstance(file, str | os.PathLike):
+        raise SettingsError(
+            f"prepare reads files: a path, a list of paths, or a mapping of train, valid and test to paths; "
+            f"got {type(file).__name__}. Rows in memory: rb.Dataset.from_frame"
+        )
+    return Path(file)
 
 
 def prepare_source(
@@ -148,16 +173,18 @@ def infer_log(
 ) -> "Inferred":
     """Guess the schema of a log from its first rows."""
     from rarebit.data.raw.chunks import BadRows
-    from rarebit.data.raw.infer import SAMPLE_ROWS, infer_schema
+    from rarebit.data.raw.infer import SAMPLE_ROWS, infer_schema, is_row
     from rarebit.data.raw.readers import find_format, read_raw
 
     pl = import_extra("polars", "data", "reading raw logs")
+    check_arguments(label, split=split, format=format)
+    log = _path(log)
     if not label:
         raise SettingsError("which column is the label? Name it (--label click), or give a schema")
     frames, rows = [], 0
     bad = BadRows()
-    written = format or find_format(Path(log))
-    for chunk in read_raw(Path(log), None, bad, format=written, block_bytes=1 << 20):
+    written = format or find_format(log)
+    for chunk in read_raw(log, None, bad, format=written, block_bytes=1 << 20):
         frames.append(chunk.frame)
         rows += chunk.frame.height
         if rows >= SAMPLE_ROWS:
@@ -171,5 +198,11 @@ def infer_log(
             f"the files of {str(log)!r} do not agree on their columns: {error}; prepare them one by "
             "one, or give a schema"
         ) from None
+    if written is not None and written.header and is_row(sample.columns, sample):
+        row = ", ".join(map(repr, sample.columns[:4])) + (", ..." if sample.width > 4 else "")
+        raise DataError(
+            f"the first row of {str(log)!r} looks like data ({row}), not like the names of {sample.width:,} "
+            "columns; name them: --names click,user,item or TextFormat(header=False, names=...)"
+        )
     found = infer_schema(sample, label, split=split)
     return replace(found, schema=replace(found.schema, text=written))

@@ -5,6 +5,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+import rarebit as rb
 from rarebit.data.log_schema import Column, LogSchema, Split
 from rarebit.errors import DataError
 
@@ -425,3 +426,119 @@ def test_any_texts_give_a_schema_or_are_refused(columns):
 @given(st.lists(st.floats() | st.integers() | st.none(), min_size=1))
 def test_any_numbers_as_texts_give_a_schema_or_are_refused(values):
     check_any(pl.DataFrame({"y": [0] * len(values), "x": pl.Series(text(values), dtype=pl.String)}))
+
+
+PRICES = np.random.default_rng(0).random(N) * 2000
+
+
+def warnings_of(values, name="x", label=None):
+    """Return the warnings about a column."""
+    label = draw(0, 2) if label is None else label
+    frame = pl.DataFrame({"click": label, name: values, "other": [f"v{i % 7}" for i in range(N)]})
+    return infer_schema(frame, "click").warnings
+
+
+def german(price):
+    return f"{price:,.2f}".translate(str.maketrans(",.", ".,"))
+
+
+@pytest.mark.parametrize(
+    ("values", "share", "example", "advice"),
+    [
+        ([german(p) for p in PRICES], "2,000 of 2,000", german(PRICES[0]), "write them as 1234.56"),
+        ([f"${p:,.2f}" for p in PRICES], "2,000 of 2,000", f"${PRICES[0]:,.2f}", "as 1234.56"),
+        ([*["inf"] * 3, *map(str, PRICES[3:])], "3 of 2,000", "inf", "missing = ['inf']"),
+        ([*["?"] * 900, *map(str, PRICES[900:])], "900 of 2,000", "?", "missing = ['?']"),
+        (
+            [*[f"p{i}" for i in range(99)], *map(str, PRICES[99:])],
+            "99 of 2,000",
+            "p0",
+            "['p0', 'p1', 'p10']",
+        ),
+    ],
+)
+def test_numbers_that_a_few_texts_make_categories_are_reported(values, share, example, advice):
+    (found,) = warnings_of(values, "price")
+    start = f"'price' is not numeric, because {share} values are not written as numbers, such as "
+    assert found.startswith(f"{start}{example!r}; ")
+    assert advice in found
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        [f"A{n}" if n % 2 else str(n) for n in draw(0, 900)],  # half of them are no numbers
+        [f"{n:05}" for n in draw(0, 99_999)],
+        [f"{n}.{n}.1.2" for n in draw(0, 99)],
+        [f"{n}/10/2014" for n in draw(1, 28)],
+        ["?", *(str(n % 5) for n in range(1, N))],  # few numbers are categories anyway
+        [f"v{n}" for n in draw(0, 9)],
+    ],
+)
+def test_other_texts_are_not_reported(values):
+    assert warnings_of(values) == ()
+
+
+def test_what_a_warning_says_makes_the_column_numeric():
+    values = pl.Series([*["inf"] * 3, *map(str, PRICES[3:])])
+    schema = LogSchema(
+        label="click", columns=(Column(name="price", kind="numeric"),), missing=("inf",)
+    )
+    data = rb.Dataset.from_frame({"price": values, "click": draw(0, 2)}, schema=schema)
+    assert data.numeric.isfinite().all()
+
+
+@pytest.mark.parametrize("name", ["conversion", "is_click", "wasPurchased", "label", "my_target"])
+def test_a_second_label_is_reported_by_its_name(name):
+    (found,) = warnings_of(np.random.default_rng(1).integers(0, 2, N), name)
+    assert found.startswith(
+        f"{name!r} is a feature, and its name is like a label's; if it is one, "
+    )
+    assert f'kind = "ignored" for {name!r} in the schema' in found
+
+
+@pytest.mark.parametrize("name", ["sample_weight", "weight"])
+def test_a_weight_is_reported_by_its_name(name):
+    (found,) = warnings_of(PRICES, name)
+    assert found.startswith(f"{name!r} is a feature; if it is the weight of a row, leave it out: ")
+
+
+def leaks(label):
+    """Return columns that tell the label: by value, by being there, by being above 0, with few errors."""
+    noisy = np.where(np.arange(N) < 5, 1 - label, label)
+    seconds = pl.Series(PRICES)
+    return {
+        "noisy": noisy,
+        "word": np.where(label == 1, "yes", "no"),
+        "revenue": np.where(label == 1, PRICES, 0),
+        "seconds": seconds.zip_with(pl.Series(label == 1), pl.Series([None] * N, dtype=pl.Float64)),
+    }
+
+
+@pytest.mark.parametrize("name", leaks(np.zeros(N)))
+@pytest.mark.parametrize("rate", [0.5, 0.05])
+def test_what_tells_the_label_is_reported(name, rate):
+    label = (np.random.default_rng(2).random(N) < rate).astype(int)
+    expected = 0 if name == "noisy" and rate < 0.1 else 1  # 5 errors are many for 100 clicks
+    found = warnings_of(leaks(label)[name], name, label)
+    assert len(found) == expected
+    assert all(f"{name!r} is a feature, and it tells the label 'click'" in text for text in found)
+
+
+def test_features_are_not_reported():
+    rare = (np.arange(N) == 7).astype(int)
+    assert warnings_of(np.random.default_rng(3).integers(0, 2, N)) == ()
+    assert warnings_of(rare, label=rare) == (), "one click says nothing"
+    assert warnings_of(counts(), "num_clicks") == ()
+    assert warnings_of(text(draw(0, 50)), "target_city") == ()
+
+
+def test_warnings_reach_python(tmp_path):
+    rows = {"user": ["a", "b", "c"] * 9, "bought": [0, 1, 1] * 9, "click": [0, 1] * 13 + [1]}
+    with pytest.warns(UserWarning, match="'bought' is a feature") as caught:
+        rb.Dataset.from_frame(rows, label="click")
+    assert caught[0].filename == __file__
+    pl.DataFrame(rows).write_csv(tmp_path / "log.csv")
+    with pytest.warns(UserWarning, match="'bought' is a feature") as caught:
+        rb.prepare(tmp_path / "log.csv", tmp_path / "out", label="click")
+    assert caught[0].filename == __file__

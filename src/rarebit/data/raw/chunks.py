@@ -12,7 +12,7 @@ import numpy as np
 import polars as pl
 from numpy.typing import NDArray
 
-from rarebit.errors import DataError
+from rarebit.errors import DataError, SettingsError
 
 MOST_CHARACTERS = 120
 WAITING_CHARACTERS = 1 << 20
@@ -63,6 +63,8 @@ class BadRows:
     """
 
     def __init__(self, keep: Literal["stop", "aside"] = "stop", file: Path | None = None) -> None:
+        if keep not in ("stop", "aside"):
+            raise SettingsError(f"bad_rows must be 'stop' or 'aside', got {keep!r}")
         self.keep, self.file = keep, file
         self.reasons: Counter[str] = Counter()
         self.first: tuple[Place, str] | None = None

@@ -23,7 +23,7 @@ import polars as pl
 from numpy.typing import NDArray
 
 from rarebit.data.dataset import Dataset
-from rarebit.data.log_schema import SPLIT_NAMES, Column, LogSchema, Split
+from rarebit.data.log_schema import SPLIT_NAMES, Column, LogSchema, Split, check_arguments
 from rarebit.data.order import random_bits, stream_key
 from rarebit.data.prepared import (
     BAD_ROWS,
@@ -113,6 +113,7 @@ def encode_frame(
 ) -> Dataset:
     """Encode raw rows in memory, with a new vocabulary or with that of another data set."""
     rows = as_polars(frame)
+    check_arguments(label, schema, split)
     if like is not None:
         if schema is not None or split is not None:
             raise SettingsError("rows like another data set's have its schema and are not split")
@@ -120,7 +121,9 @@ def encode_frame(
     if schema is None:
         if label is None:
             raise SettingsError("which column is the label? Give label=, or a schema")
-        schema = infer_schema(rows.head(SAMPLE_ROWS), label, split=split).schema
+        found = infer_schema(rows.head(SAMPLE_ROWS), label, split=split)
+        found.warn(stacklevel=4)
+        schema = found.schema
     elif split is not None:
         schema = replace(schema, split=split)
     with tempfile.TemporaryDirectory() as folder:
@@ -153,6 +156,12 @@ def as_polars(frame: Any) -> pl.DataFrame:
         frame = frame.collect()
     if isinstance(frame, pl.DataFrame):
         return frame.fill_nan(None)
+    for axis, mend in (
+        ("columns", "frame.columns.map('_'.join)"),
+        ("index", "frame.reset_index()"),
+    ):
+        if getattr(getattr(frame, axis, None), "nlevels", 1) > 1:
+            raise DataError(f"the frame has a MultiIndex as its {axis}; make it plain: {mend}")
     try:
         if isinstance(frame, Mapping):
             return pl.DataFrame(dict(frame)).fill_nan(None)

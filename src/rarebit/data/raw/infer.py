@@ -20,9 +20,14 @@ a column decides:
 A categorical column is ignored where every row has its own value, and its min_count is 2 where it has
 more than one value per ten rows. Both need 1,000 rows.
 Words such as NULL mean a missing value where only they keep a column from being numbers.
+
+Some columns are read as they are and reported: numbers among which are texts, and what looks like the label
+or the weight of a row, by its name or because it agrees with the label.
 """
 
 import re
+import warnings
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TypeAlias
@@ -32,12 +37,15 @@ import polars as pl
 from numpy.typing import NDArray
 
 from rarebit.data.log_schema import Column, LogSchema, Split
+from rarebit.data.raw.chunks import shortened
 from rarebit.data.raw.coding import seconds_of
 from rarebit.errors import DataError
 from rarebit.settings import suggest
 
 NUMBER = r"^[+-]?(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][+-]?[0-9]+)?$"
 LEADING_ZERO = r"^[+-]?0[0-9]"
+OTHER_NUMBER = r"^[+-]?[$€£]? ?[0-9]{1,3}(?:[.,' ]?[0-9]{3})*(?:[.,][0-9]+)? ?[%$€£]?$"
+"""A number as people write it: 1.234,56 or 1,234.56 or 12 %."""
 
 TIME_NAMES = "time timestamp datetime date day hour ts created"
 ID_NAMES = (
@@ -50,6 +58,13 @@ AMOUNT_NAMES = (
     "minutes hours days bytes size length width height distance views clicks impressions score "
     "rate ratio revenue income salary"
 )
+
+LABEL_NAMES = "label target outcome response"
+EVENT_NAMES = (
+    "click clicks clicked conversion conversions converted convert purchase purchased buy bought install "
+    "installed order ordered"
+)
+WEIGHT_NAMES = "weight weights"
 
 SAMPLE_ROWS = 20_000
 """The first rows of a log, which the guess is from."""
@@ -82,7 +97,7 @@ class SeenColumn:
     ) -> None:
         if isinstance(series.dtype, pl.Array):
             series = series.arr.to_list()  # read as lists
-        self.is_named = is_named
+        self.series, self.is_named = series, is_named
         """Whether the name is the column's own, not one that the reader gave it."""
         self.name, self.dtype, self.rows = series.name, series.dtype, series.len()
         found = re.findall(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+", self.name)
@@ -151,6 +166,13 @@ class Inferred:
     schema: LogSchema
     reasons: dict[str, str]
     """For each column, a few words for people."""
+    warnings: tuple[str, ...] = ()
+    """What is likely a mistake, a sentence each."""
+
+    def warn(self, stacklevel: int = 3) -> None:
+        """Show all warnings, as coming from the caller of the library."""
+        for text in self.warnings:
+            warnings.warn(text, stacklevel=stacklevel)
 
 
 def infer_schema(sample: pl.DataFrame, label: str, *, split: Split | None = None) -> Inferred:
@@ -161,10 +183,12 @@ def infer_schema(sample: pl.DataFrame, label: str, *, split: Split | None = None
     missing = _missing_words(sample.drop(label))
     unnamed = _unnamed(sample.columns)
     columns, reasons = [], {}
+    doubts: list[str] = []
     for series in others:
         seen = SeenColumn(series, missing, is_named=series.name not in unnamed)
         column, reasons[seen.name] = _for_split(seen, split) or _by_rules(seen)
         columns.append(column)
+        doubts += _suspicions(seen, column, sample[label])
         if seen.missing_words and column.kind != "ignored":
             words = ", ".join(map(repr, seen.missing_words))
             reasons[seen.name] += f"; {words} counts as missing"
@@ -175,7 +199,7 @@ def infer_schema(sample: pl.DataFrame, label: str, *, split: Split | None = None
             "write the schema by hand if one is"
         )
     schema = LogSchema(label=label, columns=tuple(columns), split=split, missing=missing)
-    return Inferred(schema, reasons)
+    return Inferred(schema, reasons, tuple(doubts))
 
 
 def _check(sample: pl.DataFrame, label: str, split: Split) -> None:
@@ -194,6 +218,17 @@ def _check(sample: pl.DataFrame, label: str, split: Split) -> None:
             f"a split by {split.kind} needs the column {split.column!r}, and the log has none besides "
             f"its label{suggest(split.column, others)}"
         )
+
+
+def is_row(names: list[str], sample: pl.DataFrame) -> bool:
+    """Whether the names of columns look like a row of a file without a header: values that come again.
+
+    Unnamed columns that pandas wrote are called 0, 1, 2 and so on.
+    """
+    if names in ([str(number + first) for number in range(len(names))] for first in (0, 1)):
+        return False
+    again = [name for name in names if (sample[name].cast(pl.String, strict=False) == name).any()]
+    return 2 * len(again) >= len(names) and any(re.match(NUMBER, name) for name in again)
 
 
 def _unnamed(names: list[str]) -> set[str]:
@@ -217,6 +252,68 @@ def _missing_words(sample: pl.DataFrame) -> tuple[str, ...]:
             words = set(no_numbers.unique())
             found |= words if words <= set(MISSING_WORDS) else set()
     return tuple(sorted(found))
+
+
+def _suspicions(seen: SeenColumn, column: Column, label: pl.Series) -> Iterator[str]:
+    """Yield what is likely wrong with a column, which is used as it is."""
+    if seen.dtype == pl.String and column.kind not in ("numeric", "time") and seen.values.len():
+        yield from _almost_numbers(seen)
+    if column.kind in ("time", "ignored"):
+        return
+    leave_out = f'leave it out: kind = "ignored" for {seen.name!r} in the schema'
+    last = (seen.words or [""])[-1]
+    if last in WEIGHT_NAMES.split() and seen.numbers is not None:
+        yield f"{seen.name!r} is a feature; if it is the weight of a row, {leave_out}"
+    is_event = seen.distinct <= 2 and any(word in EVENT_NAMES.split() for word in seen.words)
+    if is_event or last in LABEL_NAMES.split():
+        yield f"{seen.name!r} is a feature, and its name is like a label's; if it is one, {leave_out}"
+    elif seen.rows >= ENOUGH_ROWS and _tells(seen, label):
+        yield (
+            f"{seen.name!r} is a feature, and it tells the label {label.name!r} almost perfectly; if it is only "
+            f"known after the event, {leave_out}"
+        )
+
+
+def _almost_numbers(seen: SeenColumn) -> Iterator[str]:
+    """Yield a warning about texts most of which are numbers, or all of which are in another spelling."""
+    values = seen.values
+    is_number = values.str.contains(NUMBER)
+    if is_number.all() or seen.name_says_id:
+        return
+    spelled = is_number | values.str.contains(OTHER_NUMBER)
+    others = values.filter(~spelled)
+    words = sorted(others.unique())
+    if 2 * others.len() > values.len() or (len(words) > 3 and 10 * others.len() > values.len()):
+        return
+    cleaned = values.str.replace(r"[.,]([0-9]+)[^0-9]*$", "#$1").str.replace_all("[^0-9#+-]", "")
+    numbers = values.zip_with(is_number, cleaned.str.replace("#", ".", literal=True))
+    guess = _number(SeenColumn(numbers.filter(spelled)))
+    if guess is None or guess[0].kind != "numeric":
+        return
+    advice = "write them as 1234.56"
+    if words:
+        advice = (
+            f'kind = "numeric" and missing = {words[:3]} in a schema take them for missing values'
+        )
+    example = shortened(words[0] if words else values.filter(~is_number)[0])
+    yield (
+        f"{seen.name!r} is not numeric, because {(~is_number).sum():,} of {values.len():,} values are not "
+        f"written as numbers, such as {example!r}; {advice}"
+    )
+
+
+def _tells(seen: SeenColumn, label: pl.Series) -> bool:
+    """Whether a column says what the label is: by one of few values, by being there, or by not being 0."""
+    value, positive = pl.col("value"), pl.col("label").cast(pl.Float64, strict=False) > 0
+    if seen.distinct > FEW:
+        if seen.numbers is None:
+            return False
+        value = value.cast(pl.Float64, strict=False) == 0
+    frame = pl.DataFrame({"value": seen.series, "label": label})
+    ones, zeros = positive.sum().alias("ones"), (~positive).sum().alias("zeros")
+    counts = frame.group_by(value).agg(ones, zeros).select("ones", "zeros").to_numpy()
+    rarer = int(counts.sum(axis=0).min())
+    return rarer >= FEW and int(counts.min(axis=1).sum()) <= 0.02 * rarer
 
 
 def _for_split(seen: SeenColumn, split: Split) -> _Guess | None:
