@@ -14,6 +14,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from capabilities import slow_after
 
 pl = pytest.importorskip("polars", reason="capability: package polars: it is not installed")
@@ -26,6 +27,7 @@ from rarebit.data.log_schema import (  # noqa: E402  # the same
     TextFormat,  # the same
 )
 from rarebit.data.prepare import infer_log, prepare  # noqa: E402  # the same
+from rarebit.data.prepared import PreparedFolder  # noqa: E402  # the same
 from rarebit.data.raw.encoder import encoder_of  # noqa: E402  # the same
 from rarebit.errors import DataError, SettingsError  # noqa: E402  # the same
 
@@ -351,3 +353,64 @@ def test_a_killed_run_leaves_nothing_that_opens(tmp_path, when):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["log.csv", "out"]
     if overwrite:
         assert np.array_equal(data.ids, before)
+
+
+def rows_of(number, rows=60):
+    return "".join(f"{(number + n) % 2}\t{n % 9}\t{n % 4}\tx{n % 5}\n" for n in range(rows))
+
+
+def test_a_list_of_files_is_one_log(tmp_path):
+    files = [tmp_path / "day1.tsv", tmp_path / "day2.tsv"]
+    for number, file in enumerate(files):
+        file.write_text("click\tuser\titem\tad\n" + rows_of(number))
+    data = prepare(files, tmp_path / "out", label="click", split=Split(kind="order"))
+    assert len(data) == 120
+    assert PreparedFolder(tmp_path / "out").manifest["origin"] == "day1.tsv, day2.tsv"
+    train = prepare(files[0], tmp_path / "one", label="click", split=Split(kind="order"))
+    assert torch.equal(data.label[:60], train.label)
+
+
+@pytest.mark.parametrize(
+    ("log", "settings", "message"),
+    [
+        ([], {}, "a log needs at least one file, got an empty list"),
+        (5, {}, r"prepare reads files: .*; got int. Rows in memory: rb.Dataset.from_frame"),
+        ([5], {}, "prepare reads files: .*; got int"),
+        ({"train": ["a.csv"]}, {}, "prepare reads files: .*; got list"),
+        ({"a": [1]}, {}, "unknown part 'a'"),
+        ("a.csv", {"label": 0}, "label must be of type str, got 0"),
+        ("a.csv", {"schema": {"a": 1}}, "schema must be of type LogSchema, got {'a': 1}"),
+        ("a.csv", {"split": "time"}, "split must be of type Split, got 'time'"),
+        ("a.csv", {"format": "csv"}, "format must be of type TextFormat, got 'csv'"),
+    ],
+)
+def test_what_is_no_log_is_refused_by_name(tmp_path, log, settings, message):
+    with pytest.raises(SettingsError, match=message):
+        prepare(log, tmp_path / "out", **settings)
+
+
+def test_malformed_rows_stop_or_are_skipped_and_nothing_else(tmp_path):
+    (tmp_path / "log.tsv").write_text("click\tuser\titem\tad\n" + rows_of(0))
+    with pytest.raises(SettingsError, match="bad_rows must be 'stop' or 'aside', got 'skip'"):
+        prepare(tmp_path / "log.tsv", tmp_path / "out", label="click", bad_rows="skip")
+
+
+@pytest.mark.parametrize("label", ["click", "0"])
+def test_a_first_row_of_data_is_no_header(tmp_path, label):
+    (tmp_path / "log.tsv").write_text("0\t8\t3\tx3\n" + rows_of(0))
+    message = (
+        r"the first row of .*log.tsv' looks like data \('0', '8', '3', 'x3'\), .* --names click,"
+    )
+    with pytest.raises(DataError, match=message):
+        prepare(tmp_path / "log.tsv", tmp_path / "out", label=label)
+    names = TextFormat(separator="\t", header=False, names=("click", "user", "item", "ad"))
+    data = prepare(tmp_path / "log.tsv", tmp_path / "out", label="click", format=names)
+    assert len(data) == 61
+
+
+def test_numbers_may_be_the_names_of_columns(tmp_path):
+    """Pandas calls columns 0, 1, 2; and a column for each item is called by its id."""
+    (tmp_path / "log.tsv").write_text("0\t1\t2\t3\n" + rows_of(0))
+    assert len(prepare(tmp_path / "log.tsv", tmp_path / "a", label="0")) == 60
+    (tmp_path / "log.tsv").write_text("1193\t661\t914\t3408\n" + rows_of(0))
+    assert len(prepare(tmp_path / "log.tsv", tmp_path / "b", label="1193")) == 60

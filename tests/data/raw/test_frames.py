@@ -198,3 +198,21 @@ def test_a_pandas_column_of_mixed_types_is_refused():
     frame = pd.DataFrame({"user": pd.Series([1, "a", None], dtype=object)})
     with pytest.raises(DataError, match="the frame cannot be read"):
         as_polars(frame)
+
+
+@needs_pandas
+def test_levels_of_pandas_are_refused():
+    import pandas as pd
+
+    frame = pd.DataFrame({("a", "x"): ["u", "v"] * 9, ("a", "y"): [0, 1] * 9})
+    with pytest.raises(
+        DataError, match=r"a MultiIndex as its columns; make it plain: frame\.columns"
+    ):
+        rb.Dataset.from_frame(frame, label=("a", "y"))
+    frame.columns = frame.columns.map("_".join)
+    indexed = frame.set_index(["a_x", "a_y"])
+    with pytest.raises(DataError, match=r"a MultiIndex as its index; .* frame.reset_index\(\)"):
+        rb.Dataset.from_frame(indexed, label="a_y")
+    assert len(rb.Dataset.from_frame(frame, label="a_y")) == 18
+    with pytest.raises(SettingsError, match="label must be of type str, got 1"):
+        rb.Dataset.from_frame(frame, label=1)
