@@ -59,6 +59,12 @@ def require_number(name: str, value: Any, *, least: float = -math.inf) -> None:
     require(float(value) >= least, f"{name} must be {least:g} or more, got {name}={value}")
 
 
+def require_mapping(values: object, name: str) -> None:
+    """Raise `SettingsError` unless values go by name: a file may hold anything."""
+    if not isinstance(values, Mapping):
+        raise SettingsError(f"{name} must be settings by name, got {shown(values)}")
+
+
 def suggest(name: str, known: Collection[str]) -> str:
     """Return "; did you mean 'x'?" for the closest known name, else a list of the known ones."""
     known = list(map(str, known))  # keys of someone's own may be anything
@@ -73,6 +79,7 @@ def from_mapping(settings: type[T], values: Mapping[str, Any], *, where: str = "
 
     `where` names the place the values came from, for the message.
     """
+    require_mapping(values, where or settings.__name__)
     hints = _hints(typing.cast(Any, settings))
     known = [field.name for field in dataclasses.fields(settings) if field.init]  # type: ignore[arg-type]  # T is a dataclass
     converted = _checked(values, {name: hints[name] for name in known}, settings.__name__, where)
@@ -152,7 +159,9 @@ def read_toml(path: Path) -> dict[str, Any]:
             return tomllib.load(file)
     except FileNotFoundError:
         raise SettingsError(f"the settings file {str(path)!r} does not exist") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except RecursionError:
+        raise SettingsError(f"{str(path)!r} is nested too deeply") from None
+    except ValueError as error:  # no TOML, no UTF-8, or a number of thousands of digits
         raise SettingsError(f"{str(path)!r} is not valid TOML: {error}") from None
     except OSError as error:
         raise SettingsError(f"cannot read {str(path)!r}: {error.strerror}") from None
@@ -195,11 +204,11 @@ def _convert(value: Any, hint: Any, name: str) -> Any:
     if origin is Literal:
         require(
             any(value == choice and type(value) is type(choice) for choice in arguments),
-            f"{name} must be one of {', '.join(map(repr, arguments))}, got {_shown(value)}",
+            f"{name} must be one of {', '.join(map(repr, arguments))}, got {shown(value)}",
         )
         return value
     if origin in (tuple, Sequence):
-        require(isinstance(value, list | tuple), f"{name} must be a list, got {_shown(value)}")
+        require(isinstance(value, list | tuple), f"{name} must be a list, got {shown(value)}")
         return tuple(_convert(item, arguments[0], name) for item in value)
     if not isinstance(value, bool) and isinstance(value, Integral):  # numpy's integers, too
         whole = int(value)
@@ -211,7 +220,7 @@ def _convert(value: Any, hint: Any, name: str) -> Any:
         return from_mapping(typing.cast(type[Any], hint), value, where=name)
     expected = origin or hint
     if not isinstance(value, expected) or (isinstance(value, bool) and expected is not bool):
-        raise SettingsError(f"{name} must be {_spell(hint)}, got {_shown(value)}")
+        raise SettingsError(f"{name} must be {_spell(hint)}, got {shown(value)}")
     return value
 
 
@@ -225,12 +234,15 @@ def _convert_union(value: Any, choices: tuple[Any, ...], name: str) -> Any:
         except SettingsError:
             continue
     wanted = " or ".join(_spell(choice) for choice in choices)
-    raise SettingsError(f"{name} must be {wanted}, got {_shown(value)}")
+    raise SettingsError(f"{name} must be {wanted}, got {shown(value)}")
 
 
-def _shown(value: object) -> str:
+def shown(value: object) -> str:
     """Return a value as a message shows it, however long it is."""
-    text = repr(value)
+    try:
+        text = repr(value)
+    except (RecursionError, ValueError):  # deep, or a number of thousands of digits
+        text = f"a {type(value).__name__} that is too long to show"
     return text if len(text) <= MAX_SHOWN else f"{text[:MAX_SHOWN]}..."
 
 

@@ -41,6 +41,7 @@ from rarebit.settings import (
     keyword_arguments,
     offered,
     require,
+    require_mapping,
     suggest,
     to_mapping,
     updated,
@@ -292,6 +293,7 @@ def needed_modules(techniques: Iterable[Technique]) -> list[str]:
 
 def technique_from_mapping(values: Mapping[str, Any]) -> Technique:
     """Build a technique from plain values: `method = "hashing"` and its settings."""
+    require_mapping(values, "a method")
     values = dict(values)
     name = values.pop("method", None)
     if not isinstance(name, str):
@@ -450,7 +452,7 @@ def read_value(text: str) -> Any:
     """Read a value as TOML, or as a plain word."""
     try:
         read = tomllib.loads(f"value = {text}")
-    except tomllib.TOMLDecodeError:
+    except (RecursionError, ValueError):
         return text
     return read["value"] if len(read) == 1 else text
 

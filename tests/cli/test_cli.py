@@ -5,6 +5,7 @@ import json
 import os
 import pty
 import re
+import resource
 import shlex
 import signal
 import subprocess
@@ -59,6 +60,21 @@ def test_train_prints_a_table_and_leaves_a_model(call):
     assert "epoch 1" in err
     names = {"checkpoints", "lock", "model.json", "run.json", tensors_file(Path("here")).name}
     assert {path.name for path in Path("here").iterdir()} == names
+
+
+def test_scores_that_cannot_be_written_whole_leave_those_of_before(call):
+    call("train", "--model", "fm", *SMALL, "--out", "here")
+    Path("scores.csv").write_text("scores of before\n")
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100, before[1]))  # no file may grow beyond 100 bytes
+    try:
+        code, _, err = call("predict", "--model", "here", "--out", "scores.csv")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert code == 2
+    assert "cannot write 'scores.csv': the system reports 'File too large'" in err
+    assert Path("scores.csv").read_text() == "scores of before\n"
+    assert not list(Path.cwd().glob(".*"))
 
 
 def test_predict_scores_the_saved_model_again(call):

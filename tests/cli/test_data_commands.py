@@ -349,7 +349,7 @@ MISTAKES = {
     "schema of nothing": (["data", "schema", "no.csv", "--label", "y"], "'no.csv' does not exist"),
     "schema to nowhere": (
         ["data", "schema", "clicks.csv", "--label", "click", "--out", "no/s.toml"],
-        "cannot write 'no/s.toml': No such file or directory",
+        "cannot write 'no/s.toml': 'no' is missing; choose another folder",
     ),
     "train": (["train", "--data", "folder", "--out", "x"], "'folder' holds no prepared log"),
     "train rows": (["train", "--data", "folder", "--rows", "9", "--out", "x"], "unknown setting 'rows'"),

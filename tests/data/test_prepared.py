@@ -293,6 +293,30 @@ def test_a_file_of_another_length_is_found_without_reading_it(tmp_path, how):
     Dataset.open(target)
 
 
+def test_a_damaged_log_is_found_by_default_and_read_once(tmp_path):
+    target = make(tmp_path / "data")
+    path, before = target / "ids.npy", (target / "ids.npy").stat()
+    good = path.read_bytes()
+
+    def damage():
+        path.write_bytes(good[:-1] + bytes([good[-1] ^ 1]))
+
+    damage()
+    with pytest.raises(DataError, match="is not what its checksum says"):
+        Dataset.open(target)
+    assert len(Dataset.open(target, verify=False)) == 10
+    path.write_bytes(good)
+    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+    Dataset.open(target)
+    # unseen by anyone who does not read it again: same file, size and time
+    damage()
+    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+    Dataset.open(target)
+    os.utime(path)
+    with pytest.raises(DataError, match="is not what its checksum says"):
+        Dataset.open(target)
+
+
 def test_no_manifest_or_another_file_in_its_place(tmp_path):
     with pytest.raises(
         DataError, match=r"manifest.json is missing; make one with rarebit data prep"

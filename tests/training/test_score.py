@@ -3,6 +3,7 @@
 import gzip
 import json
 import math
+import resource
 from pathlib import Path
 
 import pytest
@@ -180,9 +181,26 @@ def test_a_failure_in_the_middle_leaves_nothing(tmp_path, model):
     assert [file.name for file in tmp_path.iterdir()] == ["new.tsv.gz"]
 
 
+def test_a_full_disk_is_told_and_leaves_the_scores_of_before(tmp_path, model):
+    log, out = write(new_rows(), tmp_path / "new.csv"), tmp_path / "scores.csv"
+    out.write_text("scores of before\n")
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100, before[1]))  # no file may grow beyond 100 bytes
+    try:
+        with pytest.raises(DataError, match=r"cannot write .*scores\.csv.*too large"):
+            score_log(model, log, out=out)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert out.read_text() == "scores of before\n"
+    assert {path.name for path in tmp_path.iterdir()} == {"new.csv", "scores.csv"}
+
+
 def test_what_a_killed_run_left_is_not_taken_up(tmp_path, model):
-    (tmp_path / "scores.csv.partial").write_text("line,score\n2,0.1\n")
-    (tmp_path / "scores.csv.bad_rows.jsonl.partial").write_text("{}\n")
+    for name, text in [
+        ("scores.csv", "line,score\n2,0.1\n"),
+        ("scores.csv.bad_rows.jsonl", "{}\n"),
+    ]:
+        (tmp_path / f".{name}.999999999.writing").write_text(text)
     log = write(new_rows(), tmp_path / "new.csv")
     score_log(model, log, out=tmp_path / "scores.csv")
     assert pl.read_csv(tmp_path / "scores.csv").height == 60
@@ -241,7 +259,7 @@ def test_a_log_of_bad_rows_only_gives_no_scores(tmp_path, model):
 def test_where_scores_cannot_go_is_told(tmp_path, model):
     log = write(new_rows(), tmp_path / "new.csv")
     before = log.read_bytes()
-    with pytest.raises(DataError, match=r"cannot write .*: No such file or directory"):
+    with pytest.raises(DataError, match=r"cannot write .*no' is missing; choose another folder"):
         score_log(model, log, out=tmp_path / "no" / "scores.csv")
     with pytest.raises(DataError, match="it is a folder; name a file"):
         score_log(model, log, out=tmp_path)

@@ -59,7 +59,7 @@ def _lookups(table: Callable[[Tensor], Tensor], batches: Sequence[Tensor]) -> Ca
 def packed(
     say: Say, *, num_rows: int = MILLION, batch: int = BATCH, budget: float = 12.0
 ) -> BenchResult:
-    """Lookups of 4096 x 39 rows out of a packed table of 1,000,000 x 64, mapped from its file.
+    """Lookups of 4096 x 39 rows out of a packed table of 1,000,000 x 64, read from its file.
 
     `dense` is the same table in float32 with its zeros, by `F.embedding`. 10 %, 3 %, 1 % and 0.1 % of the entries
     are left, at random; and, as `rows`, 10 % of the rows with all their entries, where columns are bits and not
@@ -68,7 +68,7 @@ def packed(
     The C library has memory for the rows at hand, or must get it from the system in every lookup: `dense_faults`
     tells which. New memory takes longer to map than to fill, in both variants, so the ratio is then smaller.
     `path` tells whether packed rows came from the compiled kernel or from plain torch. `resident_mb` is measured
-    in a fresh process: how much its memory grows when it maps the file and looks up one batch.
+    in a fresh process: how much its memory grows when it reads the file and looks up one batch.
     """
     draw = torch.Generator().manual_seed(0)
     batches = _batches(num_rows, (batch, 39), draw)

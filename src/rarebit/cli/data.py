@@ -26,6 +26,7 @@ from rarebit.data.prepared import (
 from rarebit.data.sources import source_names
 from rarebit.errors import SettingsError
 from rarebit.settings import suggest, updated
+from rarebit.storage.files import write_file
 from rarebit.text import NOTHING, percent
 
 EXAMPLES = """[bold]Examples[/bold]
@@ -170,10 +171,7 @@ def schema_(  # noqa: PLR0917  # typer calls it by name
     if out is None:
         screen.console.print("\nTo write it to a file to edit: --out clicks.toml")
         return
-    try:
-        out.write_text(found.to_toml(), encoding="utf-8")
-    except OSError as error:
-        raise SettingsError(f"cannot write {str(out)!r}: {error.strerror}") from None
+    write_file(out, found.to_toml().encode(), error=SettingsError)
     screen.line(f"\nEdit {out}, then:")
     target = f"data/{log.name.split('.')[0]}"
     screen.command("data", "prepare", str(log), "--schema", str(out), "--out", target)

@@ -197,7 +197,7 @@ def parse_assignment(text: str) -> tuple[str, str, object]:
         raise SettingsError(f"--set takes section.name=value, got {text!r}")
     try:
         return section, name, tomllib.loads(f"value = {value}")["value"]
-    except tomllib.TOMLDecodeError:
+    except (RecursionError, ValueError):
         return section, name, value.strip()
 
 

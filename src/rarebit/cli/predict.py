@@ -107,14 +107,16 @@ def _score_log(
 
 
 def _write_scores(path: Path, scores: "torch.Tensor", data: "Dataset") -> None:
-    try:
-        with path.open("w", newline="", encoding="utf-8") as file:
+    from rarebit.storage.files import write_file
+
+    def fill(partial: Path) -> None:
+        with partial.open("w", newline="", encoding="utf-8") as file:
             writer = csv.writer(file)
             writer.writerow(["row", "score", "label"])
             labels = data.label.int().tolist()
             writer.writerows(zip(itertools.count(), scores.tolist(), labels, strict=False))
-    except OSError as error:
-        raise ModelFileError(f"cannot write {str(path)!r}: {error.strerror}") from None
+
+    write_file(path, fill, error=ModelFileError)
 
 
 def _counted(number: int, noun: str) -> str:

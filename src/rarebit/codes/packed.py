@@ -21,8 +21,8 @@ torch does it, slower.
 The values are one parameter: any optimizer trains a packed table in place, and its zeros have neither gradient
 nor state. With 8 bits the values are integers with one scale per table, and frozen.
 
-A packed table can be stored in one safetensors file, which is mapped into memory: a lookup reads only what it
-touches. Parts that come from elsewhere may hold anything, so `problem_of` reads all of them but the values once,
+A packed table can be stored in one safetensors file, with a checksum. It is read into memory: a file that is mapped
+and then cut by someone ends the process. Parts that come from elsewhere may hold anything, so `problem_of` reads all of them but the values once,
 in chunks. After this check no lookup reads beyond a part, and no two entries share a place.
 
 Shapes: N rows of the table, D its width, R rows that are not empty, V entries that are not zero, U ids,
@@ -31,6 +31,7 @@ E entries of their rows.
 
 import ctypes
 import functools
+import hashlib
 import logging
 import os
 from collections.abc import Mapping
@@ -48,7 +49,7 @@ from torch.optim import Optimizer
 
 from rarebit.errors import ModelFileError, UnsupportedTableError, import_extra
 from rarebit.settings import check_types
-from rarebit.storage.files import DISK, write_file
+from rarebit.storage.files import DISK, spell_tensor, write_file
 from rarebit.tables.apply import (
     Site,
     TableChanges,
@@ -86,7 +87,9 @@ CHECKED = 1 << 20
 """Numbers that are checked at once."""
 LARGEST_CODE = 127
 WIDEST = 1 << 31
-KIND = "rarebit packed table 1"
+KIND = "rarebit packed table 2"
+OLDER = "rarebit packed table 1"
+"""Files without a checksum."""
 MAX_DIGITS = 18
 SOURCE = Path(__file__).with_name("packed_kernel.cpp")
 
@@ -114,7 +117,6 @@ def pack_rows(weight: Tensor) -> Parts:
     filled = counts > 0
     ends = counts[filled].cumsum(0)
     offsets = F.pad(ends, (1, 0))
-    small = int(offsets[-1]) <= torch.iinfo(torch.int32).max
     numbers = int(offsets[-1]) * column_type(width).itemsize  # bytes of columns as numbers
     bitmaps = len(ends) * -(-width // 8)  # and as bits
     values, columns = [], []
@@ -129,9 +131,14 @@ def pack_rows(weight: Tensor) -> Parts:
     return Parts(
         torch.cat(values),
         torch.cat(columns),
-        offsets.to(torch.int32 if small else torch.int64),
+        offsets.to(offset_type(int(offsets[-1]))),
         pack_bits(words.view(1, -1)).view(-1).view(torch.int64),
     )
+
+
+def offset_type(last: int) -> torch.dtype:
+    """Return the smallest type that holds numbers up to the last offset, which the kernel adds up in 64 bits."""
+    return torch.int32 if last <= torch.iinfo(torch.int32).max else torch.int64
 
 
 def column_type(width: int) -> torch.dtype:
@@ -171,8 +178,7 @@ def rows_before(filled: Tensor) -> Tensor:
     """Return the rank directory: the number of filled rows before each word."""
     counts = count_bits(filled)
     before = counts.cumsum(0).sub_(counts)
-    small = not len(before) or int(before[-1]) < torch.iinfo(torch.int32).max - WORD
-    return before.to(torch.int32) if small else before
+    return before.to(offset_type(int(before[-1]) + WORD if len(before) else 0))
 
 
 @functools.cache
@@ -725,18 +731,28 @@ def save_packed(table: PackedTable, path: str | os.PathLike[str]) -> Path:
         "padding": table.padding_idx,
     }
     known = {key: str(value) for key, value in shape.items() if value is not None}
-    metadata = {"kind": KIND, **known}
+    tensors = table.state_dict()
+    metadata = {"kind": KIND, **known, "sha256": _checksum(known, tensors)}
     return write_file(
         Path(path),
-        lambda partial: DISK.save_tensors(partial, table.state_dict(), metadata),
+        lambda partial: DISK.save_tensors(partial, tensors, metadata),
         error=ModelFileError,
     )
+
+
+def _checksum(about: Mapping[str, str], tensors: Mapping[str, Tensor]) -> str:
+    """Return the SHA-256 of a table: its shape, and the types, shapes and bytes of its parts."""
+    found = hashlib.sha256(repr(sorted(about.items())).encode())
+    for name, tensor in sorted(tensors.items()):
+        found.update(f"{name} {spell_tensor(tensor)} ".encode())
+        found.update(tensor.detach().cpu().reshape(-1).view(torch.uint8).numpy().data)
+    return found.hexdigest()
 
 
 def load_packed(
     path: str | os.PathLike[str], *, device: torch.device | str = "cpu", trainable: bool = False
 ) -> PackedTable:
-    """Return the packed table of a file, mapped into memory on the CPU.
+    """Return the packed table of a file.
 
     >>> load_packed("nowhere")
     Traceback (most recent call last):
@@ -746,7 +762,8 @@ def load_packed(
     try:
         with safe_open(path, framework="pt") as file:
             about = file.metadata() or {}
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  # it is no mapping
+            # copied: what safetensors returns is the file itself, mapped
+            tensors = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118  # it is no mapping
         table = _table(about, tensors)
     except FileNotFoundError:
         raise ModelFileError(f"{str(path)!r} does not exist") from None
@@ -758,8 +775,11 @@ def load_packed(
 
 
 def _table(about: dict[str, str], tensors: dict[str, Tensor]) -> PackedTable:
-    if about.get("kind") != KIND:
+    kind, checksum = about.pop("kind", None), about.pop("sha256", None)
+    if kind not in {KIND, OLDER}:
         raise ValueError(f"it does not call itself a {KIND}")
+    if kind == KIND and checksum != _checksum(about, tensors):
+        raise ValueError("it is not what its checksum says")
     scale = tensors.pop("scale", None)
     if set(tensors) != set(Parts._fields):
         raise ValueError(f"it has the parts {sorted(tensors)}")

@@ -113,7 +113,7 @@ def prepare(
         overwrite=overwrite,
         progress=progress,
     )
-    return Dataset.open(out)
+    return Dataset.open(out, verify=False)
 
 
 def _path(file: PathLike) -> Path:
@@ -161,7 +161,7 @@ def prepare_source(
         overwrite=overwrite,
         progress=progress,
     )
-    return Dataset.open(out)
+    return Dataset.open(out, verify=False)
 
 
 def infer_log(

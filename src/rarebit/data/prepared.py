@@ -8,7 +8,7 @@
     schema.toml      the schema of the raw log, to edit and use again
     encoder/         the vocabulary, to encode other raw rows; training does without it
 
-Opening maps the arrays into memory, which takes milliseconds whatever their size.
+Opening compares every file with its checksum, and maps the arrays into memory.
 """
 
 import json
@@ -181,6 +181,8 @@ class PreparedFolder:
             raise DataError(f"{str(self.folder)!r} is damaged: it has {self.rows} rows")
         for name, file in self._files().items():
             path = self.folder / name
+            if type(file["sha256"]) is not str:
+                raise DataError(f"{str(self.folder)!r} is damaged: {name} has no checksum")
             if not path.is_file() or path.stat().st_size != file["bytes"]:
                 raise DataError(
                     f"{str(self.folder)!r} is damaged: {name} is missing or not as long as it was "
@@ -217,6 +219,11 @@ class PreparedFolder:
                 "prepare it again"
             )
         return array
+
+    def fingerprint(self) -> tuple[object, ...]:
+        """Return what changes when a file of the folder is replaced or written to."""
+        stats = [(self.folder / name).stat() for name in self._files()]
+        return self.checksum, *((s.st_dev, s.st_ino, s.st_size, s.st_mtime_ns) for s in stats)
 
     def verify(self) -> None:
         """Read every file and compare checksums; raise if one is damaged."""

@@ -719,7 +719,7 @@ def read_prune(folder: str | os.PathLike[str]) -> tuple[RunSettings, PruneSettin
     """Return the settings of the pruning in a folder."""
     path = Path(folder) / PRUNE_FILE
     try:
-        values = json.loads(path.read_text("utf-8"))
+        values = files.read_json(path)
         return RunSettings.from_mapping(values["settings"]), from_mapping(
             PruneSettings, values["pruning"]
         )
@@ -727,7 +727,7 @@ def read_prune(folder: str | os.PathLike[str]) -> tuple[RunSettings, PruneSettin
         raise ModelFileError(f"{str(folder)!r} holds no pruning: {PRUNE_FILE} is missing") from None
     except OSError as error:
         raise ModelFileError(f"cannot read {str(path)!r}: {error.strerror}") from None
-    except (ValueError, KeyError, TypeError) as error:
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise ModelFileError(f"{str(path)!r} is damaged: {error}") from None
 
 

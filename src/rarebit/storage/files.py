@@ -200,7 +200,9 @@ def explain(error: Exception, needed: int = 0) -> str:
     if code in {errno.EEXIST, errno.ENOTDIR}:
         return "it is a file or lies below one; choose another folder"
     if isinstance(error, FileNotFoundError) and error.filename is not None:
-        return f"{str(error.filename)!r} is missing; choose another folder"
+        missing = Path(os.fsdecode(error.filename))
+        missing = missing.parent if HIDDEN.fullmatch(missing.name) else missing
+        return f"{str(missing)!r} is missing; choose another folder"
     reason = str(error) if code is None else os.strerror(code)
     return f"the system reports {reason!r}; check the disk, or choose another folder"
 
@@ -218,6 +220,17 @@ def is_alive(process: int) -> bool:
 OWN_CHECKSUM = "description_sha256"
 # the last two: names that older versions used
 HIDDEN = re.compile(r"\.(.+)\.([0-9]{1,9})\.(?:writing|removing|partial|partial\.old)")
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Return the object that a JSON file holds; ValueError for anything else."""
+    try:
+        values = json.loads(path.read_text("utf-8"))
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+    if not isinstance(values, dict):
+        raise ValueError("it is not a JSON object")  # noqa: TRY004  # of a file, not of an argument
+    return values
 
 
 def write_json(path: Path, values: Mapping[str, Any], *, error: type[RarebitError]) -> Path:

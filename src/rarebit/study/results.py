@@ -4,7 +4,6 @@ A result holds figures of runs, not models. Tables and verdicts are computed fro
 enough to show it again.
 """
 
-import json
 import math
 import os
 import statistics
@@ -16,6 +15,7 @@ from typing import Any, TypeAlias
 
 from rarebit.errors import StudyError
 from rarebit.settings import from_mapping, size, suggest
+from rarebit.storage.files import read_json
 from rarebit.study.runs import UNREADABLE, RunRecord
 from rarebit.study.statistics import Comparison, PairedAUC, judge
 from rarebit.text import NOTHING, TextTable
@@ -220,7 +220,7 @@ def read_result(path: str | os.PathLike[str]) -> StudyResult:
     path = Path(path)
     file = path / RESULTS if path.is_dir() else path
     try:
-        return StudyResult.from_mapping(json.loads(file.read_text("utf-8"))["study"])
+        return StudyResult.from_mapping(read_json(file)["study"])
     except FileNotFoundError:
         raise StudyError(f"there is no result of a study at {str(path)!r}") from None
     except OSError as error:

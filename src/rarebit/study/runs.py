@@ -27,7 +27,7 @@ from rarebit.data.prepared import PreparedFolder
 from rarebit.data.synthetic import SyntheticLog
 from rarebit.errors import StudyError
 from rarebit.settings import from_mapping, require, to_mapping
-from rarebit.storage.files import make_folder, write_file, write_json
+from rarebit.storage.files import make_folder, read_json, write_file, write_json
 from rarebit.technique import technique_text
 from rarebit.training.metrics import Evaluation
 from rarebit.training.settings import PreparedLog, RunSettings, Training
@@ -169,7 +169,7 @@ class RunFolder:
     def read(self) -> RunRecord | None:
         """Return the record of the run; None where it is not finished."""
         try:
-            values = json.loads((self.path / RESULT).read_text("utf-8"))["result"]
+            values = read_json(self.path / RESULT)["result"]
             record = from_mapping(RunRecord, values)
             require(record.key == self.key, f"it is the result of run {record.key!r}")
         except FileNotFoundError:

@@ -15,7 +15,6 @@ pruning, or the plain sum for harmless transfer. Each method names the control i
 """
 
 import itertools
-import json
 import math
 from bisect import bisect_left
 from collections.abc import Callable, Iterator
@@ -33,7 +32,7 @@ from rarebit.data.schema import Schema
 from rarebit.errors import SettingsError, StudyError
 from rarebit.models._base import RankingModel
 from rarebit.settings import require, updated
-from rarebit.storage.files import make_folder, write_json
+from rarebit.storage.files import make_folder, read_json, write_json
 from rarebit.study.plan import OWN, StudyPlan, StudySettings
 from rarebit.study.runs import UNREADABLE, run_key
 from rarebit.tables.apply import find_sites, find_tables, table_bytes
@@ -341,7 +340,7 @@ class MeasuredRates:
         if run.training.optimizer == "sgd":
             return math.prod(method.rate_under_sgd for method in run.methods)
         try:
-            stored = json.loads(self.path.read_text("utf-8")) if self.path.exists() else {}
+            stored = read_json(self.path) if self.path.exists() else {}
             known = {str(key): float(value) for key, value in stored.items()}
         except (OSError, *UNREADABLE) as error:
             raise StudyError(f"{str(self.path)!r} cannot be read: {error}; remove it") from None

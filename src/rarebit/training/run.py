@@ -9,7 +9,6 @@ The folder of a run holds the model (`model.json`, `weights-<hash>.safetensors`)
 checkpoints.
 """
 
-import json
 import os
 import platform
 import shlex
@@ -281,7 +280,7 @@ def _reading(folder: str | os.PathLike[str]) -> Iterator[dict[str, Any]]:
     """Yield the content of the run's file; what is wrong with it becomes a `ModelFileError`."""
     path = Path(folder) / RUN_FILE
     try:
-        yield dict(json.loads(path.read_text(encoding="utf-8")))
+        yield files.read_json(path)
     except (FileNotFoundError, NotADirectoryError):
         raise ModelFileError(
             f"{str(folder)!r} holds no run: {RUN_FILE} is missing; train one with rarebit train"
@@ -290,7 +289,7 @@ def _reading(folder: str | os.PathLike[str]) -> Iterator[dict[str, Any]]:
         raise ModelFileError(f"cannot read {str(path)!r}: {error.strerror}") from None
     except ModelFileError:
         raise
-    except (ValueError, KeyError, TypeError) as error:
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise ModelFileError(f"{str(path)!r} is damaged: {error}") from None
 
 

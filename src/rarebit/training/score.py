@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from rarebit.data.dataset import Dataset
 from rarebit.errors import DataError, ModelFileError, SettingsError, import_extra
 from rarebit.models._base import RankingModel
+from rarebit.storage.files import DISK, explain, hidden, leftovers
 from rarebit.training.metrics import Metrics, measure, predict
 
 if TYPE_CHECKING:
@@ -153,19 +154,24 @@ def _outputs(out: Path | None) -> Iterator[tuple[Path | None, Path | None]]:
         yield None, None
         return
     targets = (out, bad_rows_file(out))
-    partials = [target.with_name(f"{target.name}.partial") for target in targets]
+    partials = [hidden(target, "writing") for target in targets]
     try:
         for partial in partials:
             partial.write_bytes(b"")
         yield partials[0], partials[1]
         for partial, target in zip(partials, targets, strict=True):
             if partial.stat().st_size:
-                partial.replace(target)
+                DISK.sync_file(partial)
+                DISK.rename(partial, target)
             else:
-                target.unlink(missing_ok=True)  # bad rows of an earlier log
+                DISK.remove(target)  # bad rows of an earlier log
+        DISK.sync_folder(out.parent)
     except OSError as error:
-        raise DataError(f"cannot write {str(out)!r}: {error.strerror or error}") from None
+        raise DataError(f"cannot write {str(out)!r}: {explain(error)}") from None
     finally:
-        for partial in partials:
+        for path in (
+            *partials,
+            *(old for target in targets for old in leftovers(out.parent, target.name)),
+        ):
             with suppress(OSError):
-                partial.unlink(missing_ok=True)
+                DISK.remove(path)

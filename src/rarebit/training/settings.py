@@ -9,7 +9,15 @@ from rarebit.data.prepared import PreparedFolder
 from rarebit.data.synthetic import SyntheticLog, generate
 from rarebit.errors import DataError, SettingsError
 from rarebit.models import model_settings
-from rarebit.settings import check_types, from_mapping, require, suggest, to_mapping
+from rarebit.settings import (
+    check_types,
+    from_mapping,
+    require,
+    require_mapping,
+    shown,
+    suggest,
+    to_mapping,
+)
 from rarebit.technique import Technique, technique_from_mapping, technique_to_mapping
 from rarebit.training.optimizers import Kind, TableMode
 
@@ -147,12 +155,16 @@ class RunSettings:
     @classmethod
     def from_mapping(cls, values: Mapping[str, Any]) -> "RunSettings":
         """Read settings as a TOML file holds them: [model], [data], [training], [[methods]]."""
+        require_mapping(values, "the sections")
         for section in values:
             if section not in SECTIONS:
                 raise SettingsError(f"unknown section {section!r}{suggest(section, SECTIONS)}")
         for section in ("model", "data", "training"):
             if not isinstance(values.get(section, {}), Mapping):
-                raise SettingsError(f"[{section}] must be a table, got {values[section]!r}")
+                raise SettingsError(f"[{section}] must be a table, got {shown(values[section])}")
+        methods = values.get("methods", ())
+        if not isinstance(methods, list | tuple):
+            raise SettingsError(f"[[methods]] must be tables, got {shown(methods)}")
         model, data = dict(values.get("model", {})), dict(values.get("data", {}))
         source = data.pop("source", "prepared" if "folder" in data else "synthetic")
         if source not in LOGS:
@@ -162,7 +174,7 @@ class RunSettings:
             model_settings=model,
             data=from_mapping(LOGS[source], data, where="data"),
             training=from_mapping(Training, values.get("training", {}), where="training"),
-            methods=tuple(technique_from_mapping(method) for method in values.get("methods", ())),
+            methods=tuple(technique_from_mapping(method) for method in methods),
         )
 
     @property
@@ -191,7 +203,7 @@ def load_splits(
             f"the log in {log.folder!r} was prepared again since the run, so its rows and ids may differ; train a "
             "new run on it, or prepare the log as it was"
         )
-    splits = Dataset.open(log.folder, verify=True).splits
+    splits = Dataset.open(log.folder).splits
     if not len(splits.test):
         raise DataError(
             f"{log.folder!r} has no rows to test on; prepare it with a split that leaves some"

@@ -130,7 +130,7 @@ def encode_frame(
         place = Path(folder) / "data"
         chunks = read_frame(rows, schema.columns_read, missing=schema.missing)
         encode_log(chunks, schema, place, origin="a frame")
-        return Dataset.open(place).in_memory(LogEncoder.open(place / ENCODER))
+        return Dataset.open(place, verify=False).in_memory(LogEncoder.open(place / ENCODER))
 
 
 def _encode_like(rows: pl.DataFrame, encoder: LogEncoder) -> Dataset:

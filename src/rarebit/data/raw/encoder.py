@@ -25,6 +25,7 @@ from rarebit.data.raw.chunks import BadRows, RawChunk
 from rarebit.data.raw.coding import CodedRows, RowCoder
 from rarebit.data.schema import FIRST_VALUE, MISSING, UNKNOWN, Field, Schema
 from rarebit.errors import DataError
+from rarebit.storage.files import read_json
 
 FORMAT = 2
 DESCRIPTION, VALUES = "encoder.json", "values.parquet"
@@ -218,7 +219,7 @@ class LogEncoder:
     def open(cls, folder: Path) -> "LogEncoder":
         """Read it back from a folder."""
         try:
-            description = json.loads((folder / DESCRIPTION).read_text(encoding="utf-8"))
+            description = read_json(folder / DESCRIPTION)
             _check_format(folder, description["format"])
             encoder = cls(
                 schema=LogSchema.from_mapping(description["schema"]),
@@ -226,13 +227,14 @@ class LogEncoder:
                 scales={name: (mean, std) for name, (mean, std) in description["scales"].items()},
                 edges={name: tuple(edges) for name, edges in description["edges"].items()},
             )
+            digests = dict(description["digests"])
         except DataError:
             raise
         except FileNotFoundError as error:
             raise DataError(f"{str(folder)!r} holds no vocabulary: {error}") from None
         except DAMAGE as error:
             raise DataError(f"the vocabulary in {str(folder)!r} is damaged: {error}") from None
-        for name, wanted in description["digests"].items():
+        for name, wanted in digests.items():
             if encoder._digests.get(name) != wanted:
                 raise DataError(f"the vocabulary {name!r} in {str(folder)!r} is damaged")
         return encoder
