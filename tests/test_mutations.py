@@ -47,10 +47,11 @@ def test_a_break_that_tests_miss_survives_and_the_code_is_restored(tmp_path, cap
             f"from rarebit.code import twice\n\ndef test_it():\n    assert twice({value}) == {2 * value}\n"
         )
     tests = ("test_noticing.py", "test_missing.py")
-    mutations.passing(tmp_path, tests)
+    mutations.require_passing(tmp_path, tests)
     for test, is_missed in zip(tests, (False, True), strict=True):
         one = mutations.Break("power", "code.py", "2 * x", "x**2", (test,))
-        assert mutations.survives(one, tmp_path) is is_missed
+        expected = None if is_missed else "test_noticing.py::test_it"
+        assert mutations.noticed_by(one, tmp_path) == expected
         assert code.read_text().endswith("2 * x\n")
     assert "noticed power" in (out := capsys.readouterr().out)
     assert "SURVIVED power" in out

@@ -14,6 +14,7 @@ still occurs once and every named test exists, so the set cannot rot.
 import argparse
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -27,8 +28,8 @@ from rarebit.machine import machine
 
 ROOT = Path(__file__).resolve().parents[1]
 SOURCE = "src/rarebit"
-FAILED, INTERRUPTED, NO_TESTS = 1, 2, (4, 5)
-"""Exit codes of pytest: a test failed; a file could not be imported; no such test."""
+NO_TESTS = (4, 5)
+"""Exit codes of pytest without a test to run."""
 PATIENCE = 600
 """Seconds that the tests of a break may take: a break may also make them wait forever."""
 
@@ -455,8 +456,9 @@ def main() -> None:
     facts, start = machine(), time.perf_counter()
     with tempfile.TemporaryDirectory() as folder:
         root = copy_tree(Path(folder) / "copy")
-        passing(root, sorted({test for one in chosen for test in one.tests}))
-        survivors = [one.name for one in chosen if survives(one, root)]
+        require_passing(root, sorted({test for one in chosen for test in one.tests}))
+        noticed = {one.name: noticed_by(one, root) for one in chosen}
+    survivors = [name for name, test in noticed.items() if test is None]
     print(f"{len(chosen) - len(survivors)} of {len(chosen)} breaks were noticed")
     if options.out is not None:
         report = {
@@ -464,9 +466,8 @@ def main() -> None:
             "machine": facts,
             "minutes": round((time.perf_counter() - start) / 60, 1),
             "breaks": len(chosen),
-            "noticed": len(chosen) - len(survivors),
             "survivors": survivors,
-            "names": [one.name for one in chosen],
+            "noticed_by": noticed,
         }
         options.out.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
     if survivors:
@@ -484,32 +485,36 @@ def copy_tree(root: Path) -> Path:
     return root
 
 
-def passing(root: Path, tests: Sequence[str]) -> None:
+def require_passing(root: Path, tests: Sequence[str]) -> None:
     """End unless all tests pass without a break."""
-    if run_tests(root, tests) != 0:
-        sys.exit(f"before anything is broken, these must pass: {' '.join(tests)}")
+    code, told = run_tests(root, tests, seconds=None)
+    if code != 0:
+        sys.exit(f"{told}\nthe tests must pass before anything is broken")
 
 
-def survives(one: Break, root: Path) -> bool:
-    """Return whether the tests pass with a break."""
+def noticed_by(one: Break, root: Path) -> str | None:
+    """Return the test that fails with a break, or why tests end; None where all pass."""
     start, before = time.perf_counter(), one.apply(root)
     try:
-        code = run_tests(root, one.tests)
+        code, told = run_tests(root, one.tests)
     finally:
         one.restore(root, before)
     if code in NO_TESTS:
         sys.exit(f"{one.name}: pytest found no test in {', '.join(one.tests)}")
-    word = "SURVIVED" if code == 0 else "noticed"
-    print(f"{word} {one.name} ({time.perf_counter() - start:.0f} s)", flush=True)
-    return code == 0
+    failed = re.search(r"^(?:FAILED|ERROR) (?:tests/)?(\S+)", told, re.MULTILINE)
+    found = None if code == 0 else failed[1] if failed else told[-80:]
+    word = "SURVIVED" if found is None else "noticed"
+    print(f"{word} {one.name} ({time.perf_counter() - start:.0f} s) {found or ''}", flush=True)
+    return found
 
 
-def run_tests(root: Path, tests: Sequence[str]) -> int:
-    """Run tests of the copy, quick ones, up to the first that fails; return pytest's exit code."""
+def run_tests(
+    root: Path, tests: Sequence[str], *, seconds: float | None = PATIENCE
+) -> tuple[int, str]:
+    """Run tests of the copy, quick ones, up to the first that fails; return pytest's exit code and output."""
     paths = os.pathsep.join([str(root / "src"), str(root / "tests")])
-    # a compiled kernel of broken code must not be found by other code
     environment = os.environ | {"PYTHONPATH": paths, "PYTHONDONTWRITEBYTECODE": "1"}
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider"]
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "--tb=no", "-p", "no:cacheprovider"]
     try:
         found = subprocess.run(
             [*command, *(f"tests/{test}" for test in tests)],
@@ -517,14 +522,12 @@ def run_tests(root: Path, tests: Sequence[str]) -> int:
             env=environment,
             capture_output=True,
             text=True,
-            timeout=PATIENCE,
+            timeout=seconds,
             check=False,
         )
     except subprocess.TimeoutExpired:
-        return FAILED
-    if found.returncode in (INTERRUPTED, *NO_TESTS):
-        print(found.stdout[-2000:], file=sys.stderr)
-    return found.returncode
+        return 1, "the tests did not end"
+    return found.returncode, found.stdout
 
 
 if __name__ == "__main__":
