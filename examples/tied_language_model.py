@@ -2,7 +2,8 @@
 
     python examples/tied_language_model.py
 
-A tied weight has a gradient for all of its rows in every step, so every rare word takes part in every step.
+A tied weight has a gradient for all of its rows in every step, so every rare word takes part in every step. A method
+for tables needs a table of its own: `untie=True` gives the input a copy, and the output keeps the weight.
 """
 
 import torch
@@ -80,12 +81,16 @@ def train(model: Tied, text: Tensor) -> None:
 
 
 def main() -> None:
-    """Train both models."""
+    """Train both models, and one whose table of the input has a low rank."""
     text = make_text(LINES, LENGTH)
     for kind in (LSTM, Transformer):
         torch.manual_seed(0)
         print(kind.__name__)
         train(kind(), text)
+    torch.manual_seed(0)
+    model = LSTM()
+    rb.apply_(model, rb.LowRank(rank=8), untie=True)
+    train(model, text)
 
 
 if __name__ == "__main__":

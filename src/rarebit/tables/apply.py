@@ -8,6 +8,7 @@
 An optimizer that is passed along holds the new parameters afterwards, with the state that still fits.
 """
 
+import copy
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -96,13 +97,16 @@ class ModuleSite:
     info: TableInfo
     tie: str | None = None
     """Which other part of the model uses its weight; None when no other does."""
+    untied: bool = False
+    """Whether another part uses its weight and may keep it: the table is a copy."""
 
     @property
     def table(self) -> AnyTable:
         """The table, out of its bag."""
-        if isinstance(self.module, nn.EmbeddingBag | Bag):
-            return table_of_bag(self.module)
-        return self.module
+        module = copy.deepcopy(self.module) if self.untied else self.module
+        if isinstance(module, nn.EmbeddingBag | Bag):
+            return table_of_bag(module)
+        return module
 
 
 @dataclass(frozen=True)
@@ -195,8 +199,8 @@ def find_tables(model: nn.Module) -> list[TableInfo]:
     return [site.info for site in find_sites(model)]
 
 
-def find_sites(model: nn.Module) -> list[Site]:
-    """Return every table with the place it can be replaced at."""
+def find_sites(model: nn.Module, *, untie: bool = False) -> list[Site]:
+    """Return every table with the place it can be replaced at; tied ones as copies if they may be untied."""
     owners: dict[nn.Parameter, list[str]] = defaultdict(list)
     for name, parameter in model.named_parameters(remove_duplicate=False):
         owners[parameter].append(name)  # more than one name means tied weights
@@ -213,10 +217,12 @@ def find_sites(model: nn.Module) -> list[Site]:
         else:
             kind: Kind = "bag" if isinstance(module, nn.EmbeddingBag | Bag) else "embedding"
             stored = module.table if isinstance(module, Bag) else module
+            untied = untie and tie is not None
+            tie = None if untied else tie
             info = _info(names[0], stored, kind, _refusal(names, module, tie))
             parts = [name.rpartition(".") for name in names if name]
             places = [(model.get_submodule(parent), attribute) for parent, _, attribute in parts]
-            sites.append(ModuleSite(module, places, info, tie))
+            sites.append(ModuleSite(module, places, info, tie, untied))
     return sites
 
 
@@ -245,6 +251,7 @@ def apply_(
     *,
     where: Where | None = None,
     min_width: int | None = None,
+    untie: bool = False,
     optimizer: Optimizer | None = None,
     verbose: bool = True,
 ) -> TableChanges:
@@ -254,6 +261,9 @@ def apply_(
     width 1 are by default. With `optimizer`, its parameters are exchanged for the new ones and the state that still fits
     is kept; without, build the optimizer after this call. A table with a method that this one must not follow is an
     error. Either all chosen tables change or, on an error, none.
+
+    A table whose weight is also the weight of another layer, as in many language models, is an error too. With `untie`
+    the table gets a copy of it, and the layer keeps its own; they stay two weights, also after `merge_`.
 
     >>> model = nn.Sequential(nn.Embedding(1000, 8))
     >>> from rarebit import Hashing
@@ -270,7 +280,7 @@ def apply_(
     whole = method.change_model(model, where=where, optimizer=optimizer)
     if whole is not None:
         return reported(whole, verbose)
-    sites = find_sites(model)
+    sites = find_sites(model, untie=untie)
     least = method.min_width if min_width is None else min_width
     reasons = [_reason_to_skip(site, method, where, least) for site in sites]
     chosen = [site for site, reason in zip(sites, reasons, strict=True) if reason is None]
@@ -289,9 +299,11 @@ def apply_(
         raise NoTableError(f"{method} matched no table; the model has {names}{more}")
     for site in chosen:
         if site.info.refusal:
+            may_untie = isinstance(site, ModuleSite) and site.tie is not None
             raise UnsupportedTableError(
                 f"{method} cannot be applied to {site.info.name!r}: {site.info.refusal}. "
-                f"Leave it out with where=lambda t: t.name != {site.info.name!r}"
+                f"{'Give it a copy with untie=True, or leave' if may_untie else 'Leave'} it out with "
+                f"where=lambda t: t.name != {site.info.name!r}"
             )
         refuse_composition(site, method)
         refuse_not_finite(site, method)
@@ -362,11 +374,13 @@ def restore_tables(
     """
     refuse_wrapped_model(model)
     sites = {site.info.name: site for site in find_sites(model)}
+    # a tied table has no methods, so one that has them was untied when it was saved
+    untied = {site.info.name: site for site in find_sites(model, untie=True)}
     for name in (*methods, *frozen):
         if name not in sites:
             raise NoTableError(f"there is no table {name!r}{suggest(name, list(sites))}")
     changed, tables = [], []
-    for name, site in sites.items():
+    for name, site in (sites | {name: untied[name] for name in methods}).items():
         had = methods_of(site.table)
         steps, freeze = tuple(methods.get(name, had)), name in frozen and site.info.trainable
         if steps == had and not freeze:
@@ -655,14 +669,16 @@ def exchange_parameters(
     with state (a stack that was split); every other new parameter starts fresh.
     """
     names = {id(parameter): name for name, parameter in model.named_parameters()}
+    # as it was before any exchange: two tables that were tied both had the one weight
+    homes = {id(p): group for group in optimizer.param_groups for p in group["params"]}
     for given in exchanges:
         stay = {id(p) for p in given.new}
         # old parameters that other tables of the model still have are no part of the exchange
         exchange = given._replace(old=[p for p in given.old if id(p) in stay or id(p) not in names])
         gone = [p for p in exchange.old if id(p) not in stay]
-        wanted = {id(p) for p in gone or exchange.old}
-        groups = optimizer.param_groups
-        group = next((g for g in groups if any(id(p) in wanted for p in g["params"])), None)
+        # a weight that another layer keeps is no part of the exchange, but shows the group
+        wanted = gone or exchange.old or given.old
+        group = next((homes[id(p)] for p in wanted if id(p) in homes), None)
         if group is None:
             continue
         held = {id(p) for g in optimizer.param_groups for p in g["params"]}

@@ -200,8 +200,12 @@ class Swap:
                 self._instead.pop(id(part), None)
         for parameter in old.parameters():
             stays = id(parameter) in now
-            kept = [parameter] if stays or id(parameter) in self._outside else []
+            kept: list[object] = [parameter] if stays or id(parameter) in self._outside else []
             heirs = [] if stays or id(parameter) not in rows else made
+            before = self._instead.get(id(parameter))
+            if before is not None and before.table != table:  # two tables had this one weight
+                kept = list(before.new or ())
+            heirs = [one for one in heirs if all(one is not other for other in kept)]
             alone = new is not None and len(rows - now) == len(heirs) == 1 and not kept
             self._instead[id(parameter)] = Instead(parameter, table, [*kept, *heirs], alone)
 

@@ -286,6 +286,12 @@ def _load_weights(folder: Path, model: nn.Module, tensors: Mapping[str, Tensor])
         if stored.dtype != here.dtype
         and not (stored.is_floating_point() and here.is_floating_point())
     ]
+    first: dict[int, str] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        other = first.setdefault(id(parameter), name)
+        is_stored = other in tensors and name in tensors
+        if is_stored and not torch.equal(tensors[other], tensors[name]):
+            problems.append(f"{other} and {name} are two weights in the file and tied here")
     if problems:
         more = f" (and {len(problems) - 3} more)" if len(problems) > 3 else ""
         raise ModelFileError(
