@@ -154,6 +154,29 @@ def test_a_rule_of_zeros_leaves_the_table_where_it_is(use):
     assert torch.equal(model.table.weight, before)
 
 
+@pytest.mark.parametrize("mode", ["sum", "mean", "max"])
+def test_a_penalty_on_the_weight_of_a_bag_reaches_the_rule(mode):
+    model = Stranger(
+        nn.EmbeddingBag(ROWS, DIM, mode=mode, padding_idx=2), USES["a penalty on the weight"]
+    )
+    plain, ids = copy.deepcopy(model), some_ids()
+    with RowGradients(model, unit_rows) as rows:
+        rows.backward(*losses_of(model, ids, 2))
+    expected = unit_rows(torch.arange(ROWS), own_gradients(plain, [ids], 2))
+    assert_close(model.table.weight.grad, expected)
+
+
+def test_a_methods_table_with_a_frozen_part_trains_the_rest():
+    model = Stranger(nn.Embedding(ROWS, DIM), USES["two lookups"])
+    rb.apply_(model, rb.LowRank(rank=2), verbose=False)
+    frozen, *rest = model.table.parameters()
+    frozen.requires_grad_(False)
+    with RowGradients(model, sum_losses) as rows:
+        rows.backward(*losses_of(model, some_ids()))
+    assert frozen.grad is None
+    assert all(parameter.grad.any() for parameter in rest)
+
+
 def test_a_gradient_of_the_weight_is_unscaled_for_the_rule_and_scaled_again():
     model, ids, seen = Stranger(nn.Embedding(ROWS, DIM), scores_all_items), some_ids(), []
     plain, scaler = copy.deepcopy(model), torch.amp.GradScaler("cpu")

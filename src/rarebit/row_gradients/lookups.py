@@ -781,7 +781,8 @@ def watch_own(model: nn.Module, tables: Iterable[WatchedTable]) -> None:
     seen = {p for part in others for p in part.parameters(recurse=False)}
     for table in tables:
         for parameter in set(table.module.parameters()) - seen:
-            table.watch_own(parameter)
+            if parameter.requires_grad:
+                table.watch_own(parameter)
         seen |= set(table.module.parameters())
 
 
