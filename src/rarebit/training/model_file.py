@@ -39,6 +39,13 @@ FOLDER = TensorFolder(
 )
 PROJECTED = "projected"
 """The key of a flag: the sets have projections, which a file cannot hold."""
+WRAPPERS = {
+    "OptimizedModule": "_orig_mod",
+    "DataParallel": "module",
+    "DistributedDataParallel": "module",
+    "FullyShardedDataParallel": "",
+}
+"""Modules around a model, and where each has it; one that splits the weights is not looked into."""
 SLOT_BYTES = 64
 """What the tables keep for each slot of a batch: a few whole numbers."""
 
@@ -49,7 +56,8 @@ NONSENSE = (AttributeError, LookupError, RuntimeError, TypeError, ValueError)
 def save_model(model: nn.Module, folder: str | os.PathLike[str]) -> Path:
     """Write a model to a folder, over an older model if there is one, and return the folder.
 
-    At any moment, the folder holds the old model or the new one.
+    At any moment, the folder holds the old model or the new one. A compiled model, and one in `DataParallel` or
+    `DistributedDataParallel`, is saved as the model inside.
 
     >>> import tempfile
     >>> model = nn.Sequential(nn.Embedding(9, 4))
@@ -59,6 +67,7 @@ def save_model(model: nn.Module, folder: str | os.PathLike[str]) -> Path:
     >>> bool((copy[0].weight == model[0].weight).all())
     True
     """
+    model = _unwrapped(model)
     tensors: dict[str, Tensor] = {}
     aliases: dict[str, str] = {}
     names: dict[tuple[object, ...], str] = {}
@@ -121,6 +130,29 @@ def load_model(
         encoder = StoredEncoder(folder / description["parts"][ENCODER])
         model.schema = replace(model.schema, encoder=encoder)
     return model.to(device)
+
+
+def _unwrapped(model: nn.Module) -> nn.Module:
+    """Return the model inside wrappers that change nothing but names; raise where others are, or deeper inside."""
+    while isinstance(
+        inner := getattr(model, WRAPPERS.get(type(model).__name__, ""), None), nn.Module
+    ):
+        model = inner
+    for name, module in model.named_modules():
+        kind = type(module).__name__
+        if kind in WRAPPERS:
+            raise ModelFileError(
+                f"{name or 'the model'!r} is wrapped in {kind}, so its weights have names that a fresh model does "
+                "not have; save the model before that part is wrapped, or put the part inside back first"
+            )
+    for name, parameter in model.named_parameters():
+        if type(parameter.data).__name__ == "DTensor":
+            raise ModelFileError(
+                f"{name!r} is split over processes, as by FSDP2; gather the weights with "
+                "torch.distributed.checkpoint.state_dict.get_model_state_dict(model, options="
+                "StateDictOptions(full_state_dict=True)), load them into a model that is not split, and save that"
+            )
+    return model
 
 
 def _describe(model: nn.Module) -> dict[str, Any]:
