@@ -27,7 +27,6 @@ import shlex
 import sys
 import warnings
 from importlib import import_module
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -140,5 +139,6 @@ def import_extra(module: str, extra: str, purpose: str) -> Any:
         import_module(package)
         return import_module(module)
     except ImportError as error:
-        broken = None if find_spec(package) is None else error
+        missing = isinstance(error, ModuleNotFoundError) and error.name == package
+        broken = None if missing else error
         raise MissingExtraError(package, extra, purpose, broken=broken) from broken
