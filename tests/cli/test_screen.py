@@ -162,3 +162,44 @@ def test_a_shell_completes_names(words, expected, call, monkeypatch):
     monkeypatch.setenv("COMP_WORDS", f"rarebit {words}")
     monkeypatch.setenv("COMP_CWORD", str(len(words.split())))
     assert call()[1].split() == expected
+
+
+HEADER = ["method", "control", "interval", "rarest fifth", "verdict"]
+ROWS = [
+    ["hashing:buckets=2226+low-rank:rank=41", "narrow:dim=32", "+0.0033 to +0.0043", "+0.0021", "helps"],
+    ["pep:init=-8.0+pruned:keep=30000:epochs=20", "baseline", "-0.0006 to +0.0034", "+0.0025", "too few seeds"],
+]  # fmt: skip
+WORDS = (
+    "buckets=2226+ rank=41 init=-8.0+ keep=30000: dim=32 -0.0006 rarest fifth verdict helps seeds"
+)
+
+
+@pytest.mark.parametrize("width", [40, 60, 80, 110, 200])
+def test_a_table_breaks_no_word_and_no_name(width):
+    to = Console(width=width, file=io.StringIO())
+    screen.table(HEADER, ROWS, title="Difference", note="that is all", left=["verdict"], to=to)
+    shown = to.file.getvalue()
+    assert max(map(len, shown.splitlines())) <= width
+    for word in WORDS.split():
+        assert re.search(rf"(^|[\s:+]){re.escape(word)}", shown), (word, shown)
+    assert shown.startswith("Difference")
+    assert shown.endswith("that is all\n")
+    assert (ROWS[0][0] in shown) == (width in (40, 110, 200))  # a paragraph, or room for it
+
+
+def test_a_table_is_as_wide_as_it_needs():
+    to = Console(width=200, file=io.StringIO())
+    screen.table(["a", "b"], [["x", "1 of 2"]], to=to)
+    assert max(map(len, to.file.getvalue().splitlines())) == 11
+
+
+@pytest.mark.parametrize("columns", ["60", "80"])
+def test_a_study_fits_the_terminal(columns, call, monkeypatch):
+    monkeypatch.setenv("COLUMNS", columns)
+    results = Path(rarebit.__file__).parents[2] / "benchmarks" / "results"
+    code, out, err = call("compare", "--show", results / "study-compression-ml-1m.json")
+    assert code == 0, err
+    before_missing = out.partition("missing:")[0].splitlines()
+    assert max(map(len, before_missing)) <= int(columns)
+    for word in ("verdict", "interval", "averaged", "narrow:", "buckets=2226+", "logloss"):
+        assert word in out

@@ -169,7 +169,7 @@ def show_study(result: "StudyResult", *, deciles: bool = False) -> None:
         if cell.methods:
             _show(comparison_table(cell, result.minimum_effect))
             for line in verdict_lines(cell, result.minimum_effect):
-                screen.line(line)
+                screen.console.print(line)
         if cell.methods and deciles:
             _show(decile_table(cell))
         for line in cell.missing[:MOST_MISSING]:
@@ -179,9 +179,7 @@ def show_study(result: "StudyResult", *, deciles: bool = False) -> None:
 
 
 def _show(table: TextTable) -> None:
-    # numbers with their spread may be wrapped to two lines, so names are wrapped last
-    last, names = table.header[-1:], screen.console.width // 6
-    screen.table(table.header, table.rows, title=table.title, left=last, names=names)
+    screen.table(table.header, table.rows, title=table.title, left=["control", "verdict"])
 
 
 def _folder(plan: "StudyPlan") -> Path:

@@ -409,7 +409,7 @@ def _show_fields(fields: Sequence[FieldStatistics], to: Console) -> None:
         "that all fields share."
     )
     header.append("tail")
-    screen.table(header, rows, note=note, left=["kind", "tail"], fixed=header[1:], names=6, to=to)
+    screen.table(header, rows, note=note, left=["kind", "tail"], fixed=header[1:], to=to)
 
 
 def tail_chart(field: FieldStatistics, *, width: int, most: int, longest: int) -> str:

@@ -8,12 +8,15 @@ import re
 import shlex
 import shutil
 import sys
+from bisect import bisect_left
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 from rich.box import SIMPLE_HEAD
+from rich.cells import cell_len
 from rich.console import Console, ConsoleOptions, RenderableType
+from rich.padding import Padding
 from rich.progress import (
     BarColumn,
     MofNCompleteColumn,
@@ -35,6 +38,8 @@ if TYPE_CHECKING:
 
 CONTROL = re.compile("[\x00-\x09\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069]")
 """Escape sequences begin with one of these; the last ones turn the direction of writing."""
+BREAKS = re.compile(r"(?<=[ ])|(?<=[+:,_./=])(?=[A-Za-z])")
+"""Where a text may be folded: after a space, and between the parts of a name."""
 
 
 class _Screen(Console):
@@ -65,42 +70,88 @@ def table(
     note: str = "",
     left: Sequence[str] = (),
     fixed: Sequence[str] = (),
-    names: int = 8,
     to: Console = console,
 ) -> None:
     """Print a table: the first column aligned left, the others right; nothing in it is markup.
 
+    Where the terminal is too narrow, cells are folded between words and parts of names. Where that does not fit either,
+    each row is a paragraph.
+
     note     printed below the table
     left     further columns that are aligned left
-    fixed    columns that are never wrapped
-    names    least width of the first column, which is wrapped last
+    fixed    columns that are never folded
     """
-    lines = [[_one_line(cell) if isinstance(cell, str) else cell for cell in row] for row in rows]
-    shown = Table(
-        title=_one_line(title) if title else None,
-        title_justify="left",
-        box=SIMPLE_HEAD,
-        padding=(0, 1, 0, 0) if to.width >= WIDE else (0, 0),
-        pad_edge=False,
-    )
-    for place, name in enumerate(header):
-        shown.add_column(
-            _one_line(name),
-            justify="right" if place and name not in left else "left",
-            overflow="fold",
-            no_wrap=name in fixed,
+    gap = 2 if to.width >= WIDE else 1
+    lines = [[_one_line(cell) for cell in row] for row in (header, *rows)]
+    widths = _widths(list(zip(*lines, strict=True)), fixed, to.width - gap * len(header) - 1)
+    if title and not widths:
+        to.print(_one_line(title))
+    if widths:
+        shown = Table(
+            title=_one_line(title) if title else None,
+            title_justify="left",
+            box=SIMPLE_HEAD,
+            padding=(0, gap - 1, 0, 0),
+            pad_edge=False,
         )
-    longest = max((cells[0].cell_len for cells in lines), default=1)
-    shown.columns[0].min_width = min(longest, names)
-    for cells in lines:
-        shown.add_row(*cells)
-    to.print(shown)
+        for place, (name, width) in enumerate(zip(header, widths, strict=True)):
+            right = place > 0 and name not in left
+            shown.add_column(
+                _fold(lines[0][place], width), justify="right" if right else "left", width=width
+            )
+        for cells in lines[1:]:
+            shown.add_row(*map(_fold, cells, widths))
+        to.print(shown)
+    else:
+        for cells in lines[1:]:
+            pairs = [f"{what} {cell}" for what, cell in zip(header[1:], cells[1:], strict=True)]
+            to.print(cells[0], Padding(Text(", ".join(pairs)), (0, 0, 0, 2)), sep="\n")
     if note:
         to.print(Text(note, style="dim"))
 
 
-def _one_line(text: str) -> Text:
-    return Text(text.replace("\n", " "))
+def _widths(columns: Sequence[Sequence[Text]], fixed: Sequence[str], room: int) -> list[int]:
+    """Return the widths of columns for the fewest lines per row; none if words would have to break."""
+    wholes = [max(cell.cell_len for cell in cells) for cells in columns]
+    most_parts = max(len(_parts(cell)) for cells in columns for cell in cells)
+    for most in range(1, most_parts + 1):
+        widths = []
+        for cells, whole in zip(columns, wholes, strict=True):
+            least = max(cell_len(part.rstrip()) for cell in cells for part in _parts(cell))
+            long = {cell.plain: cell for cell in cells if cell.cell_len > least}.values()
+
+            def fits(width: int, long: Iterable[Text] = long, most: int = most) -> bool:
+                return all(_fold(cell, width).plain.count("\n") < most for cell in long)
+
+            tried = range(whole if cells[0].plain in fixed else least, whole)
+            widths.append(tried.start + bisect_left(tried, True, key=fits))
+        if sum(widths) <= room:
+            missing = sorted((whole - widths[place], place) for place, whole in enumerate(wholes))
+            for more, place in missing:  # what is left, to the columns that need least
+                widths[place] += more if sum(widths) + more <= room else 0
+            return widths
+    return []
+
+
+def _parts(text: Text) -> list[str]:
+    return BREAKS.split(text.plain)
+
+
+def _fold(text: Text, width: int) -> Text:
+    """Return a text of at most this width, with line breaks between words and parts of names."""
+    if text.cell_len <= width:
+        return text
+    lines = [""]
+    for part in _parts(text):
+        if lines[-1] and cell_len(lines[-1] + part.rstrip()) > width:
+            lines.append("")
+        lines[-1] += part
+    return Text("\n".join(map(str.rstrip, lines)), style=text.style)
+
+
+def _one_line(text: str | Text) -> Text:
+    """Return a text without line breaks and control characters, so that its width is known."""
+    return text if isinstance(text, Text) else Text(CONTROL.sub("", text.replace("\n", " ")))
 
 
 def figures(title: str, values: Mapping[str, str]) -> None:
