@@ -93,3 +93,16 @@ def test_nothing_to_train_is_an_error():
 def test_an_unknown_kind_is_refused_with_a_suggestion():
     with pytest.raises(SettingsError, match=r"unknown optimizer 'adamw'; did you mean 'adam'\?"):
         optimizer(nn.Linear(2, 2), kind="adamw")
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64], ids=str)
+@pytest.mark.parametrize("mode", ["dense", "rowwise"])
+@pytest.mark.parametrize("kind", ["adam", "sgd", "adagrad"])
+def test_every_optimizer_moves_weights_of_every_precision(kind, mode, dtype):
+    model = nn.Sequential(nn.Embedding(40, 8), nn.Linear(8, 8)).to(dtype)
+    start = [parameter.detach().clone() for parameter in model.parameters()]
+    made = optimizer(model, kind=kind, tables=mode, lr=0.1)
+    model(torch.arange(40)).square().sum().backward()
+    made.step()
+    for parameter, before in zip(model.parameters(), start, strict=True):
+        assert not torch.equal(parameter.detach(), before)

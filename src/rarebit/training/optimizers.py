@@ -190,7 +190,10 @@ def _options(kind: str, parameters: list[nn.Parameter]) -> dict[str, Any]:
     devices = {parameter.device.type for parameter in parameters}
     # torch has no fused Adagrad on CUDA in all the versions we support
     can_fuse = devices <= {"cpu"} or (kind != "adagrad" and devices <= {"cpu", "cuda"})
-    options: dict[str, Any] = {"fused": can_fuse and all(p.is_floating_point() for p in parameters)}
+    # on a CPU, torch's fused SGD leaves weights in half precision as they are, without an error
+    stuck = kind == "sgd" and any(p.device.type == "cpu" and p.itemsize < 4 for p in parameters)
+    floats = all(p.is_floating_point() for p in parameters)
+    options: dict[str, Any] = {"fused": can_fuse and floats and not stuck}
     if kind == "adam" and devices == {"cuda"}:
         options["capturable"] = (
             True  # the count of steps stays on the GPU, as a CUDA graph needs it
