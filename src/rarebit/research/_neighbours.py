@@ -86,6 +86,8 @@ def find_lookups(model: nn.Module) -> list[LookupPlace]:
             raise UnsupportedTableError(
                 f"{info.name!r} pools its rows, so single rows are out of reach; use nn.Embedding"
             )
+        if not all(parameter.is_floating_point() for parameter in site.module.parameters()):
+            raise UnsupportedTableError(f"{info.name!r} holds integers, which no training changes")
         shape = TableShape(info.name, info.rows, info.width, 1, site.module.padding_idx)
         places.append(LookupPlace(site.module, (shape,), has_slots=False))
     if not places:

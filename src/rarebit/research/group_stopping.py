@@ -19,7 +19,8 @@ from torch.nn import functional as F
 
 from rarebit.callbacks import Callback, TrainingData
 from rarebit.data.schema import PADDING, Schema
-from rarebit.errors import DataError, UnsupportedTableError
+from rarebit.errors import DataError, NoTableError, UnsupportedTableError
+from rarebit.methods._counts import counts_of_table
 from rarebit.research._neighbours import Neighbour
 from rarebit.settings import check_types, require
 from rarebit.storage.files import load_tensors_
@@ -99,8 +100,13 @@ class _Stopping(Callback):
                     f"group-stopping takes plain tables of the fields of the data, got {site.info.name!r}; "
                     "merge it first"
                 )
+            counts_of_table(site.info.name, site.info.rows, counts)  # raises where they are others
             self.weights[site.info.name] = site.table.weight.detach()
             self.group_of[site.info.name] = self.groups[site.info.field].unsqueeze(1)
+        if not self.weights:
+            raise NoTableError(
+                "group-stopping keeps the rows of tables, and the model has no table"
+            )
         self.best_rows = {name: weight.clone() for name, weight in self.weights.items()}
         num_groups = len(counts) * self.num_groups
         self.best_loss = torch.full((num_groups,), torch.inf, dtype=torch.float64, device=device)

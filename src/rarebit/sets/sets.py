@@ -281,7 +281,9 @@ def sets_of(model: nn.Module) -> SetsMethod | None:
 def _refuse_to_copy(site: Site, method: SetsMethod) -> None:
     # a module is copied with all that it does, but a field's table is made anew
     reason = site.info.refusal if isinstance(site, FieldSite) else site.tie
-    if not site.info.trainable:
+    if any(parameter.is_meta for parameter in site.table.parameters()):
+        reason = "it is on the meta device, which holds no numbers to copy"
+    elif not site.info.trainable:
         reason = "it is not trained, and new sets start at random"
     if reason:
         raise UnsupportedTableError(f"{method} cannot be applied to {site.info.name!r}: {reason}")

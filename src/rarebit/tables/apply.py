@@ -289,7 +289,8 @@ def apply_(
         for site, reason in zip(sites, reasons, strict=True)
         if reason is not None
     ]
-    if not sites:
+    skipped += _look_alikes(model)
+    if not sites and not skipped:
         raise NoTableError(
             f"{method} matched no table: the model has no nn.Embedding and no nn.EmbeddingBag"
         )
@@ -506,6 +507,17 @@ def check_rows(sites: Sequence[Site], tables: Sequence[AnyTable], method: Method
             f"{method} makes all rows of {', '.join(lost)} equal, so lookups there no longer tell ids apart; use "
             "other settings, start from other weights, or leave such a table out with where="
         )
+
+
+def _look_alikes(model: nn.Module) -> list[tuple[str, str]]:
+    """Return the modules that have rows and a width, and are no tables of torch's: name and reason."""
+    return [
+        (name, f"{type(module).__module__}.{type(module).__name__} is no nn.Embedding")
+        for name, module in model.named_modules()
+        if not isinstance(module, nn.Embedding | nn.EmbeddingBag | Table | Bag)
+        and isinstance(getattr(module, "num_embeddings", None), int)
+        and isinstance(getattr(module, "embedding_dim", None), int)
+    ]
 
 
 def _reason_to_skip(site: Site, method: Method, where: Where | None, min_width: int) -> str | None:
@@ -803,6 +815,8 @@ def lookup_refusal(module: TableModule) -> str | None:
     weight = module.weight
     if type(weight) is not nn.Parameter or weight.is_meta:
         return f"its weight is a {type(weight).__name__} on {weight.device}, no ordinary parameter"
+    if not weight.is_floating_point():
+        return f"its weight holds {weight.dtype}, which no method can train or round"
     return None
 
 

@@ -241,6 +241,11 @@ def check_data(
 ) -> None:
     """Raise for data that the model cannot be trained or validated on."""
     is_bce = loss is F.binary_cross_entropy_with_logits
+    empty = [name for name, parameter in model.named_parameters() if parameter.is_meta]
+    if empty:
+        raise TrainingError(
+            f"{empty[0]!r} is on the meta device, which holds no numbers; draw or load the weights on a real device first"
+        )
     if len(train) < 2:
         raise DataError(f"training needs at least two rows, got {len(train)}")
     check_schema(model, train)
