@@ -112,6 +112,17 @@ def test_a_frozen_tied_table_stays_tied(tmp_path):
     assert fresh.output.weight is fresh.words.weight
 
 
+def test_a_parameter_over_the_same_memory_is_tied_too():
+    model = TiedModel()
+    model.output.weight = nn.Parameter(model.words.weight)
+    assert model.output.weight is not model.words.weight
+    with pytest.raises(UnsupportedTableError, match=r"its weight is tied to 'output\.weight'"):
+        rb.apply_(model, METHODS[0])
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    rb.apply_(model, METHODS[0], untie=True, optimizer=optimizer, verbose=False)
+    assert len(optimizer.param_groups[0]["params"]) == len([*model.parameters()]) == 4
+
+
 def test_untie_changes_nothing_where_no_weight_is_tied():
     model = nn.Sequential(nn.Embedding(9, 4))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

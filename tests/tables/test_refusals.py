@@ -152,6 +152,14 @@ def test_a_weight_with_a_hook_is_refused_until_it_is_removed(name):
     assert rb.apply_(model, HASHING, verbose=False)
 
 
+def test_a_table_with_a_patched_forward_is_refused():
+    model = nn.Sequential(nn.Embedding(9, 4))
+    model[0].forward = nothing
+    refused(model, "its forward was replaced by another function, which a new table would not call")
+    del model[0].forward
+    assert rb.apply_(model, HASHING, verbose=False)
+
+
 def test_a_wrapped_table_with_a_hook_is_refused_a_second_method():
     model = nn.Sequential(nn.Embedding(9, 4))
     rb.apply_(model, rb.Hashing(buckets=8), verbose=False)

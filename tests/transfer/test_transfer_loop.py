@@ -556,6 +556,6 @@ def test_small_tables_are_refused_by_the_least_number_of_rows():
         r"takes tables of more than 100 rows, and the model has 0 \(100 rows\); leave it out, or"
     )
     with pytest.raises(NoTableError, match=message):
-        rb.HarmlessTransfer().start(model, counts=torch.ones(100))
+        rb.HarmlessTransfer().start(model, counts=torch.arange(100))
     with rb.HarmlessTransfer(fields="0").start(model, counts=torch.arange(100)) as transfer:
         assert transfer.groups[0].names == ("0",)

@@ -24,7 +24,7 @@ from rarebit.machine import require_memory
 from rarebit.settings import suggest
 from rarebit.tables.bag import Bag, bag_like, table_of_bag
 from rarebit.tables.collection import Plain, RowMove, TableCollection
-from rarebit.tables.holders import OLD, Swap, find_holders
+from rarebit.tables.holders import OLD, Swap, find_holders, memory_of
 from rarebit.tables.table import (
     AnyTable,
     Method,
@@ -201,9 +201,9 @@ def find_tables(model: nn.Module) -> list[TableInfo]:
 
 def find_sites(model: nn.Module, *, untie: bool = False) -> list[Site]:
     """Return every table with the place it can be replaced at; tied ones as copies if they may be untied."""
-    owners: dict[nn.Parameter, list[str]] = defaultdict(list)
+    owners: dict[int, list[str]] = defaultdict(list)
     for name, parameter in model.named_parameters(remove_duplicate=False):
-        owners[parameter].append(name)  # more than one name means tied weights
+        owners[_start_of(parameter)].append(name)  # more than one name means tied weights
     sites: list[Site] = []
     for names, module in _table_modules(model):
         tie = _tie_refusal(names, module, owners)
@@ -820,21 +820,26 @@ def lookup_refusal(module: TableModule) -> str | None:
     return None
 
 
-def _tie_refusal(
-    names: list[str], module: nn.Module, owners: dict[nn.Parameter, list[str]]
-) -> str | None:
+def _tie_refusal(names: list[str], module: nn.Module, owners: dict[int, list[str]]) -> str | None:
     own = tuple(f"{name}." if name else "" for name in names)
     shared = {id(part.value) for part in module.modules() if isinstance(part, Shared)}
     for parameter in module.parameters():
-        for name in owners[parameter]:
+        for name in owners[_start_of(parameter)]:
             if id(parameter) not in shared and not name.startswith(own):
                 return f"its weight is tied to {name!r}, which would keep the old one"
     return None
 
 
+def _start_of(parameter: nn.Parameter) -> int:
+    """Return where the memory of a parameter begins: two parameters over one memory are tied, too."""
+    return memory_of(parameter)[0] or -id(parameter)
+
+
 def _hook_refusal(module: nn.Module) -> str | None:
     if any(getattr(part, kind, None) for part in module.modules() for kind in MODULE_HOOKS):
         return "it has hooks, which a replacement would not run: remove them first"
+    if any("forward" in vars(part) for part in module.modules()):
+        return "its forward was replaced by another function, which a new table would not call"
     gradients = ("_backward_hooks", "_post_accumulate_grad_hooks")
     for parameter in module.parameters():
         if any(getattr(parameter, kind, None) for kind in gradients):

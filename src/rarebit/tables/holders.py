@@ -14,8 +14,8 @@ attributes of all modules; `Swap` exchanges what it finds, or refuses it by name
 
 import operator
 import weakref
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections import OrderedDict, deque
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -31,16 +31,18 @@ from rarebit.errors import UnsupportedTableError
 from rarebit.tables.collection import Stack
 from rarebit.tables.table import Table
 
-VALUES = frozenset(
-    {type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size}
-)
-"""Types that hold nothing else."""
-CLOSED = (Tensor, np.ndarray, type, ModuleType, weakref.ReferenceType, *weakref.ProxyTypes)
-"""Types that are not searched."""
+TARGETS = (nn.Module, Tensor, Optimizer)
+VALUES = {
+    *(type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size),
+    *(type, np.ndarray, ModuleType, weakref.ReferenceType, *weakref.ProxyTypes),
+}
+"""Types that hold nothing that is searched."""
 KEPT = (FunctionType, MethodType, partial, deque, frozenset)
 """Types in which nothing is exchanged."""
 MANY = 10_000
 """A container of more than these is searched, but not what it contains."""
+EMPTY = (dict, OrderedDict, list, tuple, set)
+"""Types of which the attributes of a module have many without entries."""
 OLD = "_replaced_by_rarebit"
 """The mark on a table, or a parameter of one, that another took the place of."""
 
@@ -92,7 +94,9 @@ def find_holders(
                     found.append(here)
             elif wanted(value):
                 found.append(here)
-            elif not isinstance(value, CLOSED) and id(value) not in seen:
+            elif (
+                not isinstance(value, Tensor | type) and value is not None and id(value) not in seen
+            ):
                 if not isinstance(value, tuple):  # a tuple is made anew wherever it is
                     seen.add(id(value))
                 places.append(here)
@@ -102,10 +106,10 @@ def find_holders(
 def _entries(owner: object) -> Iterator[tuple[object, object]]:
     """Yield what an object holds that may hold more, with the key or name of each."""
     if isinstance(owner, dict):
-        yield from (("a key", key) for key in owner if isinstance(key, nn.Module | Tensor))
-        yield from _searched(owner.items(), set(map(type, owner.values())), len(owner))
+        yield from _searched((("a key", key) for key in owner), owner, limit=0)
+        yield from _searched(owner.items(), owner.values())
     elif isinstance(owner, list | tuple | deque | set | frozenset):
-        yield from _searched(enumerate(owner), set(map(type, owner)), len(owner))
+        yield from _searched(enumerate(owner), owner)
     elif isinstance(owner, MethodType):
         yield from (("__self__", owner.__self__), ("__func__", owner.__func__))
     elif isinstance(owner, partial):
@@ -117,16 +121,20 @@ def _entries(owner: object) -> Iterator[tuple[object, object]]:
                     yield name, cell.cell_contents
             yield from (("default", owner.__defaults__), ("default", owner.__kwdefaults__))
         attributes = _attributes(owner)
-        yield from _searched(attributes.items(), set(map(type, attributes.values())), 0)
+        yield from _searched(attributes.items(), attributes.values())
 
 
 def _searched(
-    items: Iterable[tuple[object, object]], kinds: set[type], size: int
+    items: Iterable[tuple[object, object]], values: Collection[object], *, limit: int = MANY
 ) -> Iterator[tuple[object, object]]:
-    if not kinds <= VALUES:
+    """Yield the items that may hold something; of more than the limit only what may be wanted itself."""
+    kinds = set(map(type, values)) - VALUES
+    if len(values) > limit:
+        kinds = {kind for kind in kinds if issubclass(kind, TARGETS)}
+    if kinds:
         for key, value in items:
-            is_target = isinstance(value, nn.Module | Tensor | Optimizer)
-            if is_target or (size <= MANY and type(value) not in VALUES):
+            is_empty = type(value) in EMPTY and not value
+            if type(value) in kinds and not is_empty:
                 yield key, value
 
 
@@ -212,7 +220,7 @@ class Swap:
     def find(self, title: str) -> dict[Optimizer, str]:
         """Find who holds something old; raise where it cannot be exchanged. Returns the optimizers and their places."""
         self._ranges = [
-            (*_memory(one.old), one.table)
+            (*memory_of(one.old), one.table)
             for one in self._instead.values()
             if isinstance(one.old, nn.Parameter)
         ]
@@ -264,7 +272,7 @@ class Swap:
         return isinstance(value, Tensor) and self._shares_memory(value)
 
     def _shares_memory(self, tensor: Tensor) -> bool:
-        start, end = _memory(tensor)
+        start, end = memory_of(tensor)
         return any(start < last and first < end for first, last, _ in self._ranges)
 
     def _refusal(self, holder: Holder) -> str | None:
@@ -315,7 +323,7 @@ class Swap:
         return f" (now {', '.join(new)})" if new else " (removed: nothing of the table is trained)"
 
 
-def _memory(tensor: Tensor) -> tuple[int, int]:
+def memory_of(tensor: Tensor) -> tuple[int, int]:
     """Return where the memory of an ordinary tensor begins and ends; nothing for any other."""
     is_plain = type(tensor) in (Tensor, nn.Parameter) and tensor.layout == torch.strided
     if not is_plain or tensor.is_meta or not tensor.numel():
