@@ -39,6 +39,8 @@ MAX_EXACT = 1 << 53
 """Up to here, every whole number is a float."""
 MAX_SHOWN = 200
 """Characters of a value in a message."""
+MAX_NAMES = 60
+"""Names in a message: a log may have thousands of columns."""
 MAX_BITS = 64
 """Of a whole number, as seeds have them."""
 
@@ -71,7 +73,8 @@ def suggest(name: str, known: Collection[str]) -> str:
     close = difflib.get_close_matches(name.replace("-", "_"), known, n=1, cutoff=0.6)
     if close:
         return f"; did you mean {close[0]!r}?"
-    return f"; known: {', '.join(sorted(known)) or 'none'}"
+    more = f" and {len(known) - MAX_NAMES:,} more" if len(known) > MAX_NAMES else ""
+    return f"; known: {', '.join(sorted(known)[:MAX_NAMES]) or 'none'}{more}"
 
 
 def from_mapping(settings: type[T], values: Mapping[str, Any], *, where: str = "") -> T:

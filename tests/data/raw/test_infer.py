@@ -438,6 +438,9 @@ def warnings_of(values, name="x", label=None):
     return infer_schema(frame, "click").warnings
 
 
+SHORT = "9" * 120 + "... (400 characters)"
+
+
 def german(price):
     return f"{price:,.2f}".translate(str.maketrans(",.", ".,"))
 
@@ -448,6 +451,7 @@ def german(price):
         ([german(p) for p in PRICES], "2,000 of 2,000", german(PRICES[0]), "write them as 1234.56"),
         ([f"${p:,.2f}" for p in PRICES], "2,000 of 2,000", f"${PRICES[0]:,.2f}", "as 1234.56"),
         ([*["inf"] * 3, *map(str, PRICES[3:])], "3 of 2,000", "inf", "missing = ['inf']"),
+        ([*["9" * 400] * 3, *map(str, PRICES[3:])], "3 of 2,000", SHORT, "for missing values"),
         ([*["?"] * 900, *map(str, PRICES[900:])], "900 of 2,000", "?", "missing = ['?']"),
         (
             [*[f"p{i}" for i in range(99)], *map(str, PRICES[99:])],

@@ -1,7 +1,10 @@
 """Text files: what a record is, against Python's csv module and a reader that goes byte by byte."""
 
+import bz2
 import csv
+import gzip
 import io
+import lzma
 
 import pytest
 from capabilities import slow_after
@@ -348,11 +351,47 @@ def test_a_character_cut_off_where_guessing_ends_is_still_utf8(tmp_path):
     assert sniff_format(path).encoding == "utf-8"
 
 
-def test_utf16_is_refused(tmp_path):
+TEXT = "a,b\n1,2\n"
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (TEXT.encode("utf-16"), "is written in UTF-16 or UTF-32; write it as UTF-8 first"),
+        (b"\xfe\xff" + TEXT.encode("utf-16-be"), "is written in UTF-16; write it as UTF-8 first"),
+        (TEXT.encode("utf-16-le"), "is no text, or UTF-16: its first line has bytes of 0"),
+        (b"a,b\0\n1,2\n", "is no text, or UTF-16: its first line has bytes of 0"),
+        (bytes(99), "is no text, or UTF-16: its first line has bytes of 0"),
+        (TEXT.replace("\n", "\r").encode(), "lone carriage return after each line; write it with"),
+        (gzip.compress(TEXT.encode()), r"is compressed with gzip; let its name end in \.csv\.gz"),
+        (bz2.compress(TEXT.encode()), r"is compressed with bzip2; let its name end in \.csv\.bz2"),
+        (lzma.compress(TEXT.encode()), r"is compressed with xz; let its name end in \.csv\.xz"),
+        (b"PAR1\x15\x04", r"is a Parquet file; let its name end in \.parquet"),
+        (b"PK\x03\x04\x14", "is an archive or a spreadsheet; write it as CSV or Parquet first"),
+    ],
+)
+def test_files_that_are_no_text_are_refused(tmp_path, content, message):
     path = tmp_path / "log.csv"
-    path.write_bytes("a,b\n1,2\n".encode("utf-16"))
-    with pytest.raises(DataError, match="is written in UTF-16; write it as UTF-8 first"):
+    path.write_bytes(content)
+    with pytest.raises(DataError, match=message):
         sniff_format(path)
+    with pytest.raises(DataError, match=message):
+        column_names(path, TextFormat())
+
+
+def test_messages_list_some_of_very_many_columns(tmp_path):
+    path = tmp_path / "log.csv"
+    path.write_text(",".join(f"c{number % 600}" for number in range(1200)) + "\n")
+    with pytest.raises(
+        DataError, match=r"of the same name: 'c0', .*'c39' and 560 more; rename them"
+    ):
+        column_names(path)
+    path.write_text(",".join(["x" * 9999, *map(str, range(1200))]) + "\n1\n")
+    with pytest.raises(
+        DataError, match=r"\(9,999 characters\)', '0', .* and 1,161 more$"
+    ) as caught:
+        list(read_raw(path, ["y"], BadRows()))
+    assert len(str(caught.value)) < 1200
 
 
 @pytest.mark.parametrize(

@@ -278,11 +278,12 @@ def _almost_numbers(seen: SeenColumn) -> Iterator[str]:
     """Yield a warning about texts most of which are numbers, or all of which are in another spelling."""
     values = seen.values
     is_number = values.str.contains(NUMBER)
+    is_number &= values.cast(pl.Float64, strict=False).is_finite().fill_null(value=False)
     if is_number.all() or seen.name_says_id:
         return
-    spelled = is_number | values.str.contains(OTHER_NUMBER)
+    spelled = is_number | (values.str.contains(OTHER_NUMBER) & ~values.str.contains(NUMBER))
     others = values.filter(~spelled)
-    words = sorted(others.unique())
+    words = [shortened(word) for word in sorted(others.unique())]
     if 2 * others.len() > values.len() or (len(words) > 3 and 10 * others.len() > values.len()):
         return
     cleaned = values.str.replace(r"[.,]([0-9]+)[^0-9]*$", "#$1").str.replace_all("[^0-9#+-]", "")
@@ -295,7 +296,7 @@ def _almost_numbers(seen: SeenColumn) -> Iterator[str]:
         advice = (
             f'kind = "numeric" and missing = {words[:3]} in a schema take them for missing values'
         )
-    example = shortened(words[0] if words else values.filter(~is_number)[0])
+    example = words[0] if words else values.filter(~is_number)[0]
     yield (
         f"{seen.name!r} is not numeric, because {(~is_number).sum():,} of {values.len():,} values are not "
         f"written as numbers, such as {example!r}; {advice}"

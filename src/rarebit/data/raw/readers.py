@@ -16,7 +16,7 @@ import pyarrow as pa  # type: ignore[import-untyped]  # it comes without types
 import pyarrow.parquet as pq  # type: ignore[import-untyped]  # it comes without types
 
 from rarebit.data.log_schema import TextFormat
-from rarebit.data.raw.chunks import BadRows, Place, RawChunk
+from rarebit.data.raw.chunks import BadRows, Place, RawChunk, shortened
 from rarebit.data.raw.text_files import (
     BLOCK_BYTES,
     COMPRESSED,
@@ -29,6 +29,7 @@ from rarebit.errors import DataError
 from rarebit.settings import suggest
 
 CHUNK_ROWS = 100_000
+MOST_LISTED = 40
 BUFFER_BYTES = 1 << 20
 TEXT = (".csv", ".tsv", ".txt", ".dat")
 PARQUET = (".parquet", ".pq")
@@ -190,7 +191,7 @@ def _chosen(file: Path | None, names: Sequence[str], columns: Sequence[str]) -> 
     for column in columns:
         if column not in names:
             where = f"{str(file)!r}" if file else "the frame"
-            listed = ", ".join(map(repr, names))
+            listed = _listed(names)
             close = suggest(column, names)
             meant = f"{close} Its" if "?" in close else "; its"
             raise DataError(f"{where} has no column {column!r}{meant} columns: {listed}")
@@ -205,9 +206,15 @@ def _distinct(file: Path, names: list[str]) -> list[str]:
 
 
 def _refuse_repeated(file: Path, names: Sequence[str], hint: str) -> None:
-    repeated = ", ".join(repr(name) for name, count in Counter(names).items() if count > 1)
+    repeated = [name for name, count in Counter(names).items() if count > 1]
     if repeated:
-        raise DataError(f"{str(file)!r} has columns of the same name: {repeated}; {hint}")
+        raise DataError(f"{str(file)!r} has columns of the same name: {_listed(repeated)}; {hint}")
+
+
+def _listed(names: Sequence[str]) -> str:
+    """Return the first names for a message: a file may have thousands, and long ones."""
+    more = f" and {len(names) - MOST_LISTED:,} more" if len(names) > MOST_LISTED else ""
+    return ", ".join(repr(shortened(name)) for name in names[:MOST_LISTED]) + more
 
 
 def _files(path: Path, *, is_text: bool = False) -> list[Path]:

@@ -46,6 +46,16 @@ PARSED_BYTES = 2 << 20
 """What PyArrow parses at once: longer than a line may be, and fast in the processor's cache."""
 SNIFFED_BYTES = 1 << 16
 COMPRESSED = (".gz", ".bz2", ".xz")
+MAGIC = {
+    codecs.BOM_UTF16_LE: "written in UTF-16 or UTF-32; write it as UTF-8 first",
+    codecs.BOM_UTF16_BE: "written in UTF-16; write it as UTF-8 first",
+    b"\x1f\x8b": "compressed with gzip; let its name end in .csv.gz",
+    b"BZh91AY&SY": "compressed with bzip2; let its name end in .csv.bz2",
+    b"\xfd7zXZ": "compressed with xz; let its name end in .csv.xz",
+    b"PAR1\x15": "a Parquet file; let its name end in .parquet",
+    b"PK\x03\x04": "an archive or a spreadsheet; write it as CSV or Parquet first",
+}
+"""What files of other kinds begin with."""
 SEPARATORS = (",", "\t", ";", "|")
 CONTROLS = (31, 30, 29, 28, *range(1, 9), 11, 12, *range(14, 28), 127)
 LONE_RETURN = re.compile(rb"\r(?!\n)")
@@ -475,6 +485,8 @@ class TextReader:
 
     def _read_more(self) -> None:
         data, self._is_final = self.stream.read(self.block_bytes)
+        if self._line == 1 and not self._rest and self.format.header:
+            _refuse_binary(self.stream.path, data)
         if self.format.encoding == "latin-1" and not data.isascii():
             data = data.decode("latin-1").encode()
         self._rest = self._rest + data if self._rest else data
@@ -542,6 +554,18 @@ def _end_without_blank_lines(data: bytes, end: int) -> int:
     return end
 
 
+def _refuse_binary(path: Path, start: bytes) -> None:
+    """Raise for a file that begins as no text with a header does."""
+    what = next((what for magic, what in MAGIC.items() if start.startswith(magic)), "")
+    first_line, newline, _ = start[:MAX_RECORD_BYTES].partition(b"\n")
+    if not what and b"\0" in first_line:
+        what = "no text, or UTF-16: its first line has bytes of 0; write it as UTF-8 first"
+    if not what and not newline and first_line.count(b"\r") > 1:
+        what = "text with a lone carriage return after each line; write it with line feeds first"
+    if what:
+        raise DataError(f"{str(path)!r} is {what}")
+
+
 def _is_utf8(data: bytes) -> bool:
     if data.isascii():
         return True
@@ -560,8 +584,7 @@ def sniff_format(path: Path) -> TextFormat:
     """
     with ByteStream(path) as stream:
         start, whole = stream.read(SNIFFED_BYTES)
-    if start.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
-        raise DataError(f"{str(path)!r} is written in UTF-16; write it as UTF-8 first")
+    _refuse_binary(path, start)
     start = start.removeprefix(codecs.BOM_UTF8)
     if not whole:
         start = start[: start.rfind(b"\n") + 1] or start
