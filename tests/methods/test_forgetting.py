@@ -127,6 +127,7 @@ def test_with_c_zero_rows_stay_to_the_bit_and_the_optimizer_starts_again():
     assert not any(value.any() for value in optimizer.state[stack.embedding.weight].values())
 
 
+@pytest.mark.filterwarnings("ignore:with c=")
 @pytest.mark.parametrize("c", [1e-300, 1e-50, 0.1, 1e300])
 def test_an_id_that_was_never_seen_is_zero(c):
     table = nn.Embedding(2, 3)
@@ -304,6 +305,7 @@ def test_what_cannot_be_done_is_refused():
         Forgetting().start(Scorer(sparse=False), training_data(other))
 
 
+@pytest.mark.filterwarnings("ignore:with c=")
 @hypothesis.given(
     st.lists(st.integers(0, 10**9), min_size=2, max_size=20),
     st.floats(0, allow_infinity=False, allow_nan=False),

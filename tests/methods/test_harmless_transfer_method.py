@@ -291,7 +291,10 @@ def test_a_table_of_which_no_frequent_row_is_left_takes_no_part_and_is_told():
 
 @pytest.mark.filterwarnings("ignore:.* makes all rows")
 def test_where_nothing_is_left_to_learn_from_the_run_is_a_plain_one():
-    model, history = train(masked_but(), HarmlessTransfer())
+    with pytest.warns(
+        UserWarning, match=r"no frequent row is left in .*, so harmless-transfer has"
+    ):
+        model, history = train(masked_but(), HarmlessTransfer())
     assert_same_weights(model, train(masked_but())[0])
     report = history.reports[TRANSFER]
     assert (report["steps"], report["tables"], len(report["left_out"])) == (0, {}, len(LARGE))

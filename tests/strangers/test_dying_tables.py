@@ -166,3 +166,21 @@ def test_a_table_that_learned_thresholds_overtake_is_named_after_the_epoch_and_i
         history = rb.fit(model, data, epochs=4, callbacks=[method], progress=False, **options)
     assert history.reports["pep"] == {"empty_tables": ["item"]}
     assert left(nn.ModuleDict({"user": model.user}))["user"] > 0
+
+
+def test_counts_of_zero_are_named_when_they_are_set():
+    model = two_tables()
+    rb.apply_(model, rb.Shrinkage(), verbose=False)
+    counts = {"user": torch.zeros(30).long(), "item": torch.ones(20).long()}
+    with pytest.warns(UserWarning, match="all counts of 'user' are 0, so its rows get no weight"):
+        rb.set_counts_(model, counts)
+
+
+def test_forgetting_that_leaves_nothing_of_a_table_names_it():
+    model = two_tables()
+    counts = {"user": torch.full((30,), 9), "item": torch.full((20,), 10**9)}
+    with pytest.warns(
+        UserWarning, match=r"with c=1e\+08 no row of 'user' keeps anything of itself"
+    ):
+        rb.forget_(model, torch.optim.SGD(model.parameters(), lr=0.1), counts, c=1e8)
+    assert float(model["item"].weight.detach().abs().max()) > 0.1

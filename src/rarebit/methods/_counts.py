@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from rarebit.data.dataset import Dataset
-from rarebit.errors import DataError, NoTableError
+from rarebit.errors import DataError, NoTableError, warn
 from rarebit.methods.hashing import HashedTable
 from rarebit.sets.sets import SplitSetsTable
 from rarebit.settings import check_types, require
@@ -115,6 +115,11 @@ def set_counts_(model: nn.Module, counts: Counts) -> None:
     if not tables:
         raise NoTableError("no table of the model keeps counts; apply_ Shrinkage first")
     given = counts_by_table(tables, counts)
+    if never := [repr(name) for name, numbers in given.items() if not bool(numbers.any())]:
+        warn(
+            f"all counts of {', '.join(never)} are 0, so its rows get no weight of their own; give the counts of the "
+            "training data, or leave such a table out with where="
+        )
     for name, table in tables.items():
         for counted in counted_in(table):
             counted.set_counts_(given[name])

@@ -30,7 +30,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from rarebit.callbacks import Callback, TrainingData, TrainingMethod
-from rarebit.errors import UnsupportedTableError
+from rarebit.errors import UnsupportedTableError, warn
 from rarebit.methods._counts import Counts, counts_of_rows, counts_of_table
 from rarebit.methods.hashing import HashedTable
 from rarebit.settings import check_types, require
@@ -41,6 +41,8 @@ __all__ = ["Forgetting"]
 
 C = 30.0
 """How often training must see an id in an epoch to keep half of its row."""
+LEAST = 1e-6
+"""A row that keeps no more of itself has forgotten everything."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,6 +106,16 @@ def forget_(model: nn.Module, optimizer: Optimizer, counts: Counts, *, c: float 
 def _forget_(tables: Sequence["StoredRows"], seen: Sequence[Tensor], c: float) -> None:
     if c == 0:
         return
+    lost = [
+        repr(table.site.info.name)
+        for table, counts in zip(tables, seen, strict=True)
+        if not bool((counts / (counts.double() + c) > LEAST).any())
+    ]
+    if lost:
+        warn(
+            f"with c={c:g} no row of {', '.join(dict.fromkeys(lost))} keeps anything of itself; use a smaller c, or the "
+            "counts of the training data"
+        )
     for table, counts in zip(tables, seen, strict=True):
         for rows, n in zip(table.weight.split(CHUNK), counts.split(CHUNK), strict=True):
             share = n / (n.double() + c)  # in double precision: c may be tiny

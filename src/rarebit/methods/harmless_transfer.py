@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from rarebit.callbacks import Callback, TrainingData, TrainingMethod
 from rarebit.data.dataset import Dataset
 from rarebit.data.selection import CoOccurrence, FrequencySplit, Selection, stored_selection
-from rarebit.errors import NoTableError
+from rarebit.errors import NoTableError, warn
 from rarebit.methods._counts import counts_of_table
 from rarebit.settings import check_types, require, suggest
 from rarebit.tables.apply import Site, TableInfo, find_sites
@@ -253,6 +253,11 @@ class TransferCallback(Callback):
                 model, select=selection, where=lambda info: info.name in names, seed=data.seed
             )
             self.backward = self.transfer.backward
+        else:
+            warn(
+                f"no frequent row is left in {', '.join(map(repr, self.left_out))}, so harmless-transfer has none to learn "
+                "from and training is plain; leave it out, or name other fields"
+            )
 
     def report(self) -> dict[str, Any]:
         ledger = Ledger() if self.transfer is None else self.transfer.ledger
