@@ -503,12 +503,12 @@ def test_a_step_that_was_discarded_is_no_part_of_the_next():
         ({"counts": {"user": COUNTS["user"]}}, DataError, "no counts of the table 'item'"),
         ({"counts": COUNTS["item"]}, DataError, "one tensor of counts is for one table, but 2"),
         (
-            {"counts": {**COUNTS, "item": torch.ones(7)}},
+            {"counts": {**COUNTS, "item": torch.ones(7, dtype=torch.int64)}},
             DataError,
             "200 rows, but its counts have 7",
         ),
         (
-            {"counts": {**COUNTS, "item": torch.zeros(ITEMS)}},
+            {"counts": {**COUNTS, "item": torch.zeros(ITEMS, dtype=torch.int64)}},
             DataError,
             "'item' has no frequent rows that rare ones could learn from",
         ),
