@@ -160,6 +160,36 @@ def test_a_split_by_user_keeps_each_user_in_one_part(call, log):
         assert set(part.ids[:, 0].tolist()) == {UNKNOWN}
 
 
+def test_what_is_likely_a_mistake_is_reported(call, tmp_path):
+    rows = [
+        (*row[:3], row[3].replace(".", ","), str(n % 2), row[5]) for n, row in enumerate(rows_of())
+    ]
+    names = ("user", "item", "tags", "price", "converted", "click")
+    (tmp_path / "clicks.csv").write_text(as_text(rows, ";", names), "utf-8")
+    out = " ".join(prepare(call, "clicks.csv", "--label", "click", "--out", "here").split())
+    assert "Check: 'price' is not numeric, because 300 of 300 values are not written as" in out
+    assert "Check: 'converted' is a feature, and its name is like a label's; if it is one," in out
+
+
+@pytest.mark.parametrize("bad_rows", ["stop", "aside"])
+def test_labels_to_recode_are_listed(call, tmp_path, bad_rows):
+    rows = [(*row[:5], "1" if row[5] == "1" else "-1") for row in rows_of()]
+    (tmp_path / "clicks.csv").write_text(as_text(rows), "utf-8")
+    words = ("clicks.csv", "--label", "click", "--out", "here", "--bad-rows", bad_rows)
+    code, _, err = call("data", "prepare", *words)
+    assert code == 2
+    assert "'-1' (180), '1' (120)" in " ".join(err.split())
+    assert not Path("here").exists()
+
+
+def test_a_log_without_a_header_is_told_of_names(call, tmp_path):
+    (tmp_path / "clicks.csv").write_text(as_text(rows_of()[1:], names=rows_of()[0]), "utf-8")
+    code, _, err = call("data", "prepare", "clicks.csv", "--label", "0", "--out", "here")
+    assert code == 2
+    assert "looks like data ('u0', 'i0', 'a', '0.5', ...)" in " ".join(err.split())
+    assert "--names" in err
+
+
 def test_shares_and_seed_draw_other_rows(call, log):
     ids = []
     for number, words in enumerate([(), ("--seed", "0"), ("--seed", "1")]):

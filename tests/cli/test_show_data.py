@@ -210,6 +210,17 @@ def test_many_fields_of_large_numbers_fit_the_terminal(width):
     assert "..." not in printed
 
 
+def test_a_part_of_thousands_of_columns_is_shown():
+    fields = [field(f"f{number}", [1]) for number in range(1234)]
+    printed = shown(show_dataset, data(*fields), title="clicks")
+    assert "and 1,034 more fields: they are in manifest.json" in printed
+    schema = LogSchema(label="click", columns=tuple(Column(name=f.name) for f in fields))
+    printed += shown(show_schema, schema)
+    assert "and 1,034 more columns: rarebit data schema --out FILE" in printed
+    assert printed.count("f199 ") == 2
+    assert "f200 " not in printed
+
+
 def test_the_columns_are_explained_by_their_names():
     for width, names in ((80, "top rare miss unk tail"), (160, "missing unknown rare tail")):
         printed = shown(show_dataset, data(FLAT), title="clicks", width=width)

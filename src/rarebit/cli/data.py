@@ -45,6 +45,8 @@ rarebit data prepare --source ml-1m --from ml-1m/ --out data/ml-1m
 SPLITS = ("random", "order", "time", "user", "given")
 SPLITS_BY_COLUMN = {"time": "timestamp", "user": "user", "given": "part"}
 """The splits that need a column, each with an example of its name."""
+MOST_LINES = 200
+"""Columns that are shown: a table of thousands is not read, and takes a minute to draw."""
 BLOCKS = "▁▂▃▄▅▆▇█"
 ASCII_BLOCKS = "._-:=+*#"
 SHORT_KINDS = {"categorical": "cat", "multi": "multi", "numeric": "num"}
@@ -292,12 +294,17 @@ def show_schema(
     """Print the kind of each column of a log, how it is encoded and, if known, why."""
     header = ["column", "kind", "treatment", "why"][: 3 if reasons is None else 4]
     rows = []
-    for column in schema.columns:
+    for column in schema.columns[:MOST_LINES]:
         why = "" if reasons is None else reasons.get(column.name, "")
         cells = [column.name, column.kind, treatment(column, schema), why][: len(header)]
         style = "dim" if column.kind == "ignored" else ""
         rows.append([Text(cell, style=style) for cell in cells])
     screen.table(header, rows, left=header, fixed=["kind"], to=to)
+    if len(schema.columns) > MOST_LINES:
+        more = (
+            f"and {len(schema.columns) - MOST_LINES:,} more columns: rarebit data schema --out FILE"
+        )
+        to.print(Text(more))
     split = schema.split
     if split.kind == "given":
         how = f"given by the column {split.column!r}" if split.column else "given by the files"
@@ -383,7 +390,7 @@ def _show_fields(fields: Sequence[FieldStatistics], to: Console) -> None:
     most = max((field.tail[0] for field in fields if field.tail), default=1)
     longest = max((field.distinct for field in fields if field.tail), default=1)
     rows: list[list[str | Text]] = []
-    for field in fields:
+    for field in fields[:MOST_LINES]:
         chart = tail_chart(field, width=24 if wide else 12, most=most, longest=longest)
         if to.options.ascii_only:
             chart = chart.translate(str.maketrans(BLOCKS, ASCII_BLOCKS))
@@ -410,6 +417,8 @@ def _show_fields(fields: Sequence[FieldStatistics], to: Console) -> None:
     )
     header.append("tail")
     screen.table(header, rows, note=note, left=["kind", "tail"], fixed=header[1:], to=to)
+    if len(fields) > MOST_LINES:
+        to.print(Text(f"and {len(fields) - MOST_LINES:,} more fields: they are in manifest.json"))
 
 
 def tail_chart(field: FieldStatistics, *, width: int, most: int, longest: int) -> str:
