@@ -13,7 +13,7 @@ from capabilities import needs, slow_after
 from safetensors.torch import load_file, save_file
 from stored import sign, tensors_file
 
-from rarebit import Hashing, LowRank, apply_, find_tables, load_model, save_model
+from rarebit import Hashing, LowRank, Quantize, apply_, find_tables, load_model, save_model
 from rarebit.data import Field, Schema
 from rarebit.errors import ModelFileError
 from rarebit.models.dcn_v2 import DCNv2
@@ -241,6 +241,23 @@ def test_with_methods_the_memory_there_is_is_the_bound(method, tmp_path, bounded
     path.write_text(json.dumps(description))
     sign(tmp_path)
     with pytest.raises(ModelFileError, match=r"takes .* GB on cpu, where .* are free"):
+        load_model(tmp_path)
+
+
+@needs_peak
+@pytest.mark.parametrize("method", [Hashing(buckets=4), LowRank(rank=1), Quantize()])
+def test_with_methods_sizes_are_compared_before_the_model_is_built(
+    method, tmp_path, bounded_memory
+):
+    model = small_model(FM)
+    apply_(model, method, verbose=False)
+    save_model(model, tmp_path)
+    path = tmp_path / "model.json"
+    description = json.loads(path.read_text())
+    description["schema"]["fields"][0]["rows"] = 20_000_000  # 240 MB, and as much for a copy
+    path.write_text(json.dumps(description))
+    sign(tmp_path)
+    with pytest.raises(ModelFileError, match=r"another architecture .*20000\d+"):
         load_model(tmp_path)
 
 

@@ -80,10 +80,11 @@ class Quantize(Method):
     def wrap(self, base: AnyTable) -> "QuantizedTable":
         """Return the rows of `base` as integers; what it wraps is merged first."""
         weight = full_table(base if isinstance(base, nn.Embedding) else base.merge())
-        if base.padding_idx is not None and bool(weight[base.padding_idx].any()):
+        has_values = not weight.is_meta  # else only the sizes are asked for
+        if base.padding_idx is not None and has_values and bool(weight[base.padding_idx].any()):
             row = torch.tensor([base.padding_idx], device=weight.device)
             weight = weight.index_fill(0, row, 0.0)
-        scale = best_scale(weight, self.bits)
+        scale = best_scale(weight, self.bits) if has_values else weight.new_empty(())
         chunks = [round_to_codes(chunk, scale, self.bits) for chunk in weight.split(CHUNK)]
         codes = torch.cat([pack(chunk) if self.bits == HALF_BYTE else chunk for chunk in chunks])
         origin = Origin(base.embedding_dim, base.padding_idx, base.sparse, methods_of(base))

@@ -6,9 +6,13 @@ the methods applied to each table. The encoder is a copy of what turned raw rows
 more memory than its weights are worth.
 """
 
+import heapq
 import json
+import math
 import os
+import re
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -46,6 +50,8 @@ WRAPPERS = {
     "FullyShardedDataParallel": "",
 }
 """Modules around a model, and where each has it; one that splits the weights is not looked into."""
+LARGE, MAX_DIGITS = 1 << 25, 18
+"""Numbers of a table that is large: 128 MB."""
 SLOT_BYTES = 64
 """What the tables keep for each slot of a batch: a few whole numbers."""
 
@@ -108,22 +114,16 @@ def load_model(
         tensors |= {alias: tensors[name] for alias, name in description["aliases"].items()}
     except NONSENSE as error:
         raise ModelFileError(f"{str(folder)!r} names tied weights it lacks: {error}") from None
-    model = _build(folder, description, tensors) if into is None else into
-    if isinstance(into, RankingModel):
-        _check_fields(folder, into, description)
-    try:
-        saved = description["methods"].items()
-        methods = {name: [_read_method(values) for values in steps] for name, steps in saved}
-    except NONSENSE as error:
-        raise ModelFileError(
-            f"{str(folder)!r} names methods that cannot be read: {error}"
-        ) from None
-    try:
-        with AllocationLimit(None):
-            _restore_sets_(model, description.get("sets"))
-        restore_tables(model, methods, description.get("frozen", ()))
-    except NONSENSE as error:
-        raise ModelFileError(f"{str(folder)!r} is a model of another kind: {error}") from None
+    if into is None and _may_be_larger_than_its_file(description):
+        sizes = None
+        with (
+            suppress(ModelFileError),
+            torch.device("meta"),
+        ):  # a method may need values for its sizes
+            sizes = _restored(folder, description, tensors)
+        if sizes is not None:
+            _check_weights(folder, sizes, tensors)
+    model = _restored(folder, description, tensors, into)
     take_packed_(model, tensors)
     _load_weights(folder, model, tensors)
     if ENCODER in description["parts"] and isinstance(model, RankingModel):
@@ -302,7 +302,44 @@ def _only_sets_in(methods: Any) -> bool:
         return False
 
 
-def _load_weights(folder: Path, model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
+def _may_be_larger_than_its_file(description: Mapping[str, Any]) -> bool:
+    """Return whether methods may have made the tables small that are built first, and those may be large.
+
+    Their sizes are then compared without memory, on torch's "meta" device, which takes a second to import.
+    """
+    text = json.dumps([description.get("schema"), description.get("settings")])
+    largest = heapq.nlargest(2, (int(number[:MAX_DIGITS]) for number in re.findall("[0-9]+", text)))
+    return math.prod(largest) > LARGE and not _only_sets_in(description.get("methods"))
+
+
+def _restored(
+    folder: Path,
+    description: Mapping[str, Any],
+    tensors: Mapping[str, Tensor],
+    into: nn.Module | None = None,
+) -> nn.Module:
+    """Return the model that is described, with its sets and methods; its weights are to come."""
+    model = _build(folder, description, tensors) if into is None else into
+    if isinstance(into, RankingModel):
+        _check_fields(folder, into, description)
+    try:
+        saved = description["methods"].items()
+        methods = {name: [_read_method(values) for values in steps] for name, steps in saved}
+    except NONSENSE as error:
+        raise ModelFileError(
+            f"{str(folder)!r} names methods that cannot be read: {error}"
+        ) from None
+    try:
+        with AllocationLimit(None):
+            _restore_sets_(model, description.get("sets"))
+        restore_tables(model, methods, description.get("frozen", ()))
+    except NONSENSE as error:
+        raise ModelFileError(f"{str(folder)!r} is a model of another kind: {error}") from None
+    return model
+
+
+def _check_weights(folder: Path, model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
+    """Raise where the tensors of a file are not those of a model."""
     wanted = model.state_dict()
     problems = [f"{name} is not in the file" for name in wanted if name not in tensors]
     problems += [f"the model has no {name}" for name in tensors if name not in wanted]
@@ -330,6 +367,10 @@ def _load_weights(folder: Path, model: nn.Module, tensors: Mapping[str, Tensor])
             f"{str(folder)!r} is a model of another architecture than {type(model).__name__}: "
             f"{'; '.join(problems[:3])}{more}"
         )
+
+
+def _load_weights(folder: Path, model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
+    _check_weights(folder, model, tensors)
     try:
         for name, tensor in (*model.named_parameters(), *model.named_buffers()):
             if name in tensors:
