@@ -11,7 +11,7 @@ from torch.testing import assert_close
 from torch.utils.checkpoint import checkpoint
 
 import rarebit as rb
-from rarebit.errors import TrainingError
+from rarebit.errors import TrainingError, UnsupportedTableError
 from rarebit.models.deepfm import DeepFM
 from rarebit.row_gradients.seam import RowGradients, sum_losses
 
@@ -272,6 +272,19 @@ def test_a_penalty_on_the_weight_of_a_stack_reaches_the_rule_by_fields(fields):
         place += size
     assert number == group.num_rows
     assert_close(stack.embedding.weight.grad, expected)
+
+
+@pytest.mark.parametrize("part", [slice(None), slice(4, None)], ids=["all", "some rows"])
+def test_a_weight_that_is_tied_by_memory_alone_is_refused_by_name(part):
+    model = Stranger(nn.Embedding(ROWS, DIM), USES["two lookups"])
+    model.out = nn.Linear(DIM, 1)
+    model.out.weight = nn.Parameter(model.table.weight.data[part])
+    with pytest.raises(
+        UnsupportedTableError, match=r"'table' .* 'out.weight' is another parameter"
+    ):
+        RowGradients(model, sum_losses)
+    model.out.weight.requires_grad_(False)
+    RowGradients(model, sum_losses).close()
 
 
 def test_a_plain_backward_past_the_rule_is_noticed_without_a_lookup():

@@ -43,6 +43,7 @@ from rarebit.errors import NoTableError, TrainingError, UnsupportedTableError
 from rarebit.tables.apply import FieldSite, ModuleSite, Site, TableInfo, find_sites, lookup_refusal
 from rarebit.tables.bag import Bag, pool_rows
 from rarebit.tables.collection import NO_ROW, WATCHED, PlainStack, Stack, is_sharded, is_watched
+from rarebit.tables.holders import memory_of
 from rarebit.tables.table import Table
 
 
@@ -724,7 +725,7 @@ def choose_sites(
         more = f" and {len(skipped) - MAX_NAMES} more" if len(skipped) > MAX_NAMES else ""
         raise NoTableError(f"RowGradients matched no table; the model has {seen}{more}")
     for site in chosen:
-        reason = _refusal(site)
+        reason = _refusal(site, model)
         if reason:
             raise UnsupportedTableError(
                 f"{site.info.name!r} cannot have row gradients: {reason}. "
@@ -733,7 +734,7 @@ def choose_sites(
     return chosen
 
 
-def _refusal(site: Site) -> str | None:
+def _refusal(site: Site, model: nn.Module) -> str | None:
     module = _stack_of(site)[0] if isinstance(site, FieldSite) else _module_of(site)
     if is_watched(module):
         return "it has row gradients already: close those first"
@@ -742,6 +743,12 @@ def _refusal(site: Site) -> str | None:
             "each process holds only a part of it (FSDP2); keep its module out of fully_shard, or use "
             "DistributedDataParallel"
         )
+    others = [(name, *memory_of(p), p) for name, p in model.named_parameters() if p.requires_grad]
+    for parameter in module.parameters():
+        first, last = memory_of(parameter)
+        for name, begin, end, other in others:
+            if begin < last and first < end and other is not parameter:
+                return f"{name!r} is another parameter in its memory: make both one nn.Parameter"
     if isinstance(site, FieldSite):
         return site.tie
     if site.tie and not isinstance(site.module, nn.Embedding | nn.EmbeddingBag):
