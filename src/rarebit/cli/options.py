@@ -238,7 +238,7 @@ def resumable(*words: str) -> Iterator[None]:
     except TrainingInterrupted as stopped:
         stop(f"{stopped}. To resume: {command}", code=stopped.exit_code)
     except KeyboardInterrupt:
-        stop(f"stopped. To resume from the last checkpoint: {command}", code=130)
+        stop(f"stopped. To resume: {command}", code=130)
 
 
 def stop(message: str, *, code: int) -> NoReturn:

@@ -14,6 +14,7 @@ from rarebit.settings import suggest
 
 if TYPE_CHECKING:
     import torch
+    from torch import nn
 
     from rarebit.data.dataset import Dataset
 
@@ -48,12 +49,14 @@ def predict_(  # noqa: PLR0917  # typer calls it by name
 
     if input_ is None and split not in SPLITS:
         raise SettingsError(f"unknown split {split!r}{suggest(split, SPLITS)}")
+    chosen_bad_rows = opt.choose_bad_rows(bad_rows)
+    if input_ is None:
+        settings = read_run(model)
+    loaded = load_model(model, device=opt.choose_device(device))
     opt.choose_threads(threads)
     if input_ is not None:
-        _score_log(model, input_, out, bad_rows, device)
+        _score_log(loaded, model, input_, out, chosen_bad_rows)
         return
-    settings = read_run(model)
-    loaded = load_model(model, device=opt.choose_device(device))
     with screen.RunBars() as progress:
         splits = load_splits(settings.data, progress=progress.rows)
     chosen = getattr(splits, split)
@@ -69,19 +72,16 @@ def predict_(  # noqa: PLR0917  # typer calls it by name
 
 
 def _score_log(
-    folder: Path, log: Path, out: Path | None, bad_rows: str | None, device: str
+    model: "nn.Module", folder: Path, log: Path, out: Path | None, bad_rows: opt.Choice
 ) -> None:
-    from rarebit.training.model_file import load_model
     from rarebit.training.score import bad_rows_file, score_log
 
-    chosen = opt.choose_bad_rows(bad_rows)
-    loaded = load_model(folder, device=opt.choose_device(device))
     with screen.RunBars() as progress:
         scored = score_log(
-            loaded,
+            model,
             log,
             out=out,
-            bad_rows=chosen,
+            bad_rows=bad_rows,
             progress=lambda done, total: progress.stage("reading", done, total),
         )
     figures = {"rows scored": f"{scored.rows:,}"}
