@@ -274,5 +274,8 @@ def test_a_run_that_is_no_number_is_told(result, tmp_path):
     broken = dict(dataclasses.asdict(result.cells[0].variants[0].runs[0]), auc=float("nan"))
     values["cells"][0]["sides"][0]["runs"] = [broken]
     (tmp_path / "results.json").write_text(json.dumps({"study": values}))
-    with pytest.raises(StudyError, match=r"results.json' is not the result of a study: auc of run"):
+    with pytest.raises(
+        StudyError,
+        match=r"results.json' is not the result of a study: variants: runs: auc must be finite",
+    ):
         read_result(tmp_path)

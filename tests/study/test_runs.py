@@ -190,12 +190,12 @@ def damage(values):
     result = values["result"]
     yield "", "Expecting value"
     yield json.dumps(values)[:50], ""
-    yield "[]", "list indices"
+    yield "[]", "it is not a JSON object"
     yield '{"settings": {}}', "'result'"
     yield '{"result": 3}', ""
     yield json.dumps({"result": result | {"key": "x"}}), "it is the result of run 'x'"
     yield json.dumps({"result": result | {"auc": "high"}}), "auc must be float, got 'high'"
-    yield json.dumps({"result": result | {"auc": float("nan")}}), "auc of run .* is nan"
+    yield json.dumps({"result": result | {"auc": float("nan")}}), "auc must be finite, got auc=nan"
     yield json.dumps({"result": {"auc": 0.5}}), "RunRecord needs key"
     yield json.dumps({"result": result | {"more": 1}}), "unknown setting 'more'"
 
