@@ -103,7 +103,7 @@ def check_number(name: str, value: object) -> None:
         bits = int(value).bit_length()  # Python does not even print numbers of many digits
         require(bits <= MAX_BITS, f"{name} must fit in 64 bits, got a whole number of {bits} bits")
     if isinstance(value, float):
-        require(math.isfinite(value), f"{name} must be finite, got {name}={value}")
+        require(math.isfinite(value), f"{name} must be finite, got {value}")
 
 
 def check_types(settings: Any, *, where: str = "") -> None:

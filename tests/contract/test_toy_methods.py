@@ -39,7 +39,7 @@ class HalvedTable(rb.Table):
             inner.sparse = False
         rows, width = base.num_embeddings, base.embedding_dim
         if method.fault == "attributes":
-            rows += 1
+            rows -= 1
         padding = None if method.fault == "padding" else base.padding_idx
         super().__init__(
             method, inner, num_embeddings=rows, embedding_dim=width, padding_idx=padding

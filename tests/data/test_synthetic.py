@@ -258,7 +258,7 @@ MISTAKES = [
     ({"num_patterns": -1}, "num_patterns must lie between 0 and 100, got num_patterns=-1"),
     ({"noise": 1.5}, "noise must lie between 0 and 1, got noise=1.5"),
     ({"redundancy": -0.1}, "redundancy must lie between 0 and 1, got redundancy=-0.1"),
-    ({"tail_similarity": float("nan")}, "tail_similarity must lie between 0 and 1, got"),
+    ({"tail_similarity": float("nan")}, "tail_similarity must be finite, got nan"),
 ]
 
 

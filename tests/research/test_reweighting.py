@@ -42,7 +42,7 @@ def moved(table: FactorizedTable, lr: float = 0.05) -> tuple[FactorizedTable, Te
     ids = torch.randint(table.num_embeddings, (4,))
     wanted = torch.randn(4, table.embedding_dim, dtype=torch.float64)
     plain = nn.Embedding.from_pretrained(
-        table.weight.detach(), freeze=False, padding_idx=table.padding_idx
+        table.weight.detach().clone(), freeze=False, padding_idx=table.padding_idx
     )
     (plain(ids) - wanted).square().sum().backward()
     optimizer = torch.optim.SGD(table.parameters(), lr=lr)

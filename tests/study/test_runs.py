@@ -195,7 +195,7 @@ def damage(values):
     yield '{"result": 3}', ""
     yield json.dumps({"result": result | {"key": "x"}}), "it is the result of run 'x'"
     yield json.dumps({"result": result | {"auc": "high"}}), "auc must be float, got 'high'"
-    yield json.dumps({"result": result | {"auc": float("nan")}}), "auc must be finite, got auc=nan"
+    yield json.dumps({"result": result | {"auc": float("nan")}}), "auc must be finite, got nan"
     yield json.dumps({"result": {"auc": 0.5}}), "RunRecord needs key"
     yield json.dumps({"result": result | {"more": 1}}), "unknown setting 'more'"
 

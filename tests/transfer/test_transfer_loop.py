@@ -541,6 +541,17 @@ def test_a_model_that_was_moved_is_refused():
         transfer.backward(loss_of(model.double(), batch()))
 
 
+def test_a_loss_of_one_number_in_a_list_is_a_loss():
+    models = [Net(), Net()]
+    models[1].load_state_dict(models[0].state_dict())
+    for model, shape in zip(models, [(), (1,)], strict=True):
+        torch.manual_seed(1)
+        with started(model) as transfer:
+            transfer.backward(loss_of(model, batch()).reshape(shape))
+        assert transfer.ledger.read()["steps"] == 1
+    assert torch.equal(models[0].item.weight.grad, models[1].item.weight.grad)
+
+
 def test_only_tables_and_rows_that_are_there_are_explained():
     with started(Net(), where=lambda t: t.name == "item") as transfer:
         assert transfer.explain("item", 199).side == "frequent"

@@ -112,7 +112,6 @@ class PEP(Method):
 
     def __post_init__(self) -> None:
         check_types(self)
-        require(math.isfinite(self.init), f"init must be finite, got init={self.init}")
         learned = (self.granularity, self.init) != ("feature_dimension", INIT)
         require(
             self.schedule is None or not learned,

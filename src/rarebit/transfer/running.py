@@ -458,7 +458,7 @@ class RunningTransfer(Callback):
         number. Pass the `scaler` instead of scaling the losses.
         """
         require_losses(losses, "transfer")
-        loss = sum(losses[1:], start=losses[0])
+        loss = sum(losses[1:], start=losses[0]).squeeze()  # some losses have shape (1,)
         seen = loss.detach()
         self._main_loss = seen if self._main_loss is None else self._main_loss + seen
         try:
