@@ -256,7 +256,7 @@ def _missing_words(sample: pl.DataFrame) -> tuple[str, ...]:
 
 def _suspicions(seen: SeenColumn, column: Column, label: pl.Series) -> Iterator[str]:
     """Yield what is likely wrong with a column, which is used as it is."""
-    if seen.dtype == pl.String and column.kind not in ("numeric", "time") and seen.values.len():
+    if seen.dtype == pl.String and column.kind != "time" and seen.numbers is None:
         yield from _almost_numbers(seen)
     if column.kind in ("time", "ignored"):
         return
@@ -277,9 +277,11 @@ def _suspicions(seen: SeenColumn, column: Column, label: pl.Series) -> Iterator[
 def _almost_numbers(seen: SeenColumn) -> Iterator[str]:
     """Yield a warning about texts most of which are numbers, or all of which are in another spelling."""
     values = seen.values
+    if seen.name_says_id or 2 * values.str.contains("^.{0,2}[0-9]").sum() < values.len():
+        return
     is_number = values.str.contains(NUMBER)
     is_number &= values.cast(pl.Float64, strict=False).is_finite().fill_null(value=False)
-    if is_number.all() or seen.name_says_id:
+    if is_number.all():
         return
     spelled = is_number | (values.str.contains(OTHER_NUMBER) & ~values.str.contains(NUMBER))
     others = values.filter(~spelled)
