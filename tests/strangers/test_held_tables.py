@@ -133,12 +133,26 @@ def test_a_given_optimizer_that_the_model_holds_is_exchanged_once():
     assert [id(p) for p in held] == [id(p) for p in model.parameters()]
 
 
-@pytest.mark.parametrize("method", [LOW_RANK, HASHING, rb.PEP(init=-9.0), rb.MLET(inner_dim=6)])
-def test_a_penalty_goes_on_with_what_stores_the_rows(method):
+COUNTS = {"user": torch.arange(9), "item": torch.arange(8)}
+
+
+@pytest.mark.parametrize(
+    ("method", "apart"),
+    [
+        (LOW_RANK, None),
+        (HASHING, None),
+        (rb.MLET(inner_dim=6), None),
+        (rb.PEP(init=-9.0), "levels"),
+        (rb.PEP(init=-9.0, granularity="global"), "levels"),
+        (rb.Shrinkage(counts=COUNTS), "prior"),
+    ],
+)
+def test_a_penalty_goes_on_with_what_stores_the_rows(method, apart):
     model = Penalised()
     changes = rb.apply_(model, method, verbose=False)
     own = [*model.user.named_parameters(prefix="user"), *model.item.named_parameters(prefix="item")]
-    rows = [(name, p) for name, p in own if "threshold" not in name]
+    rows = [(name, p) for name, p in own if name.split(".")[1] != apart]
+    assert (len(rows) < len(own)) == (apart is not None)
     held = model.regularization_weight[0][0]
     assert [id(p) for p in held] == [id(p) for _, p in rows]
     assert all(name in str(changes) for name, _ in rows)
@@ -175,6 +189,14 @@ def test_a_list_of_tables_is_read_by_forward():
     assert_close(model(IDS), expected)
     plain.load_state_dict(model.state_dict())
     assert_close(plain(IDS), expected)
+
+
+def test_a_tuple_in_two_places_is_made_anew_in_both():
+    model = Ranker()
+    pair = (model.user, 1)
+    model.one, model.two = [pair], {"a": pair}
+    rb.apply_(model, HASHING, verbose=False)
+    assert model.one[0][0] is model.two["a"][0] is model.user
 
 
 HOLDS = {
@@ -326,6 +348,14 @@ def test_a_stack_of_our_own_is_exchanged_in_a_penalty():
     model.penalised = list(model.backbone.tables.parameters())
     rb.apply_(model, LOW_RANK, where=lambda t: t.field == "a", verbose=False)
     assert sorted(map(id, model.penalised)) == sorted(map(id, model.backbone.tables.parameters()))
+    rb.apply_(model, rb.PEP(init=-9.0), verbose=False)
+    names = [name for name, _ in model.backbone.tables.named_parameters() if "levels" not in name]
+    held = [
+        name
+        for name, p in model.backbone.tables.named_parameters()
+        if any(p is one for one in model.penalised)
+    ]
+    assert held == names
     rb.merge_(model, verbose=False)
     assert sorted(map(id, model.penalised)) == sorted(map(id, model.backbone.tables.parameters()))
 

@@ -5,7 +5,8 @@
     apply_         wrap the chosen tables by a method; all of them or, on an error, none
     merge_         turn them back into plain torch tables with the same rows
 
-An optimizer that is passed along holds the new parameters afterwards, with the state that still fits.
+An optimizer that is passed along holds the new parameters afterwards, with the state that still fits. So does whatever else
+in the model holds a table (`holders.py`).
 """
 
 import copy
@@ -261,6 +262,9 @@ def apply_(
     width 1 are by default. With `optimizer`, its parameters are exchanged for the new ones and the state that still fits
     is kept; without, build the optimizer after this call. A table with a method that this one must not follow is an
     error. Either all chosen tables change or, on an error, none.
+
+    What else in the model holds a chosen table, such as a list, a penalty or an optimizer, gets the new one, and the report
+    names it; what cannot be exchanged is an error.
 
     A table whose weight is also the weight of another layer, as in many language models, is an error too. With `untie`
     the table gets a copy of it, and the layer keeps its own; they stay two weights, also after `merge_`.

@@ -19,6 +19,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from types import FunctionType, MethodType, ModuleType
 from typing import Any, NamedTuple
 
@@ -28,8 +29,6 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from rarebit.errors import UnsupportedTableError
-from rarebit.tables.collection import Stack
-from rarebit.tables.table import Table
 
 TARGETS = (nn.Module, Tensor, Optimizer)
 VALUES = {
@@ -41,6 +40,8 @@ KEPT = (FunctionType, MethodType, partial, deque, frozenset)
 """Types in which nothing is exchanged."""
 MANY = 10_000
 """A container of more than these is searched, but not what it contains."""
+ROWS = ("inner", "table", "tables", "parts", "sets", "embedding")
+"""The names by which tables, bags and stacks have what they look rows up in."""
 EMPTY = (dict, OrderedDict, list, tuple, set)
 """Types of which the attributes of a module have many without entries."""
 OLD = "_replaced_by_rarebit"
@@ -160,10 +161,9 @@ def refuse_holders(model: nn.Module, replaced: Sequence[nn.Module], title: str) 
 
 
 def row_parameters(module: nn.Module) -> list[nn.Parameter]:
-    """Return the parameters of tables that hold their rows: those of the tables themselves, not of what they use."""
-    kinds = (Table, Stack, nn.Embedding, nn.EmbeddingBag)
-    parts = (part for part in module.modules() if isinstance(part, kinds))
-    found = (parameter for part in parts for parameter in part.parameters(recurse=False))
+    """Return the parameters that hold rows: of tables and of what they look rows up in, not of what else they have."""
+    inside = (part for name, part in module.named_children() if name in ROWS or name.isdigit())
+    found = chain(module.parameters(recurse=False), *map(row_parameters, inside))
     return list({id(parameter): parameter for parameter in found}.values())
 
 
