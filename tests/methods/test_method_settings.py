@@ -59,7 +59,7 @@ def model() -> nn.Module:
 
 
 @pytest.mark.parametrize("name", technique_names())
-@settings(max_examples=25)
+@settings(max_examples=12)
 @given(data=st.data())
 def test_any_value_works_or_is_refused_in_one_sentence(name, data):
     setting = data.draw(st.sampled_from(settings_of(name)))
