@@ -95,6 +95,7 @@ def prune(  # noqa: PLR0917  # typer calls it by name
         pruning = from_mapping(PruneSettings, how_far)
     folder = resume or out or opt.new_folder(f"{settings.model}-pruned")
     again = opt.choose_threads(threads) + ([] if device == "auto" else ["--device", device])
+    again += ["--no-plots"] if no_plots else []
     with opt.resumable("prune", "--resume", str(folder), *again), screen.RunBars() as progress:
         result = prune_run(
             settings,
