@@ -233,8 +233,11 @@ class Swap:
                     f"{title} would leave an old table in {str(holder)!r} of the model, which {refusal}; "
                     f"remove {str(holder.changeable)!r} before this call, and make it again after it"
                 )
-        places = reversed(found)  # the first of each, which is the shortest
-        return {one: str(place) for place in places if isinstance(one := place.value, Optimizer)}
+        optimizers: dict[Optimizer, str] = {}
+        for holder in found:
+            if isinstance(holder.value, Optimizer):
+                optimizers.setdefault(holder.value, str(holder))
+        return optimizers
 
     def exchange(self) -> list[str]:
         """Exchange what was found, and return the places with what is there now."""
