@@ -421,7 +421,7 @@ class Comparing(Work):
     def go_on(self, folder: Path) -> None:
         rb.study(
             folder / "study",
-            methods="baseline,low-rank",
+            methods="baseline,hashing",
             **RUN,  # type: ignore[arg-type]  # values by name
             seeds=2,
             trials=1,
