@@ -2,6 +2,7 @@
 
     python benchmarks/strangers.py --environments DIR --out benchmarks/results/strangers.json
     python benchmarks/strangers.py --environments DIR --only recbole,fuxictr
+    python benchmarks/strangers.py --show benchmarks/results/strangers.json
 
 Each library is installed with pip into an environment of its own below DIR (nothing else on the machine changes), with
 the torch that runs this where it allows that, and its models are trained by its own `fit`, where it has one. A cell is one method on one
@@ -46,6 +47,7 @@ from rarebit.callbacks import Callback, TrainingData, TrainingMethod
 from rarebit.data.schema import Field, Schema
 from rarebit.errors import RarebitError
 from rarebit.machine import machine
+from rarebit.sets.sets import SetsMethod
 from rarebit.tables.apply import find_tables
 from rarebit.tables.table import Method
 from rarebit.technique import Technique, technique_class, technique_names
@@ -675,14 +677,39 @@ def verdict(one: Mapping[str, Any]) -> str:
     return "ok" if apart <= LARGEST_DIFFERENCE else f"{apart:.0e}"
 
 
+def kind_of(way: str) -> str:
+    """Return the column of a method in the table."""
+    if way in RULES:
+        return "row rules"
+    if way in technique_names():
+        made = technique_class(way)
+        if issubclass(made, SetsMethod):
+            return "embedding sets"
+        return (
+            "methods around training" if issubclass(made, TrainingMethod) else "methods for tables"
+        )
+    return way
+
+
 def table(cells: Sequence[Mapping[str, Any]]) -> str:
-    """Return the cells as a table of Markdown, one row per method."""
-    models = list(dict.fromkeys(one["model"] for one in cells))
-    found = {(one["model"], one["method"]): verdict(one) for one in cells}
-    lines = ["| | " + " | ".join(models) + " |", "|---" * (len(models) + 1) + "|"]
-    lines += [
-        f"| {way} | " + " | ".join(found[model, way] for model in models) + " |" for way in WAYS
+    """Return a table of Markdown: for each model how many methods work, and the largest difference."""
+    kinds = list(dict.fromkeys(map(kind_of, WAYS)))
+    lines = [
+        f"| model | {' | '.join(kinds)} | refused | failed | largest difference |",
+        "|---" * (len(kinds) + 4) + "|",
     ]
+    for model in dict.fromkeys(one["model"] for one in cells):
+        own = [one for one in cells if one["model"] == model]
+        words = [verdict(one) for one in own]
+        works = []
+        for kind in kinds:
+            found = [verdict(one) == "ok" for one in own if kind_of(one["method"]) == kind]
+            works.append(f"{sum(found)} of {len(found)}")
+        apart = max(one.get(key, 0.0) for one in own for key in ("merge", "load", "difference"))
+        failed = len(own) - words.count("ok") - words.count("refused")
+        lines.append(
+            f"| {model} | {' | '.join(works)} | {words.count('refused')} | {failed} | {apart:.0e} |"
+        )
     return "\n".join(lines)
 
 
@@ -708,10 +735,16 @@ def main() -> None:
     parser.add_argument("--environments", type=Path, help="the folder of the environments")
     parser.add_argument("--only", default=",".join(LIBRARIES), help="libraries, joined by commas")
     parser.add_argument("--out", type=Path, help="where the result goes, as JSON")
+    parser.add_argument(
+        "--show", type=Path, help="print the table of a stored result, and nothing else"
+    )
     parser.add_argument("--library", choices=LIBRARIES, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.library:
         run_library(options.library)
+        return
+    if options.show:
+        print(table(json.loads(options.show.read_text())["cells"]))
         return
     if options.environments is None:
         parser.error("--environments names the folder that libraries are installed into")
