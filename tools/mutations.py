@@ -515,7 +515,7 @@ def noticed_by(one: Break, root: Path) -> str | None:
         one.restore(root, before)
     if code in NO_TESTS:
         sys.exit(f"{one.name}: pytest found no test in {', '.join(one.tests)}")
-    failed = re.search(r"^(?:FAILED|ERROR) (?:tests/)?(\S+)", told, re.MULTILINE)
+    failed = re.search(r"^(?:FAILED|ERROR) (?:tests/)?([^\s[]+)", told, re.MULTILINE)
     found = None if code == 0 else failed[1] if failed else told[-80:]
     word = "SURVIVED" if found is None else "noticed"
     print(f"{word} {one.name} ({time.perf_counter() - start:.0f} s) {found or ''}", flush=True)
