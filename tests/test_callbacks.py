@@ -415,6 +415,7 @@ def test_a_first_stage_that_is_shared_gives_the_same_bits(tmp_path, by):
     assert_same_weights(found, alone)
 
 
+@pytest.mark.filterwarnings("ignore:.* makes all rows")
 def test_a_first_stage_that_is_there_is_not_made_again(tmp_path):
     shared = SharedPruning(tmp_path / "stage", (3000,), as_ticket=True)
     train(PRUNED, shared=shared, folder=tmp_path / "a" / "checkpoints")
