@@ -756,8 +756,11 @@ def main() -> None:
     }
     for name in options.only.split(","):
         python = environment(options.environments / name, LIBRARIES[name][1])
-        command = [str(python), __file__, "--library", name]
-        ended = subprocess.run(command, env=inherited, capture_output=True, text=True, check=False)  # noqa: S603
+        command = [str(python.absolute()), str(Path(__file__).resolve()), "--library", name]
+        with tempfile.TemporaryDirectory() as place:  # libraries leave files where they run
+            ended = subprocess.run(  # noqa: S603
+                command, env=inherited, cwd=place, capture_output=True, text=True, check=False
+            )
         if ended.returncode:
             sys.exit(f"{name} ended with {ended.returncode}:\n{ended.stderr[-3000:]}")
         first, *lines = map(json.loads, ended.stdout.splitlines())

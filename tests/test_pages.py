@@ -120,3 +120,15 @@ def test_a_result_names_its_commit_and_machine(path):
     assert re.fullmatch(r"[0-9a-f]{40}", facts["commit"])
     assert facts["torch"]
     assert facts["device"]
+
+
+def test_the_page_shows_the_stored_table_of_other_libraries():
+    specification = importlib.util.spec_from_file_location(
+        "strangers", ROOT / "benchmarks/strangers.py"
+    )
+    strangers = importlib.util.module_from_spec(specification)
+    sys.modules["strangers"] = strangers  # dataclasses look there
+    specification.loader.exec_module(strangers)
+    stored = json.loads((ROOT / "benchmarks/results/strangers.json").read_text("utf-8"))
+    assert strangers.table(stored["cells"]) in (ROOT / "docs/own-models.md").read_text("utf-8")
+    assert stored["failed"] == 0

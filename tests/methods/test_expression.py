@@ -77,15 +77,16 @@ def test_settings_come_in_declared_order_without_defaults(toy_methods, typed, ca
 
 WORDS = st.text(st.characters(exclude_categories=["Cs"]), max_size=8)
 FLOATS = st.floats(allow_nan=False)
+INTEGERS = st.integers(-(2**63), 2**63 - 1)
 VALUES = st.fixed_dictionaries(
     {},
     optional={
         "word": WORDS
         | st.sampled_from(["true", "nan", "1", "1e3", "a b", " a", "2020-01-01", "[", ""]),
         "rate": FLOATS,
-        "count": st.integers(),
+        "count": INTEGERS,
         "is_on": st.booleans(),
-        "sizes": st.lists(st.integers(), max_size=3).map(tuple),
+        "sizes": st.lists(INTEGERS, max_size=3).map(tuple),
         "names": st.lists(WORDS, max_size=3).map(tuple),
         "both": FLOATS | st.just("auto"),
     },

@@ -448,6 +448,18 @@ def test_a_raw_state_with_more_parameters_or_other_rows_is_refused():
         ema.load_training_state(rows)
 
 
+def test_a_raw_state_that_lost_the_steps_of_its_rows_is_refused():
+    model = Net(sparse=True)
+    optimizer = adagrad(model)
+    ema = EMA(model, optimizer)
+    train(model, optimizer)
+    state = ema.training_state()
+    name = next(name for name, step in state["behind"].items() if step.dim())
+    one = state | {"behind": state["behind"] | {name: state["behind"][name][0]}}
+    with pytest.raises(TrainingError, match="averages say by row how far they are behind"):
+        ema.load_training_state(one)
+
+
 def test_copies_go_to_another_model_and_to_the_same():
     model = Net(sparse=True)
     optimizer = adagrad(model)

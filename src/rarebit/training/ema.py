@@ -106,7 +106,8 @@ class EMA:
         """Return all that the coming steps depend on, without bringing anything up to date.
 
         Bringing rows up to date would round them once more than a run without a checkpoint does. The tensors are not
-        copies; `behind` lacks the averages that follow every step, of which there are so many `following`.
+        copies; `behind` lacks the averages that follow every step, of which there are so many `following`, and
+        counts steps by row in so many `by_rows`.
         """
         self._refuse_when_applied()
         self._refuse_exchanged()
@@ -116,6 +117,7 @@ class EMA:
             "values": {name: average.value for name, average in averages},
             "behind": {n: a.behind for n, a in averages if a.behind is not None},
             "following": sum(average.behind is None for average in self._averages.values()),
+            "by_rows": sum(a.behind is not None and a.behind.dim() > 0 for _, a in averages),
         }
 
     @torch.no_grad()
@@ -141,6 +143,9 @@ class EMA:
         )
         for name, average in self._averages.items():
             average.check_raw(name, values[name], behind.get(name), int(given))
+        by_rows = sum(step.dim() > 0 for step in behind.values())
+        if state.get("by_rows", by_rows) != by_rows:
+            raise TrainingError(f"{by_rows} averages say by row how far they are behind the steps")
         for count in self._counts.values():
             count.copy_(given)
         for name, average in self._averages.items():
