@@ -76,7 +76,7 @@ def test_settings_come_in_declared_order_without_defaults(toy_methods, typed, ca
 
 
 WORDS = st.text(st.characters(exclude_categories=["Cs"]), max_size=8)
-FLOATS = st.floats(allow_nan=False)
+FLOATS = st.floats(allow_nan=False, allow_infinity=False)
 INTEGERS = st.integers(-(2**63), 2**63 - 1)
 VALUES = st.fixed_dictionaries(
     {},
