@@ -73,6 +73,8 @@ class Stranger:
     """The library's own training of a few steps; by default a loop with Adam."""
     wrap: Callable[[nn.Module], nn.Module] = field(default=lambda model: model)
     """What wraps the model for training, as `torch.compile` does."""
+    untie: bool = False
+    """Whether a table is tied to an output layer, and gets a copy of its weight."""
     sharded: bool = False
     """Whether the wrapped model holds shards, so that its state is gathered after training."""
 
@@ -383,6 +385,7 @@ def hugging_face() -> Iterator[Stranger]:
             make,
             lambda model, number, classify="classifier" in name: loss(model, number, classify),  # type: ignore[misc]
             lambda model: model(input_ids=text[0]).logits,
+            untie=name in ("BERT", "RoBERTa", "GPT-2"),
         )
 
 
@@ -586,7 +589,7 @@ def cell(stranger: Stranger, way: str, plain: Sequence[str]) -> dict[str, Any]:
     if is_late:
         model = train(stranger, model)
     if isinstance(method, Method):
-        rb.apply_(model, method, verbose=False)
+        rb.apply_(model, method, untie=stranger.untie, verbose=False)
         before = tables(model)
     if not is_late:
         model = train(stranger, model, around, OPTIMIZERS.get(way))
