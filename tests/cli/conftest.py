@@ -5,6 +5,7 @@ import sys
 import pytest
 
 from rarebit.__main__ import main
+from rarebit.cli import screen
 
 
 @pytest.fixture
@@ -15,6 +16,8 @@ def call(monkeypatch, capsys, tmp_path, request):
     """
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("COLUMNS", getattr(request.module, "COLUMNS", "200"))
+    for console in (screen.console, screen.errors):
+        monkeypatch.setattr(console, "_width", None)  # rich keeps what COLUMNS was at its import
     monkeypatch.setenv("OMP_NUM_THREADS", "1")  # a command keeps the threads of this process
 
     def run(*words):
