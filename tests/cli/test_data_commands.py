@@ -614,6 +614,6 @@ def test_interrupted_scoring_leaves_nothing(call, log, long_log, tmp_path):
     prepare(call, log, "--label", "click", "--out", "here")
     train(call, "--data", "here", "--out", "run")
     words = ["predict", "--model", "run", "--input", long_log, "--out", "scores.csv"]
-    code, err = interrupt(tmp_path, "scores.csv.partial", *words)
+    code, err = interrupt(tmp_path, ".scores.csv.*", *words)
     assert (code, err) == (130, "rarebit: stopped; no unfinished output is left behind\n")
-    assert not list(tmp_path.glob("scores*"))
+    assert not list(tmp_path.glob("*scores*"))

@@ -147,3 +147,9 @@ def test_metrics_say_when_they_are_undefined():
     assert str(none) == (
         "AUC undefined (one class), logloss 0.69315, PR-AUC undefined (one class), 2 rows"
     )
+
+
+def test_metrics_with_more_clicks_than_rows_are_refused():
+    for positives in (-7, 4):
+        with pytest.raises(ValueError, match=r"positives must lie between 0 and 3 rows, got"):
+            Metrics(rows=3, positives=positives, auc=0.5, logloss=0.1, pr_auc=0.5)

@@ -16,6 +16,7 @@ from rarebit.data.dataset import Batch, Dataset
 from rarebit.data.schema import PADDING
 from rarebit.errors import DataError, NotFiniteError, TrainingError
 from rarebit.models._base import RankingModel
+from rarebit.settings import require
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,6 +33,12 @@ class Metrics:
     """Mean cross entropy, in nats."""
     pr_auc: float | None
     """Average precision; None when no row was clicked."""
+
+    def __post_init__(self) -> None:
+        require(
+            0 <= self.positives <= self.rows,
+            f"positives must lie between 0 and {self.rows} rows, got {self.positives}",
+        )
 
     def __str__(self) -> str:
         auc, pr_auc = (
