@@ -306,7 +306,7 @@ from rarebit.storage.files import Disk
 from rarebit.data.raw import encode
 from rarebit.data.prepare import prepare
 
-log, out, when, overwrite = sys.argv[1:]
+log, out, when = sys.argv[1:]
 
 def die(*_):
     os.kill(os.getpid(), signal.SIGKILL)
@@ -317,42 +317,35 @@ def progress(stage, done, total):
 
 if when == "manifest":
     encode.write_manifest = die
-if when in {"renaming", "between renames"}:
+if when == "renaming":
     really = Disk.rename
     def rename(self, source, target):
         if source.name.endswith(".writing"):
             die()
         really(self, source, target)
     Disk.rename = rename
-prepare(log, out, label="click", overwrite=bool(overwrite), progress=progress)
+prepare(log, out, label="click", progress=progress)
 """
-MOMENTS = ["writing", "reading", "counting", "manifest", "renaming", "between renames"]
+MOMENTS = ["writing", "reading", "counting", "manifest", "renaming"]
 
 
 @pytest.mark.parametrize("when", slow_after(MOMENTS))
 def test_a_killed_run_leaves_nothing_that_opens(tmp_path, when):
     write_log(tmp_path / "log.csv", [])
-    overwrite = when == "between renames"
-    if overwrite:
-        before = prepare(tmp_path / "log.csv", tmp_path / "out", label="click").ids.clone()
     command = [sys.executable, "-c", KILLED, tmp_path / "log.csv", tmp_path / "out", when]
     environment = dict(os.environ, PYTHONPATH=str(SRC))
-    done = subprocess.run(
-        [*command, "1" if overwrite else ""], env=environment, check=False, capture_output=True
-    )
+    done = subprocess.run(command, env=environment, check=False, capture_output=True)
     assert done.returncode == -signal.SIGKILL, done.stderr.decode()
     left = [path.name for path in tmp_path.iterdir() if path.name != "log.csv"]
-    assert len(left) == (2 if overwrite else 1)
+    assert len(left) == 1
     with pytest.raises(DataError, match="holds no prepared log"):
         Dataset.open(tmp_path / "out")
     if when in ("reading", "counting", "writing", "manifest"):
         with pytest.raises(DataError):
             Dataset.open(tmp_path / left[0])
-    data = prepare(tmp_path / "log.csv", tmp_path / "out", label="click", overwrite=overwrite)
+    data = prepare(tmp_path / "log.csv", tmp_path / "out", label="click")
     assert len(data) == 60
     assert sorted(path.name for path in tmp_path.iterdir()) == ["log.csv", "out"]
-    if overwrite:
-        assert np.array_equal(data.ids, before)
 
 
 def rows_of(number, rows=60):
