@@ -492,7 +492,7 @@ def spell_tensor(value: object) -> str:
 
 
 def check_tensors(own: Mapping[str, Any], given: Any, what: str) -> None:
-    """Raise unless stored tensors have the names, shapes and types of one's own.
+    """Raise unless stored tensors have the names, shapes and types of those here.
 
     What is not a tensor here is left to whoever loads it.
     """
@@ -508,7 +508,7 @@ def check_tensors(own: Mapping[str, Any], given: Any, what: str) -> None:
 
 @torch.no_grad()
 def load_tensors_(own: Mapping[str, Tensor], given: Any, what: str) -> None:
-    """Copy stored tensors into one's own of the same shapes and types; torch would stretch and convert others."""
+    """Copy stored tensors into those here, of the same shapes and types; torch would stretch and convert others."""
     check_tensors(own, given, what)
     for name, tensor in own.items():
         tensor.copy_(given[name])

@@ -363,7 +363,10 @@ TEXT = "a,b\n1,2\n"
         (b"a,b\0\n1,2\n", "is no text, or UTF-16: its first line has bytes of 0"),
         (bytes(99), "is no text, or UTF-16: its first line has bytes of 0"),
         (TEXT.replace("\n", "\r").encode(), "lone carriage return after each line; write it with"),
-        (gzip.compress(TEXT.encode()), r"is compressed with gzip; let its name end in \.csv\.gz"),
+        (
+            gzip.compress(TEXT.encode(), mtime=0),
+            r"is compressed with gzip; let its name end in \.csv\.gz",
+        ),
         (bz2.compress(TEXT.encode()), r"is compressed with bzip2; let its name end in \.csv\.bz2"),
         (lzma.compress(TEXT.encode()), r"is compressed with xz; let its name end in \.csv\.xz"),
         (b"PAR1\x15\x04", r"is a Parquet file; let its name end in \.parquet"),
