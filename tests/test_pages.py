@@ -70,7 +70,7 @@ def test_a_figure_needs_a_source_and_a_source_a_figure(pages, text, problem, tmp
     [
         ("0.1", "bench-rows/ratio", "1.4"),
         ("+0.10", "bench-rows/ratio | * 100", "+135.20"),
-        ("1,000", "kills/kills | * 100", "10,000"),
+        ("1,000", "faults/kills | * 100", "10,000"),
         ("91,111", "peers/samples_per_second/fuxictr | round -3", "27,000"),
         ("0.00 ± 0.00", "models-frappe/results/model=fm/auc | * 100", "94.27 ± 0.01"),
         ("0.0", "tail/book-crossing: baseline | best_epoch", "1.0"),
