@@ -13,7 +13,7 @@ from rarebit.study.results import variant_table
 from rarebit.study.runs import RunFolder, run_key
 from rarebit.study.study import MEMBER_SEEDS
 from rarebit.study.variants import variants_of
-from rarebit.study.worker import mean_abundance
+from rarebit.study.worker import abundances
 from rarebit.training.metrics import auc
 
 SCHEMA = rb.data.Schema((rb.data.Field(name="user", rows=90), rb.data.Field(name="item", rows=50)))
@@ -117,6 +117,7 @@ def test_an_ensemble_is_the_mean_of_runs_with_seeds_of_their_own(ensemble):
         assert found.parameters == sum(record.parameters for record in records)
         assert found.table_bytes == sum(record.table_bytes for record in records)
         assert found.valid_auc == pytest.approx(np.mean([record.valid_auc for record in records]))
+        assert found.whole_abundance is None  # its tables do not lie side by side
     assert not cell.missing
 
 
@@ -139,28 +140,30 @@ def test_the_table_of_variants_has_the_abundance(ensemble):
     assert shown["best possible"] == ""
 
 
-def test_the_abundance_is_the_mean_over_tables_and_sets():
+def test_the_abundance_is_the_mean_over_tables():
     model = nn.Sequential(
         nn.Embedding.from_pretrained(torch.eye(5)),
         nn.Embedding.from_pretrained(torch.ones(7, 3)),
         nn.Embedding.from_pretrained(torch.ones(7, 1)),
     )
-    assert mean_abundance(model) == pytest.approx((5 + 1) / 2)
-    assert mean_abundance(nn.Linear(2, 1)) is None
+    mean = pytest.approx((5 + 1) / 2)
+    assert abundances(model) == {"abundance": mean, "whole_abundance": mean}
+    assert abundances(nn.Linear(2, 1)) == {}
 
 
-def test_each_embedding_set_has_an_abundance_of_its_own():
+def test_embedding_sets_have_an_abundance_each_and_one_together():
     from rarebit.models.dcn_v2 import DCNv2
 
-    model = DCNv2(SCHEMA, dim=4, hidden=[8, 8])
-    rb.apply_(model, rb.MultiEmbedding(num_sets=3), verbose=False)
-    each = [
-        rb.information_abundance(one)
-        for table in model.backbone.tables.tables()
-        for one in table.weight.detach().split(4, dim=1)
-    ]
-    assert len(each) == 6
-    assert mean_abundance(model) == pytest.approx(np.mean(each))
+    model = DCNv2(SCHEMA, dim=2, hidden=[8, 8])
+    rb.apply_(model, rb.MultiEmbedding(num_sets=2), verbose=False)
+    first, second = (table.inner.weight.data.zero_() for table in model.backbone.tables.tables())
+    # two equal sets of two directions: the second set adds none
+    first[:2] = torch.tensor([[1.0, 0.0, 1.0, 0.0], [0.0, 1.0, 0.0, 1.0]])
+    # two sets of one direction each, of lengths 4 and 1 and orthogonal rows: 1 + 1/4 together
+    second[:2] = torch.tensor([[4.0, 0.0, 0.0, 0.0], [0.0, 0.0, 1.0, 0.0]])
+    found = abundances(model)
+    assert found["abundance"] == pytest.approx((2 + 2 + 1 + 1) / 4)
+    assert found["whole_abundance"] == pytest.approx((2 + 1.25) / 2)
 
 
 @pytest.mark.slow

@@ -69,6 +69,8 @@ class RunRecord:
     """On tenths of the test rows, from the rarest values to the most frequent."""
     abundance: float | None = None
     """Mean information abundance of the tables, or of their embedding sets."""
+    whole_abundance: float | None = None
+    """The same of whole tables, all sets side by side: to compare with a plain table of that width."""
     reports: Mapping[str, Any] = field(default_factory=dict)
     """Reports of the methods that acted around training, by name."""
 
@@ -106,6 +108,7 @@ def ensemble_record(members: Sequence[RunRecord], seed: int, measured: Evaluatio
         table_bytes=sum(record.table_bytes for record in members),
         microseconds_a_row=sum(record.microseconds_a_row for record in members),
         abundance=statistics.fmean(abundances) if abundances else None,
+        whole_abundance=None,
         reports={},
         **RunRecord.test_figures(measured),
     )

@@ -33,7 +33,7 @@ from rarebit.errors import DataError, NotFiniteError, RarebitError, TrainingInte
 from rarebit.machine import commit
 from rarebit.study.runs import RunFolder, RunRecord, run_key
 from rarebit.tables.apply import find_sites, table_bytes
-from rarebit.tables.spectrum import information_abundance
+from rarebit.tables.spectrum import default_chunk, information_abundance, triangle_of
 from rarebit.tables.table import full_table, methods_of
 from rarebit.technique import Rank
 from rarebit.training.fit import EpochRecord, Silence
@@ -109,8 +109,8 @@ def make_run(
         device=torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
         torch=str(torch.__version__),
         commit=commit(),
-        abundance=mean_abundance(model),
         reports=shortened(history.reports),
+        **abundances(model),
         **RunRecord.test_figures(measured),
     )
     if keep_model:
@@ -121,15 +121,24 @@ def make_run(
     return record
 
 
-def mean_abundance(model: nn.Module) -> float | None:
-    """Return the mean information abundance of the tables wider than 1, each embedding set by itself."""
-    found = []
+def abundances(model: nn.Module) -> dict[str, Any]:
+    """Return mean information abundances of the tables wider than 1, by their names in a run's record.
+
+    One is of each embedding set by itself, the other of whole tables, all sets side by side.
+    """
+    each, whole = [], []
     for site in find_sites(model):
         if site.info.width > 1:
             sets = [m.num_sets for m in methods_of(site.table) if m.composition_rank is Rank.SETS]
             weight = full_table(site.table)
-            found += [information_abundance(one) for one in weight.chunk(max([1, *sets]), dim=1)]
-    return statistics.fmean(found) if found else None
+            width = weight.shape[1]
+            # its columns have the singular values of the table's
+            triangle = triangle_of(weight.split(default_chunk(weight.device, width)), width)
+            each += [information_abundance(one) for one in triangle.chunk(max([1, *sets]), dim=1)]
+            whole.append(information_abundance(triangle))
+    if not whole:
+        return {}
+    return {"abundance": statistics.fmean(each), "whole_abundance": statistics.fmean(whole)}
 
 
 def shortened(report: Any) -> Any:
