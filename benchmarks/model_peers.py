@@ -39,21 +39,23 @@ class Pair:
     theirs: Mapping[str, Any] = field(default_factory=dict)
 
 
+NEAR_ZERO = {"init": "normal", "std": 1e-4}
+"""How DeepCTR-Torch starts tables."""
 PAIRS = {
-    "autoint": Pair("autoint@mlet"),
-    "dcn": Pair("dcn@mlet"),
+    "autoint": Pair("autoint@mlet", NEAR_ZERO),
+    "dcn": Pair("dcn@mlet", NEAR_ZERO),
     "dcn_v2": Pair(
         "dcn_v2", {"num_layers": 2, "hidden": [128, 128]}, {"cross_parameterization": "matrix"}
     ),
-    "deepfm": Pair("deepfm@mlet"),
+    "deepfm": Pair("deepfm@mlet", NEAR_ZERO),
     "dnn": Pair("dnn", {"hidden": [256, 128]}),
     "fm": Pair("fm", {}, {"dnn_hidden_units": []}),
     "ipnn": Pair("ipnn", {"hidden": [128, 128]}),
-    "nfm": Pair("nfm@mlet"),
-    "wide_deep": Pair("wide_deep@mlet"),
-    "xdeepfm": Pair("xdeepfm@mlet"),
+    "nfm": Pair("nfm@mlet", NEAR_ZERO),
+    "wide_deep": Pair("wide_deep@mlet", NEAR_ZERO),
+    "xdeepfm": Pair("xdeepfm@mlet", NEAR_ZERO),
 }
-"""The presets of MLET's paper are the defaults of DeepCTR-Torch."""
+"""The presets of MLET's paper are the defaults of DeepCTR-Torch, up to the start of tables."""
 
 
 def main() -> None:

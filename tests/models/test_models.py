@@ -70,6 +70,25 @@ def test_a_model_is_built_by_name(name):
 
 
 @pytest.mark.parametrize("name", WITH_WIDTH)
+@pytest.mark.parametrize(
+    ("init", "bounds"),
+    # rows + width; the field "shop" has its own width
+    [
+        ("xavier", {3: (663, 710), 6: (666, 710)}),
+        ("xavier_per_table", {3: (603, 110), 6: (606, 110)}),
+    ],
+)
+def test_tables_start_within_xaviers_bound_of_all_rows_or_of_their_own(name, init, bounds):
+    schema = Schema((Field(name="user", rows=600), Field(name="shop", rows=60)))
+    model = build_model(name, schema, {"dim": 3, "init": init, "widths": {"shop": 50}})
+    for table, fans in zip(
+        model.backbone.tables.tables(), bounds[6 if name == "ffm" else 3], strict=True
+    ):
+        bound = (6 / fans) ** 0.5
+        assert 0.98 * bound < float(table.weight.detach().abs().max()) <= bound
+
+
+@pytest.mark.parametrize("name", WITH_WIDTH)
 def test_a_model_is_as_wide_as_asked_for(name):
     assert build_model(name, SMALL, {"dim": 3}).settings["dim"] == 3
     # FFM's rows are as many times as wide as there are fields

@@ -80,12 +80,25 @@ def test_a_setting_of_a_preset_can_be_overridden(name, batch):
 def changed(value):
     """Return another value of the same type that suits the setting."""
     if isinstance(value, str):
-        return {"xavier": "normal", "once": "each"}[value]
+        return {"xavier": "normal", "xavier_per_table": "normal", "once": "each"}[value]
     if isinstance(value, bool):
         return not value
     if isinstance(value, tuple):
         return tuple(2 * units for units in value)
     return value * 2 if isinstance(value, int) else value / 2
+
+
+@pytest.mark.parametrize("name", [name for name in preset_names() if "@mlet" in name])
+def test_mlets_presets_start_each_table_with_xavier_of_its_own_size(name):
+    fields = (rb.data.Field(name="user", rows=60), rb.data.Field(name="item", rows=600))
+    model = build_model(name, rb.data.Schema(fields))
+    for table, rows in zip(model.backbone.tables.tables(), (60, 600), strict=True):
+        bound = (6 / (rows + 16)) ** 0.5
+        assert 0.98 * bound < float(table.weight.detach().abs().max()) <= bound
+    if model.wide is not None:
+        assert 0 < float(model.wide.tables.stacks[0].embedding.weight.detach().abs().max()) < 1e-3
+    assert not any(isinstance(part, torch.nn.BatchNorm1d) for part in model.modules())
+    assert all(part.p == 0.0 for part in model.modules() if isinstance(part, torch.nn.Dropout))
 
 
 @every_preset

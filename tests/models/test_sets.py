@@ -141,6 +141,18 @@ def test_sets_differ_from_the_start_and_each_learns(name, batch):
 
 
 @with_sets
+@pytest.mark.parametrize(
+    ("init", "fans"), [("xavier", (664, 664)), ("xavier_per_table", (604, 64))]
+)
+def test_each_set_starts_within_the_bound_of_its_own_table(name, init, fans):
+    fields = (Field(name="user", rows=600), Field(name="shop", rows=60))
+    model = build_model(name, Schema(fields), {"dim": 4, "num_sets": M, "init": init})
+    for table, own in zip(model.backbone.tables.tables(), fans, strict=True):
+        for part in table.weight.detach().chunk(M, dim=1):
+            assert 0.95 * (6 / own) ** 0.5 < float(part.abs().max()) <= (6 / own) ** 0.5
+
+
+@with_sets
 def test_with_sets_gives_a_new_model_with_the_same_settings(name, schema):
     plain = make(name, schema, widths={"user": 3}, init="xavier")
     many = plain.with_sets(M)

@@ -136,11 +136,13 @@ def test_rows_keep_their_size_on_average_when_projected():
     assert float(rows[:, 1].std()) == pytest.approx(0.1, rel=0.1)
 
 
-def test_xavier_bounds_follow_the_width_of_each_field():
-    tables = TableCollection(FIELDS, D, init="xavier", widths={"user": 100})
-    rows = sum(field.rows for field in FIELDS)
-    for name, table in by_field(tables).items():
-        bound = (6 / (rows + (100 if name == "user" else D))) ** 0.5
+@pytest.mark.parametrize("init", ["xavier", "xavier_per_table"])
+def test_xavier_bounds_follow_the_width_of_each_field(init):
+    tables = TableCollection(FIELDS, D, init=init, widths={"user": 100})
+    total = sum(field.rows for field in FIELDS)
+    for field, table in zip(FIELDS, tables.tables(), strict=True):
+        rows = total if init == "xavier" else field.rows
+        bound = (6 / (rows + (100 if field.name == "user" else D))) ** 0.5
         assert 0.5 * bound < float(table.weight.detach().abs().max()) <= bound
 
 

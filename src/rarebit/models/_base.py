@@ -39,6 +39,11 @@ PACKAGE = "rarebit.models"
 """Where models are, one per file."""
 Presets: TypeAlias = Mapping[str, Mapping[str, Any]]
 """Settings of papers, by name: `deepfm@pep` is DeepFM with those of `presets["pep"]`."""
+# MLET's paper takes all models but DLRM from DeepCTR-Torch: depths and widths, no dropout, no batch norm. It starts
+# each table with Xavier of its own size, where DeepCTR-Torch has N(0, 1e-4²); first-order weights, of which it says
+# nothing, start as there.
+# NOTE[DIFF]: DeepCTR-Torch adds the squares of all tables, times 1e-5, to the loss; weight decay is no part of a model here.
+# It also gives the network its numbers as they are; here they are fields with a vector each.
 
 
 class TableOptions(TypedDict, total=False):
@@ -47,7 +52,7 @@ class TableOptions(TypedDict, total=False):
     widths: Mapping[str, int]
     """Fields whose tables have their own width, which is projected to the model's."""
     init: TableInit
-    """How rows start: "normal", or "xavier" over all fields as one table."""
+    """How rows start: "normal", "xavier" over all fields as one table, or "xavier_per_table"."""
     std: float
     """The standard deviation of rows that start normal."""
 
@@ -154,9 +159,7 @@ class Backbone(nn.Module):
         width = dim * (num_sets or 1)
         num_numeric = len(schema.numeric_fields)
         self.num_sets = num_sets
-        self.tables = TableCollection(schema.table_fields, width, **tables)
-        if num_sets is not None and tables.get("init") == "xavier":
-            self._widen_bound_(dim)
+        self.tables = TableCollection(schema.table_fields, width, num_sets=num_sets or 1, **tables)
         self.register_parameter(
             "numeric", nn.Parameter(0.01 * torch.randn(num_numeric, width)) if num_numeric else None
         )
@@ -183,14 +186,6 @@ class Backbone(nn.Module):
         if isinstance(features, tuple):
             return tuple(feature.mean(dim=0) for feature in features)
         return features.mean(dim=0)
-
-    def _widen_bound_(self, dim: int) -> None:
-        """Start each set within Xavier's bound of its own table, not of one as wide as all sets."""
-        rows = sum(field.rows for field in self.tables.fields)
-        with torch.no_grad():
-            for table in self.tables.tables():
-                if table.embedding_dim == self.tables.dim:
-                    table.weight.mul_(((rows + self.tables.dim) / (rows + dim)) ** 0.5)
 
     def start_first_set_(self, other: "Backbone") -> None:
         """Give the first set the rows of a backbone with one set."""

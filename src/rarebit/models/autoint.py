@@ -38,8 +38,6 @@ from rarebit.settings import require
 
 __all__ = ["AutoInt"]
 
-_NEAR_ZERO = {"std": 1e-4, "wide_std": 1e-4}
-
 
 class AutoInt(RankingModel):
     """Fields that look at each other, and a network over them where there are hidden layers."""
@@ -54,7 +52,14 @@ class AutoInt(RankingModel):
             "batch_norm": True,
             "init": "xavier",
         },
-        "mlet": {"head_dim": 8, "hidden": (256, 128), "first_order": True, **_NEAR_ZERO},
+        # DeepCTR-Torch's heads share the width: head_dim is dim / 2, so 8 at dim=16
+        "mlet": {
+            "head_dim": 8,
+            "hidden": (256, 128),
+            "first_order": True,
+            "init": "xavier_per_table",
+            "wide_std": 1e-4,
+        },
     }
 
     def __init__(

@@ -31,7 +31,10 @@ __all__ = ["DCN"]
 class DCN(RankingModel):
     """A cross network of one vector per layer and a deep network, side by side."""
 
-    presets: ClassVar[Presets] = {"mlet": {"num_layers": 2, "hidden": (128, 128), "std": 1e-4}}
+    # NOTE[DIFF]: newer versions of DeepCTR-Torch add first-order terms; the paper of DCN has none
+    presets: ClassVar[Presets] = {
+        "mlet": {"num_layers": 2, "hidden": (128, 128), "init": "xavier_per_table"}
+    }
 
     def __init__(
         self,

@@ -45,7 +45,7 @@ class DeepFM(RankingModel):
             "init": "xavier",
             "wide_std": 1.0,
         },
-        "mlet": {"hidden": (256, 128), "std": 1e-4, "wide_std": 1e-4},
+        "mlet": {"hidden": (256, 128), "init": "xavier_per_table", "wide_std": 1e-4},
     }
 
     def __init__(

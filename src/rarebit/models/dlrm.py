@@ -34,10 +34,14 @@ class DLRM(RankingModel):
     """A bottom network for numbers, inner products of all vectors, and a top network."""
 
     # NOTE[DIFF]: DLRM's own code starts rows uniform in ±1 / sqrt(rows of the table); here they start as
-    # in every model, or with Xavier's bound in the presets, as the paper of those says
+    # in every model, or with Xavier of each table in the presets, as the paper of those says
     presets: ClassVar[Presets] = {
-        "mlet": {"bottom": (512, 256, 128), "hidden": (512, 256), "init": "xavier"},  # Criteo
-        "mlet_avazu": {"bottom": (256, 128), "hidden": (512, 256), "init": "xavier"},
+        "mlet": {  # Criteo
+            "bottom": (512, 256, 128),
+            "hidden": (512, 256),
+            "init": "xavier_per_table",
+        },
+        "mlet_avazu": {"bottom": (256, 128), "hidden": (512, 256), "init": "xavier_per_table"},
     }
 
     def __init__(

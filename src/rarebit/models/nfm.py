@@ -29,7 +29,9 @@ __all__ = ["NFM"]
 class NFM(RankingModel):
     """A network over the sum of the products of all pairs of fields."""
 
-    presets: ClassVar[Presets] = {"mlet": {"hidden": (128, 128), "std": 1e-4, "wide_std": 1e-4}}
+    presets: ClassVar[Presets] = {
+        "mlet": {"hidden": (128, 128), "init": "xavier_per_table", "wide_std": 1e-4}
+    }
 
     def __init__(
         self,

@@ -25,7 +25,9 @@ __all__ = ["WideDeep"]
 class WideDeep(RankingModel):
     """First-order weights plus a fully connected network over all fields."""
 
-    presets: ClassVar[Presets] = {"mlet": {"hidden": (256, 128), "std": 1e-4, "wide_std": 1e-4}}
+    presets: ClassVar[Presets] = {
+        "mlet": {"hidden": (256, 128), "init": "xavier_per_table", "wide_std": 1e-4}
+    }
 
     def __init__(
         self,

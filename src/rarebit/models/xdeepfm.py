@@ -56,7 +56,7 @@ class XDeepFM(RankingModel):
             "split_half": True,
             "hidden": (256, 256),
             "wide_std": 1e-4,
-            "std": 1e-4,
+            "init": "xavier_per_table",
         },
     }
 

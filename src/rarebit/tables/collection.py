@@ -385,9 +385,10 @@ def stack_tables(tables: Sequence[AnyTable], lengths: Sequence[int]) -> Stack:
     return stack.to(home_of(tables[0]))
 
 
-TableInit = Literal["normal", "xavier"]
-"""How rows start: N(0, std²); or uniform in ±sqrt(6 / (rows of all fields + width)), as the papers of
-learned pruning and multi-embedding start one table of all fields."""
+TableInit = Literal["normal", "xavier", "xavier_per_table"]
+"""How rows start: N(0, std²), or uniform in ±sqrt(6 / (rows + width)). "xavier" counts the rows of all fields, as the
+papers of learned pruning and multi-embedding start one table of all fields; "xavier_per_table" counts the rows of the
+field, as the paper of MLET does."""
 
 
 class RowMove(NamedTuple):
@@ -415,6 +416,7 @@ class TableCollection(nn.Module):
         init: TableInit = "normal",
         std: float = 0.01,
         widths: Mapping[str, int] | None = None,
+        num_sets: int = 1,
     ) -> None:
         super().__init__()
         self.fields = tuple(fields)
@@ -446,12 +448,14 @@ class TableCollection(nn.Module):
             "use a smaller dim, or data with fewer values per field",
             torch.get_default_device(),
         )
-        self._arrange(
-            [
-                _new_table(field, own.get(field.name, dim), init=init, std=std, all_rows=rows)
-                for field in self.fields
-            ]
-        )
+        made = []
+        for field in self.fields:
+            width = own.get(field.name, dim)
+            counted = rows if init == "xavier" else field.rows
+            fans = counted + (dim // num_sets if width == dim else width)  # a set is a table too
+            scale = std if init == "normal" else (6.0 / fans) ** 0.5
+            made.append(_new_table(field, width, scale, is_normal=init == "normal"))
+        self._arrange(made)
 
     def forward(self, ids: Tensor) -> Tensor:
         """Return one row per field, `(B, S)` to `(B, F, D)`."""
@@ -553,15 +557,12 @@ class TableCollection(nn.Module):
         return [stack for stack in self.stacks if isinstance(stack, Stack)]
 
 
-def _new_table(
-    field: Field, width: int, *, init: TableInit, std: float, all_rows: int
-) -> nn.Embedding:
+def _new_table(field: Field, width: int, scale: float, *, is_normal: bool) -> nn.Embedding:
     padding = PADDING if field.kind == "multi" else None
-    if init == "xavier":
-        bound = (6.0 / (all_rows + width)) ** 0.5
-        weight = torch.empty(field.rows, width).uniform_(-bound, bound)
+    if is_normal:
+        weight = torch.randn(field.rows, width).mul_(scale)
     else:
-        weight = torch.randn(field.rows, width).mul_(std)
+        weight = torch.empty(field.rows, width).uniform_(-scale, scale)
     if padding is not None:
         weight[padding] = 0.0
     table: nn.Embedding = nn.Embedding.from_pretrained(weight, freeze=False, padding_idx=padding)
