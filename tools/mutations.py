@@ -366,8 +366,8 @@ BREAKS = (
     Break(
         "average-of-waiting-rows",
         "training/ema.py",
-        "torch.pow(self.decay, (self.count - step).double())",
-        "torch.pow(self.decay, (self.count - step).clamp(max=1).double())",
+        "torch.expm1((count - step).double() * rate)",
+        "torch.expm1((count - step).clamp(max=1).double() * rate)",
         ("training/test_ema.py::test_averages_are_those_of_the_definition",),
     ),
     # storage

@@ -50,16 +50,28 @@ class Net(nn.Module):
 
 
 class NaiveEMA:
-    """The definition, in float64: over many steps float32 would add an error of its own."""
+    """The definition, in float64: the weights after each step, their shares, and the sum."""
 
     def __init__(self, model, decay):
         self.model, self.decay = model, decay
-        self.averages = {n: p.detach().clone().double() for n, p in model.named_parameters()}
+        self.start = {n: p.detach().clone().double() for n, p in model.named_parameters()}
+        self.steps = []
 
     def step(self):
-        for name, parameter in self.model.named_parameters():
-            old = self.averages[name]
-            self.averages[name] = self.decay * old + (1 - self.decay) * parameter.detach().double()
+        weights = self.model.named_parameters()
+        self.steps.append({name: p.detach().clone().double() for name, p in weights})
+
+    @property
+    def averages(self):
+        """The initial weights before the first step, and without any share after it."""
+        if not self.steps:
+            return self.start
+        powers = [self.decay**age for age in range(len(self.steps))][::-1]
+        return {
+            name: sum(power * step[name] for power, step in zip(powers, self.steps, strict=True))
+            / sum(powers)
+            for name in self.start
+        }
 
 
 def draw(rows=ROWS):
@@ -164,14 +176,16 @@ def test_a_row_by_hand():
         optimizer.zero_grad()
         table(torch.tensor([row])).sum().backward()
         optimizer.step()
-    # row 0: 8 -> (8 + 4) / 2 = 6 -> 5 -> 4.5; row 1: 8 -> 8 -> (8 + 4) / 2 = 6 -> (6 + 0) / 2 = 3
-    assert ema.state_dict()["weight"].tolist() == [[4.5] * 3, [3.0] * 3]
+    # row 0: 4, 4, 4; row 1: 8, 4, 0 with the shares 1, 2, 4 of 7
+    found = ema.state_dict()["weight"]
+    torch.testing.assert_close(found, torch.tensor([[4.0] * 3, [16 / 7] * 3]), rtol=1e-6, atol=0)
 
 
 def test_a_row_that_never_moved_is_its_weight_to_the_last_bit():
     table = nn.Embedding(50, 3, sparse=True)
     optimizer = torch.optim.SGD(table.parameters(), lr=1.0)
     ema = EMA(table, optimizer, decay=0.9)
+    assert torch.equal(ema.state_dict()["weight"], table.weight)
     for _ in range(5):
         optimizer.zero_grad()
         table(torch.tensor([7, 7])).sum().backward()
@@ -179,6 +193,35 @@ def test_a_row_that_never_moved_is_its_weight_to_the_last_bit():
     still = torch.arange(50) != 7
     assert torch.equal(ema.state_dict()["weight"][still], table.weight[still])
     assert not torch.equal(ema.state_dict()["weight"][7], table.weight[7])
+
+
+@pytest.mark.parametrize("decay", [1 - 1e-6, 1 - 1e-12])
+@pytest.mark.parametrize("kind", ["rows", "dense", "paused"])
+def test_a_decay_close_to_one_is_as_exact_as_the_sum(kind, decay):
+    weight = nn.Parameter(torch.randn(3, 2, dtype=torch.float64))
+    model, optimizer = nn.ParameterDict({"weight": weight}), torch.optim.SGD([weight], lr=1.0)
+    ema, steps = EMA(model, optimizer, decay=decay), []
+    for step in range(200):
+        gradient = torch.randn(1, 2, dtype=torch.float64)
+        by_rows = torch.sparse_coo_tensor(torch.tensor([[step % 3]]), gradient, (3, 2))
+        weight.grad = by_rows if kind == "rows" else by_rows.to_dense()
+        if kind == "paused" and step % 5:
+            weight.grad = None
+        optimizer.step()
+        steps.append(weight.detach().clone())
+    shares = decay ** torch.arange(200, dtype=torch.float64).flip(0)
+    wanted = torch.tensordot(shares, torch.stack(steps), dims=1) / shares.sum()
+    torch.testing.assert_close(ema.state_dict()["weight"], wanted, rtol=1e-12, atol=1e-13)
+
+
+def test_constant_weights_average_to_themselves_in_any_number_of_steps():
+    weight = nn.Parameter(torch.tensor([0.1, 3.0, -7e5]))
+    optimizer = torch.optim.SGD([weight], lr=1.0)
+    ema = EMA(nn.ParameterDict({"weight": weight}), optimizer, decay=0.999)
+    for step in range(500):
+        weight.grad = torch.zeros(3) if step else torch.ones(3)
+        optimizer.step()
+    assert torch.equal(ema.state_dict()["weight"], weight)
 
 
 @given(
@@ -302,8 +345,10 @@ def test_averages_go_on_from_a_saved_state(sparse):
     train(model, optimizer, naive, steps=7)
     saved = {name: value.clone() for name, value in ema.state_dict().items()}
     ema.close()
+    assert ema.num_steps == 7
     again = EMA(model, optimizer, decay=0.9)
-    again.load_state_dict(saved)
+    again.load_state_dict(saved, num_steps=7)
+    assert_averages(again, naive)
     train(model, optimizer, naive, steps=7)
     assert_averages(again, naive)
 
@@ -374,7 +419,7 @@ def test_a_raw_state_has_every_way_of_being_behind():
     shapes = {name: tuple(behind.shape) for name, behind in state["behind"].items()}
     assert shapes == {"often.weight": (ROWS,), "seldom.weight": ()}
     assert set(state["values"]) == dict(model.named_parameters()).keys()
-    assert int(state["count"]) == 3
+    assert int(state["num_steps"]) == 3
 
 
 def test_taking_a_raw_state_changes_nothing():
@@ -429,6 +474,15 @@ def test_a_raw_state_of_another_model_is_refused_and_nothing_is_loaded(other, me
     with pytest.raises(TrainingError, match=message):
         ema.load_training_state(EMA(another, sgd(another)).training_state())
     torch.testing.assert_close(ema.training_state(), before, rtol=0, atol=0)
+
+
+def test_a_raw_state_of_averages_that_start_at_the_initial_weights_is_refused():
+    model = mixed_net()
+    ema = EMA(model, sgd(model))
+    state = ema.training_state()
+    state["count"] = state.pop("num_steps")  # as older versions wrote it
+    with pytest.raises(TrainingError, match="give weight to the initial weights, as an older ver"):
+        ema.load_training_state(state)
 
 
 def test_a_raw_state_with_more_parameters_or_other_rows_is_refused():
@@ -572,7 +626,7 @@ def test_training_inside_applied_is_refused():
         with pytest.raises(TrainingError, match="the model holds its averages now"):
             ema.state_dict()
         with pytest.raises(TrainingError, match="the model holds its averages now"):
-            ema.load_state_dict({})
+            ema.load_state_dict({}, num_steps=1)
         with pytest.raises(TrainingError, match="the model holds its averages now"):
             ema.training_state()
         with pytest.raises(TrainingError, match="the model holds its averages now"):
@@ -612,7 +666,7 @@ def test_averages_of_another_model_are_refused():
     with pytest.raises(
         TrainingError, match=r"'scale' has the shape \(\), the one given is missing;"
     ):
-        ema.load_state_dict({})
+        ema.load_state_dict({}, num_steps=1)
     with pytest.raises(TrainingError, match=r"given is of the shape \(9, 3\); use the same model"):
         ema.copy_to(Net(sparse=True, rows=9))
 

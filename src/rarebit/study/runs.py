@@ -134,6 +134,8 @@ def run_key(settings: RunSettings) -> str:
         data = _changed(log, SyntheticLog())
     training = _changed(settings.training, Training())
     training.pop("checkpoint_minutes", None)  # does not change the result
+    if "ema_decay" in training:
+        training["ema_start"] = "unbiased"  # older runs averaged from the initial weights on
     values = {
         "format": FORMAT,
         "model": {"name": settings.model, **settings.model_settings},

@@ -1,15 +1,18 @@
 """The average of the weights over the steps of training, exact, at the cost of the batch.
 
-    average_t = d · average_{t-1} + (1 - d) · w_t        average_0 = w_0
+    average_t = (1 - d) · sum_{i=1..t} d^(t-i) · w_i / (1 - d^t)
 
-A row that did not move for k steps needs one formula:
+It is unbiased: its weights sum to one, and the initial weights w_0 have none. A row that was brought up to step s and has
+the weight w ever since needs one formula:
 
-    average_{t+k} = d^k · average_t + (1 - d^k) · w
+    average_t = average_s + share · (w - average_s)        share = (1 - d^(t-s)) / (1 - d^t)
 
 So each row of a table keeps the step its average was last brought up to. It is brought up to date
 with its old weight just before the optimizer changes it, and all rows once before they are used.
 """
 
+import math
+import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -23,14 +26,12 @@ from rarebit.settings import require
 from rarebit.storage.files import check_tensors, spell_tensor
 from rarebit.tables.collection import lookups_of
 
-NEVER = -1
-"""The step of a row that has not moved yet: its average is its weight."""
 CHUNK = 1 << 18
 """Rows handled at once where all of them are: bounds the memory that takes."""
 
 
 class EMA:
-    """The exponential moving average of every trained parameter, for evaluating and saving.
+    """The unbiased exponential moving average of every trained parameter, for evaluating and saving.
 
     It follows the optimizer by hooks, so the loop stays as it is. Tables with sparse gradients cost what their batch
     costs. Only the optimizer's steps may change weights. Buffers, such as the statistics of batch normalisation, are not
@@ -40,18 +41,22 @@ class EMA:
     >>> optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     >>> _ = nn.init.constant_(model.weight, 8.0)
     >>> ema = EMA(model, optimizer, decay=0.75)
-    >>> model(torch.tensor([[4.0]])).sum().backward()
-    >>> optimizer.step()
-    >>> with ema.applied():
-    ...     print(model.weight.item())
-    7.0
+    >>> model(torch.tensor([[7.0]])).sum().backward()
+    >>> for _ in range(2):  # to 1.0, then to -6.0
+    ...     optimizer.step()
+    >>> with ema.applied():  # (0.75 * 1.0 - 6.0) / 1.75
+    ...     print(f"{model.weight.item():.4f}")
+    -3.0000
     >>> model.weight.item()
-    4.0
+    -6.0
     """
 
     def __init__(self, model: nn.Module, optimizer: Optimizer, decay: float = 0.999) -> None:
         require(0.0 <= decay < 1.0, f"decay must lie in [0, 1), got decay={decay}")
         self.model, self.decay = model, decay
+        self._rate = math.log(
+            max(decay, sys.float_info.min)
+        )  # whose powers vanish as those of 0 do
         parameters = _trained_parameters(model, optimizer)
         # one count per device, so that a step never waits for another one
         self._counts = {
@@ -59,7 +64,7 @@ class EMA:
             for device in {parameter.device for parameter in parameters.values()}
         }
         self._averages = {
-            name: _Average(parameter, self._counts[parameter.device], decay)
+            name: _Average(parameter, self._counts[parameter.device], self._rate)
             for name, parameter in parameters.items()
         }
         self._is_applied = False
@@ -67,6 +72,11 @@ class EMA:
             optimizer.register_step_pre_hook(self._before_step),
             optimizer.register_step_post_hook(self._after_step),
         ]
+
+    @property
+    def num_steps(self) -> int:
+        """Steps that the averages cover."""
+        return int(next(iter(self._counts.values())))
 
     @contextmanager
     def applied(self) -> Iterator[None]:
@@ -93,10 +103,13 @@ class EMA:
         return {name: average.value for name, average in self._averages.items()}
 
     @torch.no_grad()
-    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Continue from averages that `state_dict` returned."""
+    def load_state_dict(self, state: Mapping[str, Tensor], *, num_steps: int) -> None:
+        """Continue from averages that `state_dict` returned after `num_steps`."""
         self._refuse_when_applied()
+        require(num_steps >= 0, f"num_steps must be 0 or more, got num_steps={num_steps}")
         self._check_same(state)
+        for count in self._counts.values():
+            count.fill_(num_steps)
         for name, average in self._averages.items():
             average.value.copy_(state[name])
             if average.behind is not None:
@@ -113,7 +126,7 @@ class EMA:
         self._refuse_exchanged()
         averages = self._averages.items()
         return {
-            "count": next(iter(self._counts.values())),
+            "num_steps": next(iter(self._counts.values())),
             "values": {name: average.value for name, average in averages},
             "behind": {n: a.behind for n, a in averages if a.behind is not None},
             "following": sum(average.behind is None for average in self._averages.values()),
@@ -124,6 +137,11 @@ class EMA:
     def load_training_state(self, state: Mapping[str, Any]) -> None:
         """Continue to the last bit from what `training_state` returned for a model like this one."""
         self._refuse_when_applied()
+        if "num_steps" not in state:
+            raise TrainingError(
+                "its averages give weight to the initial weights, as an older version of rarebit "
+                "did; train again from the start"
+            )
         values, behind = state["values"], state.get("behind", {})
         self._check_same(values)
         for name in (*values, *behind):
@@ -137,10 +155,8 @@ class EMA:
             raise TrainingError(
                 f"{following} averages do not say how far they are behind the steps"
             )
-        given = state["count"]
-        check_tensors(
-            {"count": next(iter(self._counts.values()))}, {"count": given}, "the averages"
-        )
+        given, count = state["num_steps"], next(iter(self._counts.values()))
+        check_tensors({"num_steps": count}, {"num_steps": given}, "the averages")
         for name, average in self._averages.items():
             average.check_raw(name, values[name], behind.get(name), int(given))
         by_rows = sum(step.dim() > 0 for step in behind.values())
@@ -203,7 +219,12 @@ class EMA:
         moving = [average for average in self._averages.values() if average.behind is None]
         if moving:
             values, weights = [a.value for a in moving], [a.weight.detach() for a in moving]
-            torch._foreach_lerp_(values, weights, 1.0 - self.decay)
+            counts = {(a.count.device, a.value.dtype): a.count for a in moving}
+            shares = {
+                (device, dtype): _share(count, count - 1, self._rate).to(dtype)
+                for (device, dtype), count in counts.items()
+            }
+            torch._foreach_lerp_(values, weights, [shares[v.device, v.dtype] for v in values])
 
     def _bring_up_to_date(self) -> None:
         self._refuse_when_applied()
@@ -246,10 +267,10 @@ class EMA:
 class _Average:
     """The average of one parameter, and how far it is behind the steps."""
 
-    def __init__(self, weight: nn.Parameter, count: Tensor, decay: float) -> None:
-        self.weight, self.count, self.decay = weight, count, decay
+    def __init__(self, weight: nn.Parameter, count: Tensor, rate: float) -> None:
+        self.weight, self.count, self.rate = weight, count, rate
         self.value = torch.zeros_like(weight, requires_grad=False)
-        self.behind: Tensor | None = torch.full_like(count, NEVER)
+        self.behind: Tensor | None = torch.zeros_like(count)
         """The step it was brought up to, one for all or one per row; None: it follows every step."""
 
     def check_raw(self, name: str, value: Tensor, behind: Tensor | None, count: int) -> None:
@@ -261,7 +282,7 @@ class _Average:
             return
         shapes = {spell_tensor(self.count), spell_tensor(self.count.expand(len(self)))}
         fits = spell_tensor(behind) in shapes
-        if not fits or bool(((behind < NEVER) | (behind > count)).any()):
+        if not fits or bool(((behind < 0) | (behind > count)).any()):
             raise TrainingError(
                 f"the average of {name!r} has {len(self)} rows and was brought up to one of {count} steps, the "
                 f"one given has the steps {spell_tensor(behind)}; use the same model on both sides"
@@ -317,9 +338,8 @@ class _Average:
             )
 
     def _share(self, step: Tensor, like: Tensor) -> Tensor:
-        """Return the weight's share, 1 - d^k for k steps behind, as a column next to the rows."""
-        share = 1.0 - torch.pow(self.decay, (self.count - step).double())
-        share.masked_fill_(step == NEVER, 1.0)
+        """Return the weight's share as a column next to the rows."""
+        share = _share(self.count, step, self.rate)
         return share.to(like.dtype).view(-1, *[1] * (like.dim() - 1))
 
     def _chunks(self) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
@@ -328,6 +348,12 @@ class _Average:
 
     def __len__(self) -> int:
         return self.weight.shape[0] if self.weight.dim() else 1
+
+
+def _share(count: Tensor, step: Tensor, rate: float) -> Tensor:
+    """Return the share of a weight that came after `step`, (1 - d^(count - step)) / (1 - d^count), for d = exp(rate)."""
+    share = torch.expm1((count - step).double() * rate) / torch.expm1(count.double() * rate)
+    return share.masked_fill_(step == 0, 1.0)  # also before the first step, where it is 0 / 0
 
 
 def _trained_parameters(model: nn.Module, optimizer: Optimizer) -> dict[str, nn.Parameter]:
