@@ -33,6 +33,7 @@ OTHER_TRAINING = {
     "momentum": 0.5,
     "clip_norm": 0.5,
     "ema_decay": 0.5,
+    "ema_epochs": 0.5,
     "precision": "bfloat16",
     "compile": True,
     "cuda_graph": False,
@@ -88,6 +89,11 @@ def test_keys_stay_the_same_so_that_existing_studies_resume(key, values):
     assert run_key(RunSettings.from_mapping(values)) == key
 
 
+def test_an_average_that_began_at_the_initial_weights_is_another_run():
+    averaged = {**KEYS["e579b12133b80f1923c7"], "training": {"ema_decay": 0.9}}
+    assert run_key(RunSettings.from_mapping(averaged)) != "fb2e6fd7bb82546e333b"
+
+
 def others():
     """Return settings that differ from the first in one thing each."""
     for name, value in OTHER_TRAINING.items():
@@ -112,7 +118,7 @@ def others():
 
 def test_each_setting_changes_the_key():
     keys = [run_key(BASE), *map(run_key, others())]
-    assert len(set(keys)) == len(keys) == 1 + 21 + 7 + 4 + 2 + 3
+    assert len(set(keys)) == len(keys) == 1 + 22 + 7 + 4 + 2 + 3
 
 
 def test_what_changes_nothing_is_not_in_the_key():

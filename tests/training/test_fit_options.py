@@ -1,5 +1,7 @@
 """What `fit` does besides training: averages, clipping, row gradients, compiling, refusing."""
 
+import math
+
 import pytest
 import torch
 from torch import nn
@@ -57,7 +59,9 @@ class Lines(Silence):
         self.lines.append(line)
 
 
-def test_averaged_weights_are_measured_and_kept():
+# 4 steps an epoch: exp(-1 / (4 * ema_epochs)) = 0.8
+@pytest.mark.parametrize("average", [{"ema_decay": 0.8}, {"ema_epochs": -0.25 / math.log(0.8)}])
+def test_averaged_weights_are_measured_and_kept(average):
     data, valid = some_data(64), some_data(32)
     model, reference = pair(lambda: FM(SCHEMA, dim=2))
     options = {"epochs": 3, "batch_size": 16, "lr": 0.05}
@@ -65,15 +69,15 @@ def test_averaged_weights_are_measured_and_kept():
         model,
         data,
         valid,
-        ema_decay=0.8,
         tables="rowwise",
         patience=None,
         progress=False,
+        **average,
         **options,
     )
     optimizer = rb.optimizer(reference, lr=0.05, tables="rowwise")
-    average = weights_of(reference)
-    found = []
+    total = {name: torch.zeros_like(weight) for name, weight in weights_of(reference).items()}
+    found, shares = [], 0.0
     for epoch in range(1, 4):
         order = shuffled_order(len(data), seed=0, epoch=epoch)
         for start in range(0, len(data), 16):
@@ -81,10 +85,11 @@ def test_averaged_weights_are_measured_and_kept():
             optimizer.zero_grad()
             F.binary_cross_entropy_with_logits(reference(batch), batch.label).backward()
             optimizer.step()
+            shares = 0.8 * shares + 1
             for name, weight in reference.state_dict().items():
-                average[name] = 0.8 * average[name] + 0.2 * weight
+                total[name] = 0.8 * total[name] + weight
         averaged = FM(SCHEMA, dim=2)
-        averaged.load_state_dict(average)
+        averaged.load_state_dict({name: one / shares for name, one in total.items()})
         found.append((evaluate(averaged, valid).overall.auc, weights_of(averaged)))
     aucs = [auc for auc, _ in found]
     assert [record.valid.auc for record in history.epochs] == pytest.approx(aucs, abs=1e-6)

@@ -94,6 +94,7 @@ def test_validation_data_bring_a_copy_of_the_best_weights():
 
 def test_averages_are_a_copy_and_four_bytes_a_row_by_rows():
     assert estimate(ema_decay=0.9).average_weights == WEIGHTS
+    assert estimate(ema_epochs=2.0).average_weights == WEIGHTS
     assert estimate(ema_decay=0.9, tables="rowwise").average_weights == WEIGHTS + 150 * 4
 
 
@@ -263,7 +264,7 @@ HELP = {
     "train_data": "training data, 2.0 GB: keep the data elsewhere",
     "valid_data": "validate on fewer rows, or keep the data elsewhere",
     "best_weights": "copy of the best weights, 2.0 GB: valid=None keeps no copy",
-    "average_weights": "averaged weights, 2.0 GB: ema_decay=None keeps no averages",
+    "average_weights": "averaged weights, 2.0 GB: ema_decay=None and ema_epochs=None keep no averages",
 }
 
 

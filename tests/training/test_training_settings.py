@@ -19,6 +19,8 @@ from rarebit.errors import SettingsError
         ("table_weight_decay", -0.1, "table_weight_decay must be 0 or more, got"),
         ("momentum", -0.1, "momentum must be 0 or more, got momentum=-0.1"),
         ("seed", -1, "seed must be 0 or more, got seed=-1"),
+        ("ema_decay", 1.0, "ema_decay must lie in (0, 1), got ema_decay=1.0"),
+        ("ema_epochs", 0.0, "ema_epochs must be above 0, got ema_epochs=0.0"),
         ("patience", 0, "patience must be at least 1, got patience=0"),
         ("plateau_factor", 0.0, "plateau_factor must lie in (0, 1], got plateau_factor=0.0"),
         ("plateau_factor", 1.5, "plateau_factor must lie in (0, 1], got plateau_factor=1.5"),
@@ -34,6 +36,12 @@ def test_a_wrong_value_is_refused_at_construction(name, value, message):
     with pytest.raises(SettingsError) as caught:
         Training(**{name: value})
     assert message in str(caught.value)
+
+
+def test_two_decays_of_one_average_are_refused():
+    message = "ema_decay=0.9 and ema_epochs=2.0 are two decays of one average; give one"
+    with pytest.raises(SettingsError, match=message):
+        Training(ema_decay=0.9, ema_epochs=2)
 
 
 def test_a_whole_learning_rate_is_a_float():

@@ -352,8 +352,9 @@ def fit_started(
         )
         try:
             averaging: AbstractContextManager[EMA | None] = nullcontext()
-            if settings.ema_decay is not None:
-                averaging = closing(EMA(model, optimizer, settings.ema_decay))
+            decay = settings.average_decay(len(batch_bounds(len(train), settings.batch_size)))
+            if decay is not None:
+                averaging = closing(EMA(model, optimizer, decay))
             with averaging as ema:
                 steps = _steps(step, train, settings, progress)
                 loop = TrainingLoop(steps, valid, settings, progress, ema=ema, callbacks=callbacks)

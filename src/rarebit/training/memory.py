@@ -54,7 +54,7 @@ PARTS = {
         "copy of the best weights",
         "valid=None keeps no copy of the best weights",
     ),
-    "average_weights": ("averaged weights", "ema_decay=None keeps no averages"),
+    "average_weights": ("averaged weights", "ema_decay=None and ema_epochs=None keep no averages"),
     "checkpoint": (
         "copy for a checkpoint",
         "without a folder nothing is copied for checkpoints",
@@ -193,7 +193,7 @@ def estimate_memory(
     )
     state = _optimizer_state(trained, rows, settings, optimizer)
     kept = _bytes(model.state_dict().values())
-    averaged = 0 if settings.ema_decay is None else averages
+    averaged = averages if settings.ema_decay or settings.ema_epochs else 0
     copied = (1 + (valid is not None)) * kept + state.num_bytes + averaged
     there = {
         "tables": device.type != "meta",

@@ -1,5 +1,6 @@
 """Settings: how to train (every dial of `fit`), and everything that a run depends on."""
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -59,6 +60,8 @@ class Training:
     """Maximum gradient norm over network and tables together; None: no clipping."""
     ema_decay: float | None = None
     """Decay of an exponential moving average of the weights, which is evaluated and kept; such as 0.999."""
+    ema_epochs: float | None = None
+    """Memory of that average in epochs, in place of its decay: decay = exp(-1 / (ema_epochs * steps per epoch))."""
     precision: Precision = "float32"
     """Precision of the network's products; tables and loss stay in float32."""
     compile: bool = False
@@ -84,7 +87,7 @@ class Training:
         for name in ("epochs", "batch_size", "plateau_patience"):
             value = getattr(self, name)
             require(value >= 1, f"{name} must be at least 1, got {name}={value}")
-        for name in ("lr", "table_lr", "clip_norm", "checkpoint_minutes"):
+        for name in ("lr", "table_lr", "clip_norm", "ema_epochs", "checkpoint_minutes"):
             value = getattr(self, name)
             require(value is None or value > 0, f"{name} must be above 0, got {name}={value}")
         decays = ("weight_decay", "table_weight_decay", "threshold_weight_decay")
@@ -96,6 +99,10 @@ class Training:
             f"ema_decay must lie in (0, 1), got ema_decay={self.ema_decay}",
         )
         require(
+            self.ema_decay is None or self.ema_epochs is None,
+            f"ema_decay={self.ema_decay} and ema_epochs={self.ema_epochs} are two decays of one average; give one",
+        )
+        require(
             self.patience is None or self.patience >= 1,
             f"patience must be at least 1, got patience={self.patience}",
         )
@@ -103,6 +110,16 @@ class Training:
             0.0 < self.plateau_factor <= 1.0,
             f"plateau_factor must lie in (0, 1], got plateau_factor={self.plateau_factor}",
         )
+
+    def average_decay(self, steps_per_epoch: int) -> float | None:
+        """Return the decay of the weights' average; None: no average.
+
+        >>> Training(ema_epochs=0.5).average_decay(steps_per_epoch=2000)
+        0.999000499833375
+        """
+        if self.ema_epochs is None:
+            return self.ema_decay
+        return math.exp(-1.0 / (self.ema_epochs * steps_per_epoch))
 
 
 SECTIONS = ("model", "data", "training", "methods")
