@@ -3,12 +3,16 @@
 import gzip
 
 import pytest
+import torch
 
 pytest.importorskip("polars", reason="capability: package polars: it is not installed")
 
+import rarebit as rb
+from rarebit.data.prepare import prepare_source
 from rarebit.data.raw.chunks import BadRows
 from rarebit.data.sources import find_source
 from rarebit.errors import DataError
+from rarebit.models import build_model
 
 HEADER = (
     "id,click,hour,C1,banner_pos,site_id,site_domain,site_category,app_id,app_domain,app_category,"
@@ -41,6 +45,29 @@ def test_the_papers_protocols_are_theirs():
         assert len(schema.id_columns) == 22
         assert {column.min_count for column in schema.columns} == {min_count}
         assert schema.counts == counts
+
+
+def test_mlets_protocol_keeps_the_hour_a_number_and_trains_its_dlrm(tmp_path):
+    hours = [14102100 + hour for hour in range(20)] * 2
+    lines = [
+        FIRST.replace("0,14102100", f"{row % 2},{hour}").replace("ddd2926e", f"ip{row}")
+        for row, hour in enumerate(hours)
+    ]
+    (tmp_path / "train.csv").write_text("\n".join([HEADER, *lines, ""]), "utf-8")
+    prepare_source("avazu", tmp_path, tmp_path / "data", protocol="mlet")
+    data = rb.Dataset.open(tmp_path / "data")
+    assert [field.name for field in data.schema.numeric_fields] == ["hour"]
+    assert len(data.schema.table_fields) == 21
+    assert [len(part) for part in data.splits] == [36, 2, 2]
+    rows = {field.name: field.rows for field in data.schema.table_fields}
+    assert rows["device_ip"] == 3 + 40  # every value of all rows has an id
+    train = data.splits.train.numeric[:, 0].double()
+    assert float(train.mean()) == pytest.approx(0.0, abs=1e-5)
+    assert float(train.std(correction=0)) == pytest.approx(1.0, abs=1e-4)
+    model = build_model("dlrm@mlet_avazu", data.schema)
+    before = model.backbone.bottom[0].weight.detach().clone()
+    rb.fit(model, *data.splits[:2], epochs=1, optimizer="sgd", lr=0.2, progress=False)
+    assert not torch.equal(model.backbone.bottom[0].weight, before)
 
 
 def test_the_test_file_has_no_label_and_is_refused(tmp_path):

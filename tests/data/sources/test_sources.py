@@ -1,5 +1,7 @@
 """What holds for every set, and the machinery they share."""
 
+from dataclasses import replace
+
 import pytest
 
 pytest.importorskip("polars", reason="capability: package polars: it is not installed")
@@ -55,6 +57,18 @@ def test_the_first_protocol_is_the_default():
     assert source.schema() is source.schema("pep")
     assert source.schema("clean").counts == "train"
     assert find_source("ml-1m-ids").schema().counts == "train"
+
+
+@pytest.mark.parametrize("name", ["ml-1m-ids", "book-crossing"])
+def test_mlets_protocol_is_the_clean_one_with_age_as_a_number(name):
+    clean, mlet = (find_source(name).schema(protocol) for protocol in ("clean", "mlet"))
+    kinds = {column.name: column.kind for column in mlet.columns}
+    assert kinds.pop("age") == "numeric"
+    assert set(kinds.values()) == {"categorical"}
+    assert replace(mlet, columns=clean.columns) == clean
+    assert [column for column in mlet.columns if column.name != "age"] == [
+        column for column in clean.columns if column.name != "age"
+    ]
 
 
 def test_unknown_names_are_refused():

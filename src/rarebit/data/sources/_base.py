@@ -28,10 +28,19 @@ from rarebit.settings import suggest
 LEAK = (
     "Values are counted over all rows, as in the paper: training knows the values of the test rows."
 )
+NUMERIC_AGE = (
+    "Age stays a number, standardised: a numeric field, which models such as DLRM treat apart."
+)
 # No text has this separator, so the whole line is one column.
 WHOLE_LINES = TextFormat(
     separator="\x1f", quote="", encoding="latin-1", header=False, names=("line",)
 )
+
+
+def with_numbers(schema: LogSchema, *names: str) -> LogSchema:
+    """Return a schema in which these columns stay numbers."""
+    kinds = [replace(c, kind="numeric") if c.name in names else c for c in schema.columns]
+    return replace(schema, columns=tuple(kinds))
 
 
 class FileFacts:

@@ -21,7 +21,15 @@ import polars as pl
 from rarebit.data.log_schema import Column, LogSchema, TextFormat
 from rarebit.data.raw.chunks import BadRows, RawChunk
 from rarebit.data.raw.readers import FileProgress, read_raw
-from rarebit.data.sources._base import FileFacts, Source, keep, read_table, skip_wrong
+from rarebit.data.sources._base import (
+    NUMERIC_AGE,
+    FileFacts,
+    Source,
+    keep,
+    read_table,
+    skip_wrong,
+    with_numbers,
+)
 
 __all__ = ["BookCrossing"]
 
@@ -35,6 +43,9 @@ BOOKS = {
 }
 USERS = {"User-ID": "user", "Location": "location", "Age": "age"}
 FIELDS = ("user", "isbn", "author", "publisher", "year", "location", "age")
+CLEAN = LogSchema(
+    label="label", columns=tuple(Column(name=name) for name in FIELDS), missing=("NULL",)
+)
 
 
 class BookCrossing(Source):
@@ -47,10 +58,10 @@ class BookCrossing(Source):
         "Ratings of 8 to 10 are positive, 1 to 7 negative; ratings of 0 (seen, not rated) are left out.",
         "A book or user that is not in its list has missing values.",
     )
+    remarks: ClassVar[dict[str, str]] = {"mlet": NUMERIC_AGE}
     protocols: ClassVar[dict[str, LogSchema]] = {
-        "clean": LogSchema(
-            label="label", columns=tuple(Column(name=name) for name in FIELDS), missing=("NULL",)
-        ),
+        "clean": CLEAN,
+        "mlet": with_numbers(CLEAN, "age"),
     }
 
     def rows(

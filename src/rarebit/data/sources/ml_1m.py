@@ -19,18 +19,21 @@ from rarebit.data.log_schema import Column, LogSchema
 from rarebit.data.raw.chunks import BadRows, RawChunk
 from rarebit.data.raw.readers import FileProgress
 from rarebit.data.sources._base import (
+    NUMERIC_AGE,
     FileFacts,
     Source,
     keep,
     read_table,
     skip_wrong,
     split_lines,
+    with_numbers,
 )
 
 __all__ = ["ML1M", "ML1MWithIds"]
 
 FIELDS = ("time", "gender", "age", "occupation", "zip", "year", "genres")
 COLUMNS = tuple(Column(name=name) for name in FIELDS)
+WITH_IDS = LogSchema(label="label", columns=(Column(name="user"), Column(name="movie"), *COLUMNS))
 
 
 class ML1M(Source):
@@ -84,10 +87,10 @@ class ML1MWithIds(ML1M):
         "Ratings above 3 are positive, below 3 negative; ratings of 3 are left out.",
         "User and film ids are used beside the seven fields of PEP.",
     )
+    remarks: ClassVar[dict[str, str]] = {"mlet": NUMERIC_AGE}
     protocols: ClassVar[dict[str, LogSchema]] = {
-        "clean": LogSchema(
-            label="label", columns=(Column(name="user"), Column(name="movie"), *COLUMNS)
-        ),
+        "clean": WITH_IDS,
+        "mlet": with_numbers(WITH_IDS, "age"),
     }
 
 
