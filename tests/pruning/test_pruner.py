@@ -266,6 +266,37 @@ def test_a_learned_ticket_that_was_taken_is_kept():
     assert (pruner.tickets[2].num_kept, pruner.tickets[2].facts["step"]) == (1, 3)
 
 
+def test_a_learned_ticket_says_how_far_its_thresholds_differ():
+    model, levels = learned()
+    pruner = LearnedPruner(model, [5, 4], every=1)
+    levels.weight.data.fill_(level_of(0.25))
+    pruner.after_step(1)
+    one = pruner.tickets[5].facts
+    assert_close([one["mean_threshold"], one["mean_s"]], [0.25, -math.log(3)], rtol=0, atol=1e-7)
+    assert (one["std_s"], one["std_threshold"]) == (0.0, 0.0)
+    # half of them at g(0) = 1/2, half at g(ln 3) = 3/4
+    levels.weight.data[:] = torch.tensor([[0.0], [math.log(3)]])
+    pruner.after_step(2)
+    found = pruner.tickets[4].facts
+    half = math.log(3) / 2
+    expected = {"mean_s": half, "std_s": half, "mean_threshold": 0.625, "std_threshold": 0.125}
+    assert_close({name: found[name] for name in expected}, expected, rtol=0, atol=1e-7)
+
+
+@pytest.mark.parametrize("granularity", ["dimension", "field"])
+def test_the_spread_is_that_of_distinct_thresholds(granularity):
+    model = fm(rb.PEP(granularity=granularity))
+    levels = [table.levels.value for table in thresholded_tables(model).values()]
+    # per column for both tables, or one per table: the values are -3, -1, 1 and 3, or -3 and 1
+    for value, own in zip(levels, (-3.0, 1.0), strict=True):
+        value.data[:] = torch.tensor([-3.0, -1.0, 1.0, 3.0]) if granularity == "dimension" else own
+    pruner = LearnedPruner(model, [199], every=1)
+    pruner.after_step(1)
+    facts = pruner.tickets[199].facts
+    mean, std = (0.0, math.sqrt(5)) if granularity == "dimension" else (-1.0, 2.0)
+    assert_close([facts["mean_s"], facts["std_s"]], [mean, std], rtol=0, atol=1e-7)
+
+
 SHAPES = {
     "global": (1,),
     "dimension": (3,),

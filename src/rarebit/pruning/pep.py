@@ -586,8 +586,10 @@ class LearnedPruner(TablePruner):
         left = count_nonzero(self.model)
         for budget in self.budgets:
             if left <= budget and budget not in self.tickets:
-                found = take_ticket(self.model, budget=budget, step=num_steps, **self.facts())
-                found.levels = self._levels()
+                levels = self._levels()
+                facts = {"budget": budget, "step": num_steps, **spread(levels)}
+                found = take_ticket(self.model, **facts, **self.facts())
+                found.levels = levels
                 self.tickets[budget] = found
         self.watch(num_steps, left)
         return left <= self.budgets[-1]
@@ -600,6 +602,20 @@ class LearnedPruner(TablePruner):
             values = full_table(levels) if isinstance(levels, nn.Embedding) else levels.value
             found[name] = values.detach().to("cpu", copy=True)
         return found
+
+
+def spread(levels: Mapping[str, Tensor]) -> dict[str, float]:
+    """Return mean and standard deviation of learned s, and of the thresholds g(s): a spread near 0 is one threshold.
+
+    >>> spread({"user": torch.tensor([[-1.0], [1.0]])})["std_s"]
+    1.0
+    """
+    found: dict[str, float] = {}
+    values = torch.cat([level.reshape(-1).double() for level in levels.values()])
+    for name, each in (("s", values), ("threshold", torch.sigmoid(values))):
+        std, mean = torch.std_mean(each, correction=0)
+        found |= {f"mean_{name}": float(mean), f"std_{name}": float(std)}
+    return found
 
 
 def pruner_of(model: nn.Module, budgets: Sequence[int], **options: Any) -> TablePruner:
