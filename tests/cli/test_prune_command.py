@@ -135,6 +135,7 @@ WRONG = {
     "no size": (["--bytes", "2XB"], "--bytes takes numbers separated by commas, got '2XB'"),
     "too small": (["--bytes", "1kB"], "before the first entry is kept; allow more bytes"),
     "no start": (["--budgets", "9", "--start", "build"], "start"),
+    "no mode": (["--budgets", "9", "--prune-tables", "sparse"], "tables"),
     "no epochs": (["--budgets", "9", "--prune-epochs", "0"], "epochs must be at least 1"),
     "two methods": (["--budgets", "9", "--methods", "mlet,pep"], "takes one combination"),
     "unsized": (["--budgets", "9", "--methods", "low-rank"], "low-rank needs its size here"),
@@ -162,7 +163,7 @@ def test_data_that_is_not_there_is_told(call):
 BESIDE = {
     "--budgets": "9", "--sparsity": "0.9", "--bytes": "9MB", "--model": "fm", "--data": "synthetic",
     "--out": "x", "--config": "x.toml", "--methods": "pep", "--start": "random", "--epochs": "3",
-    "--lr": "0.1", "--seed": "3", "--batch-size": "64", "--set": "model.dim=4",
+    "--lr": "0.1", "--prune-tables": "dense", "--seed": "3", "--batch-size": "64", "--set": "model.dim=4",
 }  # fmt: skip
 
 
@@ -186,6 +187,29 @@ def test_learned_thresholds_may_be_given_more_epochs(call):
     code, _, err = call("prune", "--resume", "here", "--prune-epochs", "60", "--no-plots")
     assert code == 0, err
     assert rb.pruning.load_ticket("here/pruning/tickets/1000").num_kept <= 1000
+
+
+@pytest.mark.filterwarnings("ignore:.* makes all rows of")
+def test_the_spread_of_learned_thresholds_is_printed(call):
+    learned = ["--methods", "pep:granularity=field:init=-4.3", "--prune-tables", "rowwise"]
+    learned += [
+        "--set",
+        "training.threshold_weight_decay=1.0",
+        "--prune-epochs",
+        "9",
+        "--lr",
+        "0.02",
+    ]
+    code, out, err = call(
+        "prune", "--budgets", "3000", *learned, *SMALL, "--no-plots", "--out", "x"
+    )
+    assert code == 0, err
+    result = json.loads(Path("x/prune.json").read_text())["result"]["budgets"]["3000"]
+    assert result["tables"] == "rowwise"
+    assert 0 < result["std_s"] < 1
+    assert "learned s" in out
+    assert f"{result['mean_s']:.3f} ± {result['std_s']:.3f}" in out
+    assert "pruned:keep=3000:epochs=9:tables=rowwise" in out.replace("\n", "")
 
 
 @pytest.mark.slow

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 import rarebit as rb
 from rarebit.codes.packed import PackedTable
-from rarebit.errors import TrainingInterrupted
+from rarebit.errors import SettingsError, TrainingInterrupted
 from rarebit.pruning.pruned import OTHER_DRAW, SharedPruning, TicketFolder
 from rarebit.tables.table import full_table
 from rarebit.training.fit import Silence
@@ -221,6 +221,80 @@ def test_weight_decay_of_a_dense_run_does_not_cut_rows_never_seen():
     assert kept[never].float().mean() > kept[~never].float().mean()
 
 
+@pytest.mark.filterwarnings("ignore:.* makes all rows")
+@pytest.mark.parametrize("before", [(), (LEARNED,)], ids=str)
+@pytest.mark.parametrize("mode", ["dense", "rowwise"])
+def test_pruning_has_the_optimizer_that_it_is_given(mode, before):
+    other = {"dense": "rowwise", "rowwise": "dense"}[mode]
+    epochs = 9 if before else 1
+    method = rb.pruning.Pruned(keep=KEEP, start="trained", epochs=epochs, tables=mode)
+    said: list[str] = []
+    result = run(settings_of(*before, method, tables=other), say=said.append)
+    model = first_model(*before)
+    training = replace(TRAINING, epochs=epochs, tables=mode)
+    rb.pruning.prune(model, SPLITS.train, budgets=[KEEP], settings=training, progress=False)
+    assert_same_tables(result.model, model)
+    assert result.history.reports["pruned"]["tables"] == mode
+    line = f"pruning with tables='{mode}', where the rest of the run has tables='{other}'"
+    assert said.count(line) == 1
+
+
+def assert_same_tables(found: nn.Module, expected: nn.Module) -> None:
+    rows = wide(expected)
+    assert all(torch.equal(own, rows[name]) for name, own in wide(found).items())
+
+
+@pytest.mark.filterwarnings("ignore:.* makes all rows")
+@pytest.mark.parametrize(("before", "mode"), [((), "rowwise"), ((LEARNED,), "dense")], ids=str)
+def test_the_usual_optimizer_of_pruning_is_reported(before, mode):
+    method = rb.pruning.Pruned(keep=KEEP, epochs=9 if before else 1)
+    said: list[str] = []
+    result = run(settings_of(*before, method, tables="dense"), say=said.append)
+    assert result.history.reports["pruned"]["tables"] == mode
+    assert any("pruning with tables" in line for line in said) == (mode == "rowwise")
+
+
+def test_magnitude_has_no_optimizer_of_its_own():
+    with pytest.raises(SettingsError, match="tables='dense' is for pruning by a threshold"):
+        rb.pruning.Pruned(keep=9, by="magnitude", tables="dense")
+
+
+@pytest.mark.filterwarnings("ignore:.* makes all rows")
+@pytest.mark.parametrize("start", ["ticket", "trained"])
+def test_the_report_of_a_run_has_the_spread_of_learned_thresholds(tmp_path, start):
+    # a threshold for each table; Adam moves each by about lr per step, 0.02 here
+    learned = rb.PEP(granularity="field", init=-4.3)
+    settings = settings_of(learned, rb.pruning.Pruned(keep=KEEP, start=start, epochs=9))
+    said: list[str] = []
+    result = run(settings, tmp_path, say=said.append)
+    [ticket] = TicketFolder(tmp_path / "pruning" / "tickets").values()
+    values = torch.stack([level.double() for level in ticket.levels.values()])
+    report = result.history.reports["pruned"]
+    assert report["kept"] == left(result.model)
+    assert report["step"] == ticket.facts["step"]
+    spread = [report["mean_s"], report["std_s"]]
+    assert spread == pytest.approx([values.mean().item(), values.std(correction=0).item()])
+    thresholds = [report["mean_threshold"], report["std_threshold"]]
+    g = 1 / (1 + torch.exp(-values))
+    assert thresholds == pytest.approx([g.mean().item(), g.std(correction=0).item()])
+    assert 0 < report["std_s"] < 0.02 * report["step"]
+    stored = json.loads((tmp_path / "run.json").read_text("utf-8"))
+    assert stored["reports"]["pruned"] == report
+    line = f"learned s {spread[0]:.3f} ± {spread[1]:.3f}"
+    assert any(line in text for text in said) == (start == "ticket")
+
+
+def test_the_report_has_the_training_loss_of_pruning():
+    result = run(settings_of(rb.pruning.Pruned(keep=KEEP, start="trained")))
+    model = first_model()
+    pruning = rb.pruning.prune(
+        model, SPLITS.train, budgets=[KEEP], settings=TRAINING, progress=False
+    )
+    losses = [record.train_loss for record in pruning.history.epochs]
+    assert result.history.reports["pruned"]["train_loss"] == pytest.approx(losses, abs=1e-5)
+    assert len(losses) == 2
+
+
 class StopAt(Silence):
     """Sends a signal to this process in an epoch of the first or the second stage."""
 
@@ -243,6 +317,7 @@ def assert_same_run(found, expected) -> None:
         record.valid for record in expected.history.epochs
     ]
     assert found.history.best_epoch == expected.history.best_epoch
+    assert found.history.reports == expected.history.reports
 
 
 @pytest.mark.parametrize("by", ["threshold", "magnitude"])

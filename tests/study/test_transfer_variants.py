@@ -128,8 +128,10 @@ def test_a_first_stage_is_that_of_the_run_without_what_takes_part_in_training():
     assert key == run_key(settings_of(PRUNED))
     assert key == stage_key(settings_of(PRUNED, HarmlessTransfer()))
     assert key == stage_key(settings_of(HarmlessTransfer(rule="sum"), PRUNED))
+    assert key == stage_key(settings_of(rb.pruning.Pruned(keep=9, start="random")))
     others = [
         settings_of(rb.pruning.Pruned(keep=8)),
+        settings_of(rb.pruning.Pruned(keep=9, tables="dense")),
         settings_of(PRUNED, seed=1),
         settings_of(rb.MLET(inner_dim=9), PRUNED),
     ]

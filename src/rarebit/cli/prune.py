@@ -11,7 +11,7 @@ from rarebit.cli import options as opt
 from rarebit.cli import screen
 from rarebit.errors import MissingExtraError, SettingsError
 from rarebit.settings import from_mapping, read_toml, require, size
-from rarebit.technique import BASELINE, technique_from_mapping, technique_name, technique_text
+from rarebit.technique import BASELINE, technique_name, technique_text
 
 if TYPE_CHECKING:
     from rarebit.pruning import PruneResult
@@ -48,6 +48,10 @@ def prune(  # noqa: PLR0917  # typer calls it by name
     prune_epochs: Annotated[
         int | None, Option(help="Epochs of pruning. Default: the maximum epochs of training.")
     ] = None,
+    prune_tables: Annotated[
+        str | None,
+        Option(help="Optimizer during pruning: dense or rowwise. Default: rowwise on a schedule."),
+    ] = None,
     epochs: opt.Epochs = None,
     batch_size: opt.BatchSize = None,
     lr: opt.Lr = None,
@@ -69,6 +73,7 @@ def prune(  # noqa: PLR0917  # typer calls it by name
         given: dict[str, object] = {"--config": config, "--out": out, "--data": data}
         given |= {"--model": model, "--budgets": budgets, "--sparsity": sparsity, "--bytes": bytes_}
         given |= {"--methods": methods, "--start": start, "--set": set_ or None}
+        given["--prune-tables"] = prune_tables
         given |= {f"--{name.replace('_', '-')}": value for name, value in training.items()}
         opt.refuse_with("--resume", given, ": the pruning in the folder has its own")
         settings, pruning = read_prune(resume)
@@ -91,6 +96,7 @@ def prune(  # noqa: PLR0917  # typer calls it by name
             num_bytes=_numbers("--bytes", bytes_, _bytes),
             start=start,
             epochs=prune_epochs,
+            tables=prune_tables,
         )
         pruning = from_mapping(PruneSettings, how_far)
     folder = resume or out or opt.new_folder(f"{settings.model}-pruned")
@@ -109,9 +115,7 @@ def prune(  # noqa: PLR0917  # typer calls it by name
         )
     _show(result, f"{settings.model}, pruned")
     first = [technique_text(method) for method in settings.methods]
-    last = {"keep": min(result.pruned), "start": pruning.start, "epochs": pruning.epochs}
-    pruned = technique_from_mapping({"method": "pruned", **last})
-    methods = "+".join([*first, technique_text(pruned)])
+    methods = "+".join([*first, technique_text(pruning.method(min(result.pruned)))])
     screen.line("One seed means little. To compare with magnitude pruning over several seeds:")
     screen.command("compare", "--methods", f"{BASELINE},{methods}", *opt.run_words(settings))
     _explain(result, settings, plots=not no_plots)
@@ -120,7 +124,9 @@ def prune(  # noqa: PLR0917  # typer calls it by name
 
 
 def _show(result: "PruneResult", title: str) -> None:
-    """Print one line per budget, and the unpruned model first."""
+    """Print one line per budget, and the unpruned model first; with the spread of learned thresholds."""
+    from rarebit.pruning.pruned import describe_levels
+
     whole, rows = result.unpruned, []
     for kept, found in [(result.entries, whole), *result.pruned.items()]:
         change = None
@@ -134,9 +140,13 @@ def _show(result: "PruneResult", title: str) -> None:
                 _number(found.test.auc),
                 "" if found is whole else _number(change, "+.4f"),
                 _number(found.test.rarest.auc if found.test.rarest else None),
+                describe_levels(found.history.reports.get("pruned", {})),
             ]
         )
     header = ["entries left", "of all", "tables", "test AUC", "against unpruned", "rarest fifth"]
+    header.append("learned s")
+    if not any(row[-1] for row in rows):
+        header, rows = header[:-1], [row[:-1] for row in rows]
     screen.table(header, rows, title=title)
 
 

@@ -72,6 +72,7 @@ from rarebit.tables.table import AnyTable, Method, Table, full_table, stored_ten
 from rarebit.technique import Control, Rank, SharedStage, Technique, technique_name, technique_text
 from rarebit.training.fit import History, LineProgress, Progress, Silence, fit, measured
 from rarebit.training.metrics import evaluate
+from rarebit.training.optimizers import TableMode
 from rarebit.training.run import (
     CHECKPOINTS,
     STAGE,
@@ -111,7 +112,7 @@ class Pruned(Method):
     """Keep the largest entries of all tables, and set the others to zero.
 
     >>> Pruned(keep=30_000)
-    Pruned(keep=30000, by='threshold', start='ticket', epochs=None)
+    Pruned(keep=30000, by='threshold', start='ticket', epochs=None, tables=None)
     """
 
     title: ClassVar[str] = "single entries cut until a budget is met, the rest retrained"
@@ -142,9 +143,16 @@ class Pruned(Method):
     retrain them."""
     epochs: int | None = None
     """Epochs of pruning; those of the run if not given."""
+    tables: TableMode | None = None
+    """How the optimizer updates tables while a threshold prunes them. If not given: on a schedule "rowwise", which leaves
+    rows that are never seen as they are; with learned thresholds as in the rest of the run."""
 
     def __post_init__(self) -> None:
         check_types(self)
+        require(
+            self.tables is None or self.by == "threshold",
+            f"tables={self.tables!r} is for pruning by a threshold; with by='magnitude' the run's own setting holds",
+        )
         require(self.keep >= 1, f"at least one entry must be kept, got keep={self.keep}")
         require(
             self.epochs is None or self.epochs >= 1,
@@ -167,10 +175,11 @@ class Pruned(Method):
         return PruningDriver(self, job).run()
 
     def shared_stage(self, techniques: Sequence[Technique]) -> tuple[Technique, ...] | None:
-        """Return what the first stage depends on; a run without a second one has none to share."""
+        """Return what the first stage depends on, which is not the start of the second; without a second there is none."""
         if self.start == "trained":
             return None
-        return tuple(one for one in techniques if isinstance(one, Method))
+        first = replace(self, start="ticket")
+        return tuple(first if one is self else one for one in techniques if isinstance(one, Method))
 
     def share(self, folder: Path) -> "SharedPruning":
         """Return a first stage that keeps only the ticket."""
@@ -181,7 +190,7 @@ class Pruned(Method):
         if name != "magnitude":
             return None
         others = [t for t in techniques if t is not self and technique_name(t) != "pep"]
-        methods = (*others, replace(self, by="magnitude", epochs=None))
+        methods = (*others, replace(self, by="magnitude", epochs=None, tables=None))
         return Control("+".join(map(technique_text, methods)), (methods,))
 
     def wrap(self, base: AnyTable) -> Table:
@@ -469,7 +478,8 @@ class PruningDriver:
         if self.pruned.start != "trained":
             return self._retrained(ticket)
         self._cut(model, ticket)
-        return Trained(model, measured(model, history, job.valid, epoch=len(history.epochs)))
+        history = measured(model, history, job.valid, epoch=len(history.epochs))
+        return _with_report(Trained(model, history), ticket)
 
     def _first_stage(self, folder: Path | None, *, resume: bool) -> tuple[Trained, Ticket]:
         """Return a model after the first stage, and its ticket."""
@@ -494,9 +504,14 @@ class PruningDriver:
             "pruned with by='magnitude', or other settings",
         )
         model = job.start(methods)
-        if not threshold_parameters(model):
-            # row-wise weight decay does not change rows that are never seen
-            training = replace(training, tables="rowwise")
+        # row-wise weight decay does not change rows that are never seen
+        usual: TableMode = training.tables if threshold_parameters(model) else "rowwise"
+        mode = self.pruned.tables or usual
+        if mode != training.tables:
+            job.say(
+                f"pruning with tables='{mode}', where the rest of the run has tables='{training.tables}'"
+            )
+        training = replace(training, tables=mode)
         pruning = prune(
             model,
             job.train,
@@ -507,6 +522,8 @@ class PruningDriver:
             progress=job.progress,
         )
         [ticket] = [t for t in pruning.tickets if t.facts["budget"] == keep]
+        losses = [round(record.train_loss, 5) for record in pruning.history.epochs]
+        ticket.facts |= {"tables": mode, "train_loss": losses}
         return Trained(model, pruning.history), ticket
 
     def _shared_ticket(self, folder: Path) -> Ticket:
@@ -523,7 +540,9 @@ class PruningDriver:
     def _retrained(self, ticket: Ticket) -> Trained:
         """Retrain the survivors from their initial values or from new ones."""
         job, methods = self.job, self._without(Pruned, PEP)
-        job.say(f"retraining the {ticket.num_kept:,} entries that are left")
+        levels = describe_levels(ticket.facts)
+        learned = f"; learned s {levels} at that time" if levels else ""
+        job.say(f"retraining the {ticket.num_kept:,} entries that are left{learned}")
         if few := [name for name, kept in ticket.kept.items() if torch.count_nonzero(kept) <= 1]:
             job.say(f"no more than one entry is left of {', '.join(few)}; keep more entries")
         if self.pruned.start == "random":
@@ -540,7 +559,7 @@ class PruningDriver:
         acting = [m for m in methods if isinstance(m, TrainingMethod)]
         trained = job.fit(masked_model(build, ticket), acting, folder=job.folder)
         self._cut(trained.model, ticket)
-        return trained
+        return _with_report(trained, ticket)
 
     def _cut(self, model: nn.Module, ticket: Ticket) -> None:
         """Merge the trained tables, and cut them to the ticket."""
@@ -554,6 +573,18 @@ class PruningDriver:
 
     def _without(self, *kinds: type[Technique]) -> list[Technique]:
         return [m for m in self.job.settings.methods if not isinstance(m, kinds)]
+
+
+def _with_report(trained: Trained, ticket: Ticket) -> Trained:
+    """Add what the first stage found to the reports of a run."""
+    if ticket.facts:
+        trained.history.reports["pruned"] = {"kept": ticket.num_kept, **ticket.facts}
+    return trained
+
+
+def describe_levels(report: Mapping[str, Any]) -> str:
+    """Return the mean and standard deviation of learned thresholds in the report of a run; empty without them."""
+    return f"{report['mean_s']:.3f} ± {report['std_s']:.3f}" if "mean_s" in report else ""
 
 
 def _wide(model: nn.Module) -> Mapping[str, AnyTable]:
@@ -586,6 +617,8 @@ class PruneSettings:
     """Where to retrain the survivors from: "ticket", their initial values; "random", new ones; "trained": not at all."""
     epochs: int | None = None
     """Epochs of pruning; those of the run if not given."""
+    tables: TableMode | None = None
+    """How the optimizer updates tables during pruning, as in `Pruned`."""
 
     def __post_init__(self) -> None:
         check_types(self)
@@ -601,6 +634,10 @@ class PruneSettings:
             self.epochs is None or self.epochs >= 1,
             f"epochs must be at least 1, got epochs={self.epochs}",
         )
+
+    def method(self, keep: int) -> Pruned:
+        """Return the method that prunes to this many entries."""
+        return Pruned(keep=keep, start=self.start, epochs=self.epochs, tables=self.tables)
 
     def entries(self, shapes: Sequence[tuple[int, int]]) -> tuple[int, ...]:
         """Return the budgets for tables of these rows and widths, the largest first."""
@@ -699,7 +736,7 @@ def prune_run(
     pruned = {
         budget: make(
             str(budget),
-            (*settings.methods, Pruned(keep=budget, start=pruning.start, epochs=pruning.epochs)),
+            (*settings.methods, pruning.method(budget)),
             together,
         )
         for budget in budgets
@@ -737,6 +774,7 @@ def _figures(found: RunResult) -> dict[str, Any]:
         "num_parameters": found.num_parameters,
         "table_bytes": found.table_bytes,
         "best_epoch": found.history.best_epoch,
+        **found.history.reports.get("pruned", {}),
     }
 
 
