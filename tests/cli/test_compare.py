@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import typer
+from capabilities import needs_package
 from rich.console import Console
 
 import rarebit as rb
@@ -229,6 +230,15 @@ def test_bars_show_the_runs_under_way(monkeypatch, capsys, terminal):
         "3 of 3: baseline, seed 0 failed: why [not]",
     ):
         assert line in err
+
+
+@needs_package("matplotlib")
+def test_a_result_can_be_drawn(call):
+    stored = Path(__file__).parents[2] / "benchmarks/results/study-multi-embedding.json"
+    code, out, err = call("compare", "--show", str(stored), "--plot", "plots/scaling.png")
+    assert (code, err) == (0, "")
+    assert "AUC by the size of the tables: plots/scaling.png" in out
+    assert Path("plots/scaling.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_few_lines_are_spent_on_what_is_missing(capsys):

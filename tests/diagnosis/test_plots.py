@@ -11,6 +11,8 @@ from rarebit.diagnosis import plots
 from rarebit.diagnosis.diagnose import diagnose
 from rarebit.errors import MissingExtraError
 from rarebit.models.dcn_v2 import DCNv2
+from rarebit.study.results import CellResult, StudyResult, VariantResult
+from rarebit.study.runs import RunRecord
 
 pytest.importorskip("matplotlib", reason="capability: package matplotlib: it is not installed")
 
@@ -143,3 +145,66 @@ def test_without_matplotlib_it_is_said_how_to_get_it(monkeypatch, tmp_path):
         found.save(tmp_path / "out")
     assert not (tmp_path / "out").exists()
     assert [file.name for file in found.save(tmp_path, plots=False)] == ["diagnosis.json"]
+
+
+# A study: AUC by the size of the tables
+
+
+def variant(name, num_bytes, *aucs, control=None):
+    rest = {"logloss": 0.5, "rarest_auc": None, "valid_auc": 0.5, "parameters": 1, "best_epoch": 1}
+    rest |= {"epochs": 1, "microseconds_a_row": 1.0, "device": "cpu", "torch": "", "commit": None}
+    runs = [
+        RunRecord(key=f"{seed}", seed=seed, auc=auc, table_bytes=num_bytes, **rest)
+        for seed, auc in enumerate(aucs)
+    ]
+    return VariantResult(name=name, control=control, settings={}, trials=(), runs=tuple(runs))
+
+
+def a_study(*cells):
+    given = {"checksum": None, "ceiling": None, "rows": {}, "missing": ()}
+    return StudyResult(
+        plan={"minimum_effect": 0.0005},
+        cells=tuple(CellResult(model=m, data=d, variants=v, **given) for m, d, v in cells),
+    )
+
+
+SCALING = (
+    variant("baseline", 100, 0.80, 0.82),
+    variant("wide:dim=100", 1000, 0.83, 0.83),
+    variant("wide:dim=20", 200, 0.81, 0.83),
+    variant("multi-embedding:num_sets=10", 1000, 0.9, 0.7, control="wide:dim=100"),
+    variant("multi-embedding:num_sets=2", 200, 0.85, 0.86, control="wide:dim=20"),
+    variant("pruned:keep=5:by=magnitude", 50, 0.75),
+    variant("pruned:keep=5", 50, control="pruned:keep=5:by=magnitude"),  # no run yet
+)
+
+
+def test_a_study_is_drawn_by_size_with_a_line_for_each_kind_of_variant():
+    figure = plots._draw_sizes(a_study(("fm", "clicks", SCALING), ("dnn", "clicks", SCALING[:2])))
+    first, second = figure.axes
+    assert [axes.get_title() for axes in figure.axes] == ["fm on clicks", "dnn on clicks"]
+    lines = [(list(line.get_xdata()), list(line.get_ydata())) for line in first.get_lines()]
+    drawn = [(sizes, pytest.approx(means)) for sizes, means in lines]
+    assert ([1, 2, 10], [0.81, 0.82, 0.83]) in drawn
+    assert ([1, 2, 10], [0.81, 0.855, 0.8]) in drawn
+    assert ([0.5, 1], [0.75, 0.81]) in drawn
+    [legend] = figure.legends
+    names = [text.get_text() for text in legend.get_texts()]
+    assert names == ["wide", "multi-embedding", "pruned:by=magnitude"]
+    styles = [line.get_linestyle() for line in legend.get_lines()]
+    assert styles == ["--", "-", "--"]  # controls are dashed
+    assert [tick.get_text() for tick in first.get_xticklabels()] == ["0.5", "1", "2", "10"]
+    # bars from the lowest seed to the highest: those of ten sets
+    bars = [path.vertices for bar in first.collections for path in bar.get_paths()]
+    assert [[10, 0.7], [10, 0.9]] in [[pytest.approx(end) for end in bar.tolist()] for bar in bars]
+    assert list(second.get_lines()[0].get_xdata()) == [1, 10]
+
+
+def test_a_study_without_runs_or_with_fewer_models_on_a_log_can_be_drawn():
+    assert plots.draw_study(a_study(("fm", "clicks", ()))).startswith(b"\x89PNG")
+    uneven = a_study(("fm", "a", SCALING), ("dnn", "a", SCALING[:1]), ("fm", "b", SCALING))
+    assert [axes.get_title() for axes in plots._draw_sizes(uneven).axes] == [
+        "fm on a",
+        "dnn on a",
+        "fm on b",
+    ]

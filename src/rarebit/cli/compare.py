@@ -8,8 +8,9 @@ from typer import Option
 
 from rarebit.cli import options as opt
 from rarebit.cli import screen
-from rarebit.errors import SettingsError, StudyInterrupted
+from rarebit.errors import SettingsError, StudyError, StudyInterrupted
 from rarebit.settings import read_toml
+from rarebit.storage.files import write_files
 from rarebit.text import TextTable
 
 if TYPE_CHECKING:
@@ -88,6 +89,10 @@ def compare(  # noqa: PLR0917  # typer calls it by name
     deciles: Annotated[
         bool, Option("--deciles", help="Also show differences by tenths of the test rows.")
     ] = False,
+    plot: Annotated[
+        Path | None,
+        Option(help="Also draw AUC by the size of the tables to this PNG file.", readable=False),
+    ] = None,
     device: opt.Device = "auto",
 ) -> None:
     """Compare methods with paired seeds, and report which of them beat their control.
@@ -99,7 +104,8 @@ def compare(  # noqa: PLR0917  # typer calls it by name
 
     if show is not None:
         found = read_result(show)
-        show_study(found if control is None else found.against(control), deciles=deciles)
+        found = found if control is None else found.against(control)
+        show_study(found, deciles=deciles, plot=plot)
         return
     if methods is None and plan is None:
         raise SettingsError(
@@ -133,12 +139,20 @@ def compare(  # noqa: PLR0917  # typer calls it by name
         device=opt.choose_device(device),
         keep_models=keep_models,
         deciles=deciles,
+        plot=plot,
     )
     screen.line(f"\nSaved in {folder}. To show it again:")
     screen.command("compare", "--show", str(folder))
 
 
-def run_study(folder: Path, plan: "StudyPlan", *, deciles: bool = False, **options: Any) -> None:
+def run_study(
+    folder: Path,
+    plan: "StudyPlan",
+    *,
+    deciles: bool = False,
+    plot: Path | None = None,
+    **options: Any,
+) -> None:
     """Run a study with progress bars, and show its result; if runs are missing, end with how to resume it."""
     from rarebit.study.results import read_result
     from rarebit.study.study import study
@@ -149,19 +163,19 @@ def run_study(folder: Path, plan: "StudyPlan", *, deciles: bool = False, **optio
         with screen.StudyBars() as progress:
             result = study(folder, plan, progress=progress, **options)
     except StudyInterrupted as stopped:
-        show_study(read_result(folder), deciles=deciles)
+        show_study(read_result(folder), deciles=deciles, plot=plot)
         opt.stop(f"{stopped}; {resume}", code=130)
     except KeyboardInterrupt:
         opt.stop(f"stopped; checkpoints are kept; {resume}", code=130)
-    show_study(result, deciles=deciles)
+    show_study(result, deciles=deciles, plot=plot)
     if not result.is_complete:
         missing = [line for cell in result.cells for line in cell.missing]
         more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
         opt.stop(f"the study is incomplete: {missing[0]}{more}; {resume}", code=1)
 
 
-def show_study(result: "StudyResult", *, deciles: bool = False) -> None:
-    """Print the tables and verdicts of a study; differences by frequency deciles only on request."""
+def show_study(result: "StudyResult", *, deciles: bool = False, plot: Path | None = None) -> None:
+    """Print the tables and verdicts of a study; differences by frequency deciles and a plot only on request."""
     from rarebit.study.results import comparison_table, decile_table, variant_table, verdict_lines
 
     for cell in result.cells:
@@ -176,6 +190,11 @@ def show_study(result: "StudyResult", *, deciles: bool = False) -> None:
             screen.line(f"missing: {line}")
         if len(cell.missing) > MOST_MISSING:
             screen.console.print(f"and {len(cell.missing) - MOST_MISSING} more")
+    if plot is not None:
+        from rarebit.diagnosis.plots import draw_study
+
+        [path] = write_files(plot.parent, {plot.name: draw_study(result)}, error=StudyError)
+        screen.line(f"AUC by the size of the tables: {path}")
 
 
 def _show(table: TextTable) -> None:

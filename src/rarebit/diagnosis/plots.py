@@ -1,10 +1,15 @@
 """Plots of a diagnosis as PNG images: spectra, abundance, norms, speed of products, sub-embeddings.
 
+And one of a study: AUC by the size of the tables.
+
 Needs matplotlib, which is imported in functions only and used without its global state.
 """
 
 import io
+import itertools
 import math
+import re
+import statistics
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
@@ -15,6 +20,9 @@ from rarebit.tables.spectrum import random_singular_values
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
+    from matplotlib.lines import Line2D
+
+    from rarebit.study.results import CellResult, StudyResult
 
 MOST_PANELS = 48
 """At most so many tables are drawn, the largest first."""
@@ -47,11 +55,95 @@ def draw_plots(
     return {name: _as_png(figure) for name, figure in figures.items()}
 
 
-def _new_figure(width: float, height: float, *, arrange: bool = True) -> "Figure":
+def draw_study(result: "StudyResult") -> bytes:
+    """Return the AUC of a study's variants by the size of their tables, as a PNG image."""
+    return _as_png(_draw_sizes(result))
+
+
+def _draw_sizes(result: "StudyResult") -> "Figure":
+    """Draw a panel per model and log, and a line per kind of variant: controls are dashed."""
+    logs = [list(cells) for _, cells in itertools.groupby(result.cells, key=lambda cell: cell.data)]
+    columns = max(map(len, logs))
+    what = "drawing a study (without --plot it is only printed)"
+    figure = _new_figure(max(2.7 * columns, 5.5), 2.4 * len(logs) + 1.0, what=what)
+    kinds: dict[str, Line2D] = {}
+    for cells, line in zip(logs, figure.subplots(len(logs), columns, squeeze=False), strict=True):
+        for axes, cell in itertools.zip_longest(line, cells):
+            if cell is None:
+                axes.remove()
+                continue
+            for kind, points in _by_size(cell).items():
+                is_control = not any(_kind(method.name) == kind for method in cell.methods)
+                sizes, aucs = zip(*points, strict=True)
+                drawn, *_ = axes.errorbar(
+                    sizes,
+                    [*map(statistics.fmean, aucs)],
+                    [
+                        [statistics.fmean(one) - min(one) for one in aucs],
+                        [max(one) - statistics.fmean(one) for one in aucs],
+                    ],
+                    fmt="o--" if is_control else "o-",
+                    color=kinds[kind].get_color() if kind in kinds else f"C{len(kinds)}",
+                    markersize=4,
+                    elinewidth=0.8,
+                    capsize=2,
+                )
+                kinds.setdefault(kind, drawn)
+            _label_sizes(axes, [size for one in _by_size(cell).values() for size, _ in one])
+            axes.set_title(f"{cell.model} on {_shortened(cell.data)}", fontsize=9)
+            axes.tick_params(labelsize=7)
+            _quieten(axes)
+    figure.suptitle("Test AUC by bytes of the tables (1: the baseline's)", fontsize=11)
+    figure.legend(
+        list(kinds.values()),
+        list(kinds),
+        title="mean over seeds, bars from the lowest to the highest",
+        loc="outside lower center",
+        ncols=min(len(kinds), 5) or 1,
+        fontsize=8,
+        title_fontsize=8,
+        frameon=False,
+    )
+    return figure
+
+
+def _by_size(cell: "CellResult") -> dict[str, list[tuple[float, list[float]]]]:
+    """Return the size of each variant's tables and the AUC of its runs, by kind; all start at the baseline."""
+    baseline, *others = [
+        (variant.name, variant.runs[0].table_bytes, [run.auc for run in variant.runs])
+        for variant in cell.variants
+        if variant.runs
+    ] or [("", 1, [])]
+    _, one, start = baseline
+    found: dict[str, list[tuple[float, list[float]]]] = {}
+    for name, num_bytes, aucs in others:
+        found.setdefault(_kind(name), [(1.0, start)]).append((num_bytes / one, aucs))
+    return {kind: sorted(points) for kind, points in found.items()}
+
+
+def _kind(name: str) -> str:
+    """Return the name of a variant without its numbers: multi-embedding for multi-embedding:num_sets=2."""
+    return re.sub(r":\w+=[-+.\de]+(?=[:+]|$)", "", name)
+
+
+def _label_sizes(axes: "Axes", sizes: Sequence[float]) -> None:
+    """Make the axis of sizes logarithmic, and label those that are far enough apart."""
+    axes.set_xscale("log")
+    labelled: list[float] = []
+    for size in sorted(sizes):
+        if not labelled or size / labelled[-1] > max(1.2, (max(sizes) / min(sizes)) ** 0.1):
+            labelled.append(size)
+    axes.set_xticks(labelled, [f"{size:.2g}" for size in labelled])
+    axes.minorticks_off()
+
+
+def _new_figure(
+    width: float, height: float, *, arrange: bool = True, what: str = PLOTS
+) -> "Figure":
     """Return an empty figure, its size in inches. Arranging many panels takes seconds."""
-    agg = import_extra("matplotlib.backends.backend_agg", "plots", PLOTS)
+    agg = import_extra("matplotlib.backends.backend_agg", "plots", what)
     layout = "constrained" if arrange else None
-    figure: Figure = import_extra("matplotlib.figure", "plots", PLOTS).Figure(
+    figure: Figure = import_extra("matplotlib.figure", "plots", what).Figure(
         figsize=(width, height), dpi=DPI, layout=layout
     )
     agg.FigureCanvasAgg(figure)
