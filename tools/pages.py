@@ -58,6 +58,7 @@ from pathlib import Path
 from typing import Any
 
 from rarebit.settings import size
+from rarebit.study.results import CellResult, StudyResult
 from rarebit.study.statistics import Comparison, judge
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -313,6 +314,8 @@ def _as_text(source: str) -> str | None:
 
 def judged(found: Comparison, at_least: float) -> str:
     """Return what a comparison says about the claim that a difference is at least so large."""
+    if found.why:
+        return found.verdict
     if found.low > at_least:
         return "**reproduced**"
     if found.high < at_least:
@@ -331,6 +334,7 @@ class Cell:
 
     values: Mapping[str, Any]
     minimum_effect: float
+    result: CellResult
 
     @property
     def log(self) -> str:
@@ -382,11 +386,8 @@ class Cell:
 @functools.cache
 def _family(cell: Cell, control: str | None) -> Mapping[str, Comparison]:
     """Return all methods compared with their own controls, or with one control."""
-    controls = {one["name"]: one["control"] for one in cell.values["sides"] if one["control"]}
-    if control is not None:
-        controls = {name: control for name in controls if name != control}
-    pairs = {name: cell.differences(name, other) for name, other in controls.items()}
-    return judge(pairs, minimum_effect=cell.minimum_effect)
+    result = cell.result if control is None else cell.result.against(control)
+    return result.compare(cell.minimum_effect)
 
 
 LEDGER: Mapping[str, Callable[[Mapping[str, Any]], float]] = {
@@ -401,7 +402,9 @@ LEDGER: Mapping[str, Callable[[Mapping[str, Any]], float]] = {
 def cells_of(study: str) -> list[Cell]:
     """Return the cells of a study."""
     values = stored(f"study-{study}")["study"]
-    return [Cell(cell, values["plan"]["minimum_effect"]) for cell in values["cells"]]
+    result = StudyResult.from_mapping(values)
+    cells = zip(values["cells"], result.cells, strict=True)
+    return [Cell(cell, result.minimum_effect, found) for cell, found in cells]
 
 
 # Figures that no address can name

@@ -110,8 +110,10 @@ class Control:
 
     name: str
     """The name of the variant in tables."""
-    trials: tuple[tuple["Technique", ...], ...]
-    """The variants to try; validation picks one."""
+    techniques: tuple["Technique", ...]
+    """All methods of the variant."""
+    tuned: bool = False
+    """Whether it is tuned on validation, whatever the number of trials: its knobs, and what every variant has."""
 
 
 class Technique(ABC):  # noqa: B024  # every hook has a default; subclasses add what they need

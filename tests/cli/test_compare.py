@@ -146,7 +146,7 @@ MISTAKES = {
     "seed": ([*BASELINE, "--set", "training.seed=3"], "given by seeds and first_seed"),
     "seeds": ([*BASELINE, "--seeds", "0"], "seeds must be at least 1, got seeds=0"),
     "share": ([*BASELINE, "--share", "1"], "share must lie in (0, 1), got share=1.0"),
-    "trials": ([*BASELINE, *SMALL, "--trials", "9"], "trials=9 asks for more"),
+    "trials": ([*BASELINE, *SMALL, "--trials", "0"], "trials must be at least 1"),
     "minutes": ([*BASELINE, *SMALL, "--minutes", "0"], "minutes must be above 0"),
     "workers": ([*BASELINE, *SMALL, "--workers", "0"], "workers must be at least 1"),
     "device": ([*BASELINE, "--device", "tpu"], "device must be cpu, cuda or auto, got 'tpu'"),

@@ -12,7 +12,8 @@ from rarebit.data.order import shuffled_order
 from rarebit.errors import StudyError
 from rarebit.models import build_model
 from rarebit.study.plan import StudyPlan
-from rarebit.study.variants import RATE_FACTORS, MeasuredRates, rate_multiplier, variants_of
+from rarebit.study.tuning import search
+from rarebit.study.variants import SWEEP, MeasuredRates, rate_multiplier, variants_of
 from rarebit.training.settings import RunSettings
 
 MLET = rb.MLET(inner_dim=8, std=0.5)
@@ -111,22 +112,39 @@ def control_of(methods, train, **values):
     ]
 
 
-def test_the_control_tries_all_rates_from_both_starts(train):
+def rates(control):
+    found = search(control.start, control.axes, control.trials, lambda run: 0.0)
+    return [(run.methods, run.training.table_lr) for run in found.trials]
+
+
+def test_the_control_is_tuned_from_the_measured_rate_and_from_both_starts(train):
     control, [method] = control_of("mlet:std=0.5", train, trials=2)
     assert (method.control, control.control) == (control.name, None)
-    assert len(method.trials) == 2
+    assert (method.trials, control.trials) == (2, SWEEP)
     start = rb.research.ProductStart(inner_dim=64, std=0.5)
-    expected = [
-        (methods, factor * 1e-3) for methods in ((), (start,)) for factor in (3.0, *RATE_FACTORS)
+    # where nothing is better than the first setting: its neighbours
+    assert rates(control)[:3] == [((), 3e-3), ((), 6e-3), ((), 1.5e-3)]
+    assert ((start,), 3e-3) in rates(control)
+    assert [axis.name for axis in control.axes] == [
+        "learning rate of the tables",
+        "start",
+        "learning rate",
+        "weight decay",
+        "averaging",
     ]
-    assert [(run.methods, run.training.table_lr) for run in control.trials] == expected
-    assert {run.training.lr for run in control.trials} == {1e-3}
+
+
+def test_a_better_rate_is_followed(train):
+    control, _ = control_of("mlet:std=0.5", train)
+    found = search(control.start, control.axes, 99, lambda run: -abs(run.training.table_lr - 0.1))
+    assert found.trials[found.best].training.table_lr == pytest.approx(3e-3 * 2**5)
+    assert found.trials[found.best].training.lr == 1e-3
 
 
 def test_other_methods_stay_in_the_control(train):
     hashing = rb.Hashing(buckets=500)
     control, _ = control_of("hashing:buckets=500+mlet", train)
-    assert {run.methods for run in control.trials} == {
+    assert {methods for methods, _ in rates(control)} == {
         (hashing,),
         (hashing, rb.research.ProductStart()),
     }
@@ -134,12 +152,5 @@ def test_other_methods_stay_in_the_control(train):
 
 def test_tables_that_are_kept_start_as_they_are(train):
     control, _ = control_of("mlet:init=keep", train)
-    assert {run.methods for run in control.trials} == {()}
-    assert len(control.trials) == 1 + len(RATE_FACTORS)
-
-
-def test_a_rate_that_is_among_the_others_is_tried_once(train):
-    plan = StudyPlan.from_mapping({"methods": "mlet:init=keep", "model": {"name": "fm", "dim": 4}})
-    variants = variants_of(plan, plan.runs[0], train.schema, lambda _: 4.0)
-    [control] = [variant for variant in variants if variant.name == "matched-rate:x=4"]
-    assert [run.training.table_lr for run in control.trials] == [4e-3, 1e-3, 2e-3, 8e-3, 16e-3]
+    assert {methods for methods, _ in rates(control)} == {()}
+    assert "start" not in [axis.name for axis in control.axes]

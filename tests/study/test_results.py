@@ -32,8 +32,11 @@ ROWS = PairedAUC(
 )
 
 
-def variant(name, runs, *, control=None, trials=()):
-    return VariantResult(name=name, control=control, settings={}, trials=trials, runs=tuple(runs))
+def variant(name, runs, *, control=None, trials=(), epochs=10, **values):
+    settings = {"training": {"epochs": epochs}}
+    return VariantResult(
+        name=name, control=control, settings=settings, trials=trials, runs=tuple(runs), **values
+    )
 
 
 @pytest.fixture
@@ -279,3 +282,103 @@ def test_a_run_that_is_no_number_is_told(result, tmp_path):
         match=r"results.json' is not the result of a study: variants: runs: auc must be finite",
     ):
         read_result(tmp_path)
+
+
+def compared(record, *, ours=None, theirs=None, best_epochs=((2,) * 4, (2,) * 4)):
+    """Return a method that is clearly better than its control, with what is given of either."""
+    runs = [
+        [record(seed, auc=auc + seed / 10_000, best_epoch=epoch) for seed, epoch in enumerate(best)]
+        for auc, best in zip((0.80, 0.75), best_epochs, strict=True)
+    ]
+    method = variant("mlet", runs[0], control="baseline", **(ours or {}))
+    control = variant("baseline", runs[1], **(theirs or {}))
+    return CellResult(
+        model="fm",
+        data="clicks",
+        checksum=None,
+        variants=(control, method),
+        ceiling=None,
+        rows={},
+        missing=(),
+    )
+
+
+def verdict(cell):
+    found = cell.compare(0.0005)["mlet"]
+    return found.verdict, found.summary
+
+
+def trials(number):
+    return tuple(Trial(settings={"lr": 1.0}, valid_auc=0.7) for _ in range(number))
+
+
+def test_a_fair_comparison_has_a_verdict(record):
+    fair = {"start": 0.01, "trials": trials(3)}
+    assert verdict(compared(record, ours=fair, theirs=fair))[0] == "helps"
+
+
+@pytest.mark.parametrize("side", [0, 1])
+def test_a_side_that_was_cut_off_has_no_verdict(record, side):
+    best = [(2, 2, 2, 2), (2, 2, 2, 2)]
+    best[side] = (10, 10, 2, 10)
+    name = ("mlet", "baseline")[side]
+    assert verdict(compared(record, best_epochs=best)) == (
+        "cut off",
+        f"no verdict, cut off: {name} is best in its last epoch in 3 of 4 runs; allow more epochs",
+    )
+    best[side] = (10, 10, 2, 2)  # not in most of them
+    assert verdict(compared(record, best_epochs=best))[0] == "helps"
+
+
+def test_one_epoch_is_a_protocol(record):
+    once = {"epochs": 1}
+    cell = compared(record, ours=once, theirs=once, best_epochs=((1,) * 4, (1,) * 4))
+    assert verdict(cell)[0] == "helps"
+
+
+@pytest.mark.parametrize("side", ["ours", "theirs"])
+def test_the_edge_of_the_grid_has_no_verdict(record, side):
+    edge = {"trials": trials(3), "edge": ("learning rate", "std")}
+    name = {"ours": "mlet", "theirs": "baseline"}[side]
+    kind, summary = verdict(compared(record, **{side: edge}))
+    assert kind == "edge of the grid"
+    assert f"{name} is best at the last learning rate and std tried; allow more" in summary
+
+
+@pytest.mark.parametrize(("ours", "verdict_there"), [(0.25, "unequal start"), (0.015, "helps")])
+def test_an_unequal_start_has_no_verdict(record, ours, verdict_there):
+    cell = compared(record, ours={"start": ours}, theirs={"start": 0.01})
+    found = cell.compare(0.0005)["mlet"]
+    assert found.verdict == verdict_there
+    if verdict_there == "unequal start":
+        assert "the tables of mlet start 25 times as large as those of baseline" in found.summary
+
+
+def test_a_control_that_tried_the_start_is_fair(record):
+    theirs = {"start": 0.01, "axes": ("start",), "trials": trials(3)}
+    cell = compared(record, ours={"start": 0.25}, theirs=theirs)
+    assert verdict(cell)[0] == "helps"
+
+
+def test_unequal_trials_are_in_the_table(record):
+    cell = compared(record, ours={"trials": trials(2)}, theirs={"trials": trials(12)})
+    header, *rows = [line.split() for line in str(variant_table(cell)).splitlines()[1:]]
+    assert header[:2] == ["variant", "trials"]
+    assert [row[:2] for row in rows if row[0] in ("baseline", "mlet")] == [
+        ["baseline", "12"],
+        ["mlet", "2"],
+    ]
+    lines = verdict_lines(cell, 0.0005)
+    assert "mlet: 2 settings tried, and 12 of its control baseline." in lines
+    equal = compared(record, ours={"trials": trials(2)}, theirs={"trials": trials(2)})
+    assert not any("settings tried" in line for line in verdict_lines(equal, 0.0005))
+
+
+def test_doubts_are_stored_and_read_back(record, tmp_path):
+    cell = compared(record, ours={"edge": ("std",), "start": 0.5, "axes": ("std",)})
+    result = StudyResult(plan={"minimum_effect": 0.0005}, cells=(cell,))
+    path = tmp_path / "results.json"
+    path.write_text(json.dumps({"study": result.to_mapping()}))
+    [found] = read_result(path).cells
+    assert found == cell
+    assert json.loads(path.read_text())["study"]["cells"][0]["verdicts"]["mlet"]["why"]

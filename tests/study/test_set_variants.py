@@ -28,13 +28,13 @@ def variants(methods, **values):
 def test_the_control_of_sets_is_one_as_wide_as_all():
     found = variants("multi-embedding:num_sets=3")
     assert found["multi-embedding:num_sets=3"].control == "wide:dim=12"
-    [wide] = found["wide:dim=12"].trials
+    wide = found["wide:dim=12"].start
     assert (wide.model_settings["dim"], wide.methods) == (12, ())
 
 
 def test_what_else_is_applied_is_applied_to_the_wide_tables_too():
     found = variants("multi-embedding:num_sets=3+low-rank:rank=2", control="wide")
-    [wide] = found["wide:dim=12+low-rank:rank=2"].trials
+    wide = found["wide:dim=12+low-rank:rank=2"].start
     assert wide.methods == (rb.LowRank(rank=2),)
 
 
@@ -49,14 +49,14 @@ def test_an_ensemble_has_as_many_models_as_there_are_sets():
     found = variants("multi-embedding:num_sets=3", control="ensemble")
     assert found["multi-embedding:num_sets=3"].control == "ensemble:x=3"
     assert found["ensemble:x=3"].members == 3
-    assert found["ensemble:x=3"].trials == found["baseline"].trials
+    assert found["ensemble:x=3"].start == found["baseline"].start
     assert found["multi-embedding:num_sets=3"].members == 1
 
 
 def test_an_ensemble_has_as_many_trials_as_the_method():
     found = variants("multi-embedding:num_sets=2", control="ensemble", trials=3)
-    assert {len(variant.trials) for variant in found.values()} == {3}
-    assert found["ensemble:x=2"].trials == found["baseline"].trials
+    assert {variant.trials for variant in found.values()} == {3}
+    assert found["ensemble:x=2"].start == found["baseline"].start
 
 
 @pytest.mark.parametrize("control", ["wide", "ensemble"])

@@ -389,7 +389,6 @@ MISTAKES = {
     "minutes": ({"minutes": 0}, "minutes must be above 0, got minutes=0"),
     "workers": ({"workers": 0}, "workers must be at least 1, got workers=0"),
     "threads": ({"threads": 0}, "threads must be at least 1, got threads=0"),
-    "trials": ({"trials": 8}, "baseline has 7 settings to try"),
     "method": ({"methods": "low-rank:rank=99"}, "matched no table"),
     "both": ({"plan": StudyPlan.from_mapping(PLAN)}, "a plan is given, and also methods"),
 }
@@ -420,3 +419,33 @@ def test_nothing_of_how_a_run_was_pruned_is_left(tmp_path):
     assert {len(variant.runs) for variant in result.cells[0].variants} == {1}
     left = {path.name for path in tmp_path.glob("runs/*/*")}
     assert left == {"result.json", "scores.npy"}
+
+
+PLANTED = {
+    "cut off": {"training": {"epochs": 2, "lr": 1e-4}},
+    "edge of the grid": {"training": {"epochs": 1, "lr": 1e-4}, "trials": 2},
+    "unequal start": {
+        "training": {"epochs": 1, "lr": 1e-2},
+        "methods": "mlet:inner_dim=16:std=0.5",
+    },
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", PLANTED)
+def test_a_comparison_that_is_not_fair_has_no_verdict(tmp_path, kind):
+    values = {"methods": "low-rank:rank=2", **PLANTED[kind]}
+    result = rb.study(
+        tmp_path,
+        model={"name": "fm", "dim": 4},
+        data={"rows": 1500},
+        control="baseline",
+        seeds=2,
+        workers=1,
+        device="cpu",
+        progress=False,
+        **values,
+    )
+    [comparison] = result.cells[0].compare(0.0005).values()
+    assert comparison.verdict == kind
+    assert f"no verdict, {kind}: " in str(result)

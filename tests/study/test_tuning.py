@@ -1,6 +1,7 @@
-"""Trials: every variant has as many, validation picks among them, and test rows have no say."""
+"""Tuning: every variant has as many trials, validation picks among them, and test rows have no say."""
 
 import json
+import math
 import statistics
 from collections import defaultdict
 from dataclasses import replace
@@ -13,10 +14,11 @@ from hypothesis import strategies as st
 import rarebit as rb
 from rarebit.methods.low_rank import LowRank
 from rarebit.study.plan import StudyPlan
-from rarebit.study.results import pick
 from rarebit.study.runs import RunFolder, RunRecord, run_key
 from rarebit.study.study import Cell, Failure
+from rarebit.study.tuning import Axis, axes_of, search
 from rarebit.study.worker import make_run, open_log
+from rarebit.training.settings import RunSettings
 
 TRIALS, TUNING_SEEDS, SEEDS = 3, 2, 3
 FIGURES = {
@@ -38,30 +40,150 @@ def record(valid_auc, auc=0.5):
     return RunRecord(seed=0, auc=auc, valid_auc=valid_auc, **FIGURES)
 
 
-def test_validation_picks_whatever_test_rows_say():
-    trials = [[record(0.70, auc=0.9), record(0.72, auc=0.9)], [record(0.80, auc=0.1), record(0.64)]]
-    assert pick(trials) == 1
-    assert pick(trials[::-1]) == 0
+START = RunSettings(training=rb.Training(lr=1.0, weight_decay=1e-5))
+LR, DECAY, AVERAGE = axes_of(START)
 
 
-def test_the_mean_over_seeds_picks_and_not_the_best_of_them():
-    assert pick([[record(0.7), record(0.7)], [record(0.9), record(0.4)]]) == 0
+def octaves(run):
+    return round(math.log2(run.training.lr))
 
 
-def test_the_first_of_equals_is_picked():
-    assert pick([[record(0.6)], [record(0.7)], [record(0.7)]]) == 1
+def decades(run):
+    return round(math.log10(run.training.weight_decay / 1e-5))
 
 
-def test_nothing_is_picked_while_a_trial_has_no_run():
-    assert pick([[record(0.6)], []]) is None
+def peak_at(lr, decay):
+    """Return a score with one peak: so many steps of the learning rate and the weight decay away."""
+    return lambda run: -abs(octaves(run) - lr) - abs(decades(run) - decay)
 
 
-@hypothesis.given(st.lists(st.lists(st.floats(0, 1), min_size=1, max_size=3), min_size=1))
-def test_the_pick_is_the_largest_mean(values):
-    picked = pick([[record(value) for value in trial] for trial in values])
-    means = [statistics.fmean(trial) for trial in values]
-    assert means[picked] == max(means)
-    assert all(mean < means[picked] for mean in means[:picked])
+@hypothesis.given(st.integers(-4, 4), st.integers(-3, 3))
+def test_a_search_with_trials_to_spare_ends_at_the_peak(lr, decay):
+    found = search(START, [LR, DECAY], 100, peak_at(lr, decay))
+    best = found.trials[found.best]
+    assert (octaves(best), decades(best)) == (lr, decay)
+    assert found.edge == ()
+    assert len(set(map(repr, found.trials))) == len(found.trials)
+
+
+@hypothesis.given(st.integers(1, 30), st.integers(-6, 6), st.integers(-6, 6))
+def test_the_first_trial_is_the_start_and_there_are_no_more_than_asked_for(trials, lr, decay):
+    found = search(START, [LR, DECAY], trials, peak_at(lr, decay))
+    assert found.trials[0] == START
+    assert len(found.trials) <= trials
+    scores = [peak_at(lr, decay)(run) for run in found.trials]
+    assert found.best == scores.index(max(scores))
+
+
+@hypothesis.given(st.integers(2, 12), st.integers(-8, 8), st.integers(-8, 8))
+def test_the_edge_is_where_the_best_is_the_last_value_tried(trials, lr, decay):
+    found = search(START, [LR, DECAY], trials, peak_at(lr, decay))
+    best, expected = found.trials[found.best], set()
+    for name, place in (("learning rate", octaves), ("weight decay", decades)):
+        tried = [place(run) for run in found.trials]
+        if place(best) in (min(tried), max(tried)):
+            expected.add(name)
+    assert set(found.edge) == expected
+
+
+def test_one_trial_has_no_edge():
+    assert search(START, [LR, DECAY], 1, peak_at(3, 3)) == ((START,), 0, ())
+
+
+def test_a_search_goes_on_where_it_was():
+    """Runs come in rounds, and a round is complete before the next one is known."""
+    score, known, rounds = peak_at(3, 1), {}, 0
+    while True:
+        found = search(START, [LR, DECAY], 20, lambda run, known=known: known.get(repr(run)))
+        if found.best is not None:
+            break
+        new = [run for run in found.trials if repr(run) not in known]
+        assert new
+        known |= {repr(run): score(run) for run in new}
+        rounds += 1
+    assert found == search(START, [LR, DECAY], 20, score)
+    assert rounds > 3
+    assert search(START, [LR], 9, lambda run: None) == ((START,), None, ())
+
+
+def test_an_axis_ends_where_it_has_nothing_more_and_that_is_no_edge():
+    start = replace(START, training=rb.Training(weight_decay=0.0))
+    found = search(start, [DECAY, AVERAGE], 99, lambda run: 0.0)  # nothing is better than the start
+    tried = [(run.training.weight_decay, run.training.ema_epochs) for run in found.trials]
+    assert tried == [(0.0, None), (1e-5, None), (0.0, 0.1)]
+    assert (found.best, found.edge) == (0, ())
+
+
+def test_the_average_grows_as_long_as_that_helps():
+    found = search(START, [AVERAGE], 99, lambda run: run.training.ema_epochs or 0.0)
+    assert [run.training.ema_epochs for run in found.trials] == [None, 0.1, 0.3, 1.0, 3.0, 10.0]
+    assert found.edge == ()
+    given = replace(START, training=rb.Training(ema_decay=0.9))
+    assert len(search(given, [AVERAGE], 99, lambda run: 0.0).trials) == 1
+
+
+def test_the_rates_of_network_and_tables_move_together():
+    start = replace(START, training=rb.Training(lr=0.5, table_lr=2.0))
+    found = search(start, [LR], 3, lambda run: 0.0)
+    assert [(run.training.lr, run.training.table_lr) for run in found.trials] == [
+        (0.5, 2.0),
+        (1.0, 4.0),
+        (0.25, 1.0),
+    ]
+
+
+def test_settings_that_diverge_are_left_behind():
+    def score(run):
+        return -math.inf if run.training.lr > 0.3 else run.training.lr
+
+    found = search(START, [LR], 9, score)
+    assert found.trials[found.best].training.lr == 0.25
+    assert search(START, [LR], 3, lambda run: -math.inf).best is None
+
+
+def test_values_without_an_order_are_all_tried():
+    values = ["fm", "dnn", "dcn", "lr"]
+    axis = Axis("model", lambda run, place: replace(run, model=values[place]), choices=4)
+    found = search(replace(START, model="fm"), [axis], 9, lambda run: float(run.model == "dcn"))
+    assert [run.model for run in found.trials] == values
+    assert (found.best, found.edge) == (2, ())
+
+
+def knob(method, name):
+    [axis] = [axis for axis in axes_of(replace(START, methods=(method,))) if axis.name == name]
+    return axis
+
+
+def tried_values(method, name, trials, score):
+    start = replace(START, methods=(method,))
+    found = search(start, [knob(method, name)], trials, lambda run: score(run.methods[0]))
+    return [getattr(run.methods[0], name) for run in found.trials], found
+
+
+def test_the_values_of_a_knob_go_on_by_their_last_factor():
+    transfer = rb.HarmlessTransfer(scale=1.0)
+    values, found = tried_values(transfer, "scale", 7, lambda method: method.scale)
+    assert values == [1.0, 10.0, 0.1, 100.0, 1000.0, 10_000.0, 100_000.0]
+    assert found.edge == ("scale",)
+    values, found = tried_values(rb.MLET(), "inner_dim", 5, lambda method: -method.inner_dim)
+    assert values == [64, 128, 32, 16, 8]
+
+
+def test_a_knob_ends_where_its_method_refuses_more():
+    tables = rb.research.FreshTables(keep=0.5)
+    values, found = tried_values(tables, "keep", 9, lambda method: method.keep)
+    assert values == [0.5, 0.9, 0.0]
+    assert found.edge == ()
+
+
+def test_a_knob_of_zero_is_off_and_stays_so():
+    off = replace(START, methods=(rb.HarmlessTransfer(scale=0.0),))
+    assert [axis.name for axis in axes_of(off)] == ["learning rate", "weight decay", "averaging"]
+
+
+def test_a_knob_of_names_is_a_choice():
+    values, _ = tried_values(rb.Shrinkage(), "prior", 9, lambda method: 0.0)
+    assert sorted(values) == ["mean", "zero"]
 
 
 @pytest.fixture(scope="module")
@@ -106,8 +228,7 @@ def test_every_variant_has_as_many_tuning_runs(tuned):
     assert result.is_complete
     assert set(found) == {"baseline", "low-rank:rank=1"}
     assert set(found["baseline"]) == {(0.02,), (0.04,), (0.01,)}
-    # the variant's own settings, then one step along each of its two knobs
-    assert set(found["low-rank:rank=1"]) == {(0.02, 1), (0.04, 1), (0.02, 2)}
+    assert set(found["low-rank:rank=1"]) == {(0.02, 1), (0.04, 1), (0.01, 1)}
     for trials in found.values():
         for seeds in trials.values():
             assert seeds.keys() >= set(range(TUNING_SEEDS))
@@ -167,23 +288,21 @@ def test_a_trial_that_diverged_is_out_and_the_next_best_is_picked(tuned):
     failures = {}
     cell = Cell(StudyPlan.from_mapping(result.plan), plan_run(result), folder, failures)
     [baseline] = [variant for variant in cell.variants if variant.name == "baseline"]
-    trials = {
-        trial: [run.read().valid_auc for run in runs]
-        for trial, runs in enumerate(cell._tried(baseline))
-    }
-    by_validation = sorted(trials, key=lambda trial: -statistics.fmean(trials[trial]))
-    for number, best in enumerate(by_validation):
-        assert cell.picked(baseline) == best, number
-        failures[cell._tried(baseline)[best][-1].key] = Failure("diverged", "not finite")
+    aucs = {trial.settings["lr"]: trial.valid_auc for trial in result.cells[0].variants[0].trials}
+    for number, best in enumerate(sorted(aucs, key=lambda lr: -aucs[lr])):
+        picked = cell.picked(baseline)
+        assert picked.training.lr == best, number
+        last = cell._run(baseline, picked, TUNING_SEEDS - 1)
+        failures[last.key] = Failure("diverged", "not finite")
     assert cell.picked(baseline) is None
 
 
 @pytest.mark.parametrize(
     ("kind", "picked", "missing"),
     [
-        ("diverged", 0, []),
-        ("failed", None, ["baseline, seed 0, trial 2: why", "baseline: its settings are not"]),
-        ("died", None, ["baseline, seed 0, trial 2: why", "baseline: its settings are not"]),
+        ("diverged", True, []),
+        ("failed", False, ["baseline, seed 0, trial 2: why", "baseline: its settings are not"]),
+        ("died", False, ["baseline, seed 0, trial 2: why", "baseline: its settings are not"]),
     ],
 )
 def test_only_a_trial_that_diverged_is_out(tmp_path, kind, picked, missing):
@@ -191,10 +310,12 @@ def test_only_a_trial_that_diverged_is_out(tmp_path, kind, picked, missing):
     plan, failures = StudyPlan.from_mapping(values), {}
     cell = Cell(plan, plan.runs[0], tmp_path, failures)
     [variant] = cell.variants
-    first, second = cell.tuning_runs(0)
+    [first] = cell.tuning_runs(0)
     first.write(first.settings, replace(record(0.7), key=first.key), torch.zeros(3))
+    first, second = cell.tuning_runs(0)
     failures[second.key] = Failure(kind, "why")
-    assert cell.picked(variant) == picked
+    assert cell.picked(variant) == (variant.start if picked else None)
+    assert list(cell.tuning_runs(0)) == [] or not picked
     found = list(cell._missing())
     assert len(found) == len(missing)
     assert all(map(str.startswith, found, missing))

@@ -2,7 +2,6 @@
 
 import copy
 import dataclasses
-import itertools
 
 import hypothesis
 import pytest
@@ -11,12 +10,12 @@ from hypothesis import strategies as st
 
 from rarebit.data.schema import Field, Schema
 from rarebit.errors import NoTableError, SettingsError
-from rarebit.methods.hashing import Hashing
 from rarebit.methods.low_rank import LowRank
 from rarebit.models import model_names
 from rarebit.pruning.pruned import Pruned
 from rarebit.study.plan import StudyPlan
-from rarebit.study.variants import LR_FACTORS, variants_of
+from rarebit.study.tuning import search
+from rarebit.study.variants import SWEEP, variants_of
 from rarebit.tables.apply import apply_, table_bytes, table_parameters
 from rarebit.training.run import start_model
 
@@ -52,7 +51,7 @@ def bytes_of(settings):
 def test_the_baseline_is_there_and_first():
     for methods in ("baseline", "low-rank", "low-rank,baseline", "hashing,low-rank,baseline"):
         first, *others = variants(methods)
-        assert (first.name, first.control, first.trials[0].methods) == ("baseline", None, ())
+        assert (first.name, first.control, first.start.methods) == ("baseline", None, ())
         assert "baseline" not in [variant.name for variant in others]
 
 
@@ -69,8 +68,8 @@ def check_narrow(methods, model, share):
     found = {variant.name: variant for variant in variants(methods, model=model, share=share)}
     compared = [variant for variant in found.values() if variant.control is not None]
     for variant in compared:
-        control = found[variant.control].trials[0]
-        kept = bytes_of(variant.trials[0])
+        control = found[variant.control].start
+        kept = bytes_of(variant.start)
         assert not control.methods
         if variant.control == "baseline":  # one column less would be too small
             width = started(control).settings["dim"]
@@ -161,21 +160,21 @@ def test_a_wrong_control_is_told(methods, control, message):
         variants(methods, control=control)
 
 
-def test_a_tuned_baseline_tries_rates_and_weight_decays():
+def test_a_tuned_baseline_tries_rates_weight_decays_and_averages():
     found = variants("low-rank", control="tuned", training={"lr": 0.25, "weight_decay": 0.5})
     [control] = [variant for variant in found if variant.name == "tuned"]
-    tried = [(run.training.lr, run.training.weight_decay) for run in control.trials]
-    assert tried[:4] == [(0.25, 0.5), (0.5, 0.5), (0.125, 0.5), (0.25, 5.0)]
-    assert set(tried) == set(itertools.product((0.25, 0.5, 0.125), (0.5, 5.0, 0.05)))
-    assert {run.methods for run in control.trials} == {()}
+    assert [axis.name for axis in control.axes] == ["learning rate", "weight decay", "averaging"]
+    assert (control.trials, control.start.methods) == (SWEEP, ())
+    tried = search(control.start, control.axes, SWEEP, lambda run: 0.0).trials
+    assert [(t.lr, t.weight_decay, t.ema_epochs) for run in tried for t in [run.training]] == [
+        (0.25, 0.5, None),
+        (0.5, 0.5, None),
+        (0.125, 0.5, None),
+        (0.25, 5.0, None),
+        (0.25, 0.05, None),
+        (0.25, 0.5, 0.1),
+    ]
     assert controls("low-rank", control="tuned")["low-rank:rank=3"] == "tuned"
-
-
-def test_without_weight_decay_two_small_ones_are_tried():
-    found = variants("low-rank", control="tuned", training={"weight_decay": 0.0})
-    [control] = [variant for variant in found if variant.name == "tuned"]
-    assert len(control.trials) == 9
-    assert {run.training.weight_decay for run in control.trials} == {0.0, 1e-5, 1e-4}
 
 
 def test_a_tuned_baseline_that_is_not_tuned_is_the_baseline():
@@ -205,63 +204,35 @@ def test_a_size_that_is_given_is_kept_and_the_same_variant_is_there_once():
     }
 
 
-def knob_values(variant):
-    return [(*(method for method in trial.methods), trial.training.lr) for trial in variant.trials]
-
-
-@pytest.mark.parametrize("trials", [1, 3, 7])
-def test_each_variant_has_as_many_trials_and_its_own_settings_first(trials):
+@pytest.mark.parametrize("trials", [1, 3, 70])
+def test_each_variant_has_as_many_trials_and_starts_at_its_own_settings(trials):
     for variant in variants("low-rank,hashing", trials=trials, training={"lr": 0.25}):
-        assert len(variant.trials) == trials
-        rates = [trial.training.lr for trial in variant.trials]
-        assert rates == [0.25 * factor for factor in (1, 2, 0.5, 4, 0.25, 8, 0.125)][:trials]
-        own = dataclasses.replace(variant.trials[0], training=variant.trials[1 % trials].training)
-        assert variant.trials[1 % trials] == own  # nothing else differs
+        assert variant.trials == trials
+        assert variant.start.training.lr == 0.25
+        assert variant.axes[0].name == "learning rate"
 
 
-def test_too_many_trials_are_told():
-    with pytest.raises(
-        SettingsError, match="baseline has 7 settings to try, and trials=8 asks for"
-    ):
-        variants("low-rank", trials=8)
+def test_a_control_that_is_tuned_has_as_many_trials_as_the_others_or_more():
+    for trials in (2, 70):
+        found = variants("low-rank,mlet:inner_dim=16", trials=trials)
+        swept = [one for one in found if one.name.startswith("matched-rate")]
+        assert [one.trials for one in swept] == [max(trials, SWEEP)]
 
 
-def test_knobs_are_tried_with_the_rate_the_nearest_first(monkeypatch):
+def test_knobs_are_tuned_after_the_learning_rate(monkeypatch):
     monkeypatch.setattr(LowRank, "knobs", {"rank": (5, 2, 4)})
-    *_, low_rank = variants("low-rank:rank=2", trials=7, training={"lr": 1.0})
+    *_, low_rank = variants("low-rank:rank=2", trials=9)
     assert low_rank.name == "low-rank:rank=2"
-    tried = [(trial.methods[0].rank, trial.training.lr) for trial in low_rank.trials]
-    assert tried[0] == (2, 1.0)
-    assert len(set(tried)) == 7
-    # of values [2, 5, 4] and rates [1, 2, 1/2, ...]: places whose sum is 0, then 1, then 2
-    assert set(tried[1:3]) == {(5, 1.0), (2, 2.0)}
-    assert set(tried[3:6]) == {(4, 1.0), (5, 2.0), (2, 0.5)}
-
-
-def test_all_values_of_two_methods_are_tried_and_each_once(monkeypatch):
-    monkeypatch.setattr(LowRank, "knobs", {"rank": (1, 2)})
-    monkeypatch.setattr(Hashing, "knobs", {"buckets": (30, 40)})
-    values = {"control": "hashing:buckets=40+low-rank:rank=2", "trials": 7}
-    found = {
-        variant.name: variant
-        for variant in variants("hashing:buckets=40+low-rank:rank=2", **values)
-    }
-    tried = knob_values(found["hashing:buckets=40+low-rank:rank=2"])
-    assert tried[0] == (Hashing(buckets=40), LowRank(rank=2), 1e-3)
-    assert len(set(tried)) == 7
-    steps = [
-        (one.buckets != 40) + (other.rank != 2) + LR_FACTORS.index(lr / 1e-3)
-        for one, other, lr in tried
-    ]
-    assert steps == [0, 1, 1, 1, 2, 2, 2]
+    names = [axis.name for axis in low_rank.axes]
+    assert names == ["learning rate", "rank", "weight decay", "averaging"]
+    found = search(low_rank.start, low_rank.axes, 9, lambda run: run.methods[0].rank)
+    assert [run.methods[0].rank for run in found.trials if run.methods[0].rank > 2] == [4, 5, 6]
 
 
 @pytest.mark.parametrize("seed", [0, 5])
 @pytest.mark.parametrize("name", ["fm", "deepfm"])
 def test_all_methods_of_a_seed_start_from_the_same_weights(name, seed):
-    found = {
-        variant.name: variant.trials[0] for variant in variants("low-rank,hashing", model=name)
-    }
+    found = {variant.name: variant.start for variant in variants("low-rank,hashing", model=name)}
     drawn = {}
     for variant, settings in found.items():
         training = dataclasses.replace(settings.training, seed=seed)
@@ -284,10 +255,10 @@ def test_all_methods_of_a_seed_start_from_the_same_weights(name, seed):
 
 def test_another_seed_starts_from_other_weights():
     [variant] = variants("baseline")
-    other = dataclasses.replace(variant.trials[0].training, seed=1)
+    other = dataclasses.replace(variant.start.training, seed=1)
     one, two = (
         started(settings).state_dict()
-        for settings in (variant.trials[0], dataclasses.replace(variant.trials[0], training=other))
+        for settings in (variant.start, dataclasses.replace(variant.start, training=other))
     )
     assert any(not torch.equal(one[key], two[key]) for key in one)
 
@@ -325,7 +296,7 @@ def test_the_control_of_pruning_is_the_same_budget_by_magnitude():
         "pruned:keep=30:epochs=2": "pruned:keep=30:by=magnitude",
         "pep+pruned:keep=40": "pruned:keep=40:by=magnitude",
     }
-    [trial] = found["pruned:keep=30:by=magnitude"].trials
+    trial = found["pruned:keep=30:by=magnitude"].start
     assert trial.methods == (Pruned(keep=30, by="magnitude"),)
 
 

@@ -191,7 +191,7 @@ class Pruned(Method):
             return None
         others = [t for t in techniques if t is not self and technique_name(t) != "pep"]
         methods = (*others, replace(self, by="magnitude", epochs=None, tables=None))
-        return Control("+".join(map(technique_text, methods)), (methods,))
+        return Control("+".join(map(technique_text, methods)), methods)
 
     def wrap(self, base: AnyTable) -> Table:
         """Return the table with all but its largest entries masked."""

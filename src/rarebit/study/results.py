@@ -17,12 +17,14 @@ from rarebit.errors import StudyError
 from rarebit.settings import from_mapping, size, suggest
 from rarebit.storage.files import read_json
 from rarebit.study.runs import UNREADABLE, RunRecord
-from rarebit.study.statistics import Comparison, PairedAUC, judge
+from rarebit.study.statistics import Comparison, Doubt, PairedAUC, judge
 from rarebit.text import NOTHING, TextTable
 
 FORMAT = 1
 RESULTS = "results.json"
 """The file of a result in the folder of its study."""
+START_RATIO = 2.0
+"""Tables that start so many times as large as those of the control, or as small, do not start alike."""
 TENTHS = 10
 """Parts of the test rows, by how frequent their values are in training."""
 
@@ -50,7 +52,25 @@ class VariantResult:
     settings: Mapping[str, Any]
     """Model, training and methods, without the seed."""
     trials: tuple[Trial, ...]
+    """Empty where nothing was tuned."""
     runs: tuple[RunRecord, ...]
+    edge: tuple[str, ...] = ()
+    """Settings whose best value is the last one tried, so that more trials would find a better one."""
+    axes: tuple[str, ...] = ()
+    """Settings that were tuned."""
+    start: float | None = None
+    """Size of the numbers in the tables before the first step: the root mean square over looked-up rows."""
+
+    @property
+    def num_trials(self) -> int:
+        """How many settings were tried."""
+        return max(len(self.trials), 1)
+
+    @property
+    def cut_off(self) -> int:
+        """Runs whose best epoch is the last one allowed. One epoch is a protocol, and cuts nothing off."""
+        allowed = self.settings.get("training", {}).get("epochs", 1)
+        return sum(run.best_epoch >= allowed > 1 for run in self.runs)
 
     def figures(self, figure: Figure) -> dict[int, float]:
         """Return one figure of every run that has it, by seed."""
@@ -112,9 +132,40 @@ class CellResult:
         return [ours[seed] - theirs[seed] for seed in sorted(ours.keys() & theirs.keys())]
 
     def compare(self, minimum_effect: float) -> dict[str, Comparison]:
-        """Return the verdict on every method, corrected for their number."""
+        """Return the verdict on every method, corrected for their number; none where a comparison is not fair."""
         differences = {method.name: self.differences(method, "auc") for method in self.methods}
-        return judge(differences, minimum_effect=minimum_effect)
+        found = judge(differences, minimum_effect=minimum_effect)
+        for method in self.methods:
+            doubt = self.doubt(method)
+            if doubt is not None:
+                kind, why = doubt
+                found[method.name] = replace(found[method.name], verdict=kind, why=why)
+        return found
+
+    def doubt(self, method: VariantResult) -> tuple[Doubt, str] | None:
+        """Return why a method and its control are not compared fairly, and what to do; None where they are."""
+        assert method.control is not None
+        control = self.variant(method.control)
+        for one in (method, control):
+            if one.cut_off > len(one.runs) / 2:
+                return "cut off", (
+                    f"{one.name} is best in its last epoch in {one.cut_off} of {len(one.runs)} runs; allow "
+                    "more epochs"
+                )
+        for one in (method, control):
+            if one.edge:
+                return "edge of the grid", (
+                    f"{one.name} is best at the last {' and '.join(one.edge)} tried; allow more trials than "
+                    f"{one.num_trials}"
+                )
+        if method.start and control.start and "start" not in control.axes:
+            ratio = method.start / control.start
+            if not 1 / START_RATIO <= ratio <= START_RATIO:
+                return "unequal start", (
+                    f"the tables of {method.name} start {ratio:.2g} times as large as those of {control.name}; "
+                    "let them start alike, as with the model setting init, or use the control matched-rate"
+                )
+        return None
 
     def mean_difference(self, method: VariantResult, figure: Figure) -> float | None:
         """Return the mean difference in a figure; None without a seed that both have."""
@@ -229,18 +280,21 @@ def read_result(path: str | os.PathLike[str]) -> StudyResult:
         raise StudyError(f"{str(file)!r} is not the result of a study: {error}") from None
 
 
-def pick(trials: Sequence[Sequence[RunRecord | None]]) -> int | None:
-    """Return which trial has the highest mean validation AUC, the first of equals; None while a run is missing."""
-    if not trials or not all(runs and all(runs) for runs in trials):
-        return None
-    means = [statistics.fmean(run.valid_auc for run in runs if run) for runs in trials]
-    return means.index(max(means))
-
-
 def variant_table(cell: CellResult) -> TextTable:
     """Return the figures of each variant: mean and standard deviation over its seeds."""
     has_abundance = any(variant.figures("abundance") for variant in cell.variants)
-    header = ["variant", "n", "AUC", "rarest fifth", "logloss", "weights", "tables", "time"]
+    is_tuned = any(variant.num_trials > 1 for variant in cell.variants)
+    header = [
+        "variant",
+        *(["trials"] if is_tuned else []),
+        "n",
+        "AUC",
+        "rarest fifth",
+        "logloss",
+        "weights",
+        "tables",
+        "time",
+    ]
     if has_abundance:  # older results have none
         header.append("IA")
     rows: list[tuple[str, ...]] = []
@@ -248,6 +302,7 @@ def variant_table(cell: CellResult) -> TextTable:
         first = variant.runs[0] if variant.runs else None
         row = (
             variant.name,
+            *([str(variant.num_trials)] if is_tuned else []),
             str(len(variant.runs)),
             *(_with_spread(variant, name) for name in ("auc", "rarest_auc", "logloss")),
             f"{first.parameters:,}" if first else NOTHING,
@@ -257,7 +312,8 @@ def variant_table(cell: CellResult) -> TextTable:
         rows.append((*row, _with_spread(variant, "abundance", 2)) if has_abundance else row)
     if cell.ceiling is not None:
         best = [_formatted(value, ".4f") for value in (cell.ceiling.auc, cell.ceiling.rarest_auc)]
-        rows.append(("best possible", "", *best, *[""] * (len(header) - 4)))
+        before, after = header.index("AUC") - 1, len(header) - header.index("AUC") - 2
+        rows.append(("best possible", *[""] * before, *best, *[""] * after))
     return TextTable(f"{cell.model} on {cell.data}", tuple(header), rows)
 
 
@@ -300,8 +356,15 @@ def verdict_lines(cell: CellResult, minimum_effect: float) -> list[str]:
     """Return the verdict on each method, one per line, and how to read the intervals."""
     found = cell.compare(minimum_effect)
     lines = [f"{method.name}: {found[method.name].summary}." for method in cell.methods]
+    lines += [
+        f"{method.name}: {method.num_trials} setting{'s' * (method.num_trials > 1)} tried, and "
+        f"{theirs.num_trials} of its control {theirs.name}."
+        for method in cell.methods
+        for theirs in [cell.variant(method.control or "")]
+        if theirs.num_trials != method.num_trials
+    ]
     if lines:
-        among = f", corrected for {len(lines)} methods" if len(lines) > 1 else ""
+        among = f", corrected for {len(found)} methods" if len(found) > 1 else ""
         least = 100 * min(comparison.confidence for comparison in found.values())
         lines.append(
             f"interval: over seeds, {least:.4g} % or more{among}, so that at most 5 % of studies have a false "

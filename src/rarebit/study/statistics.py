@@ -17,6 +17,9 @@ the study: one method is judged at 1 %, two at 2 %, five or more at Holm's level
     no difference   the 90 % interval lies inside the minimum effect on both sides of zero
     too few seeds   anything else, with the number of seeds needed
 
+A study gives no verdict where one side of a comparison was at a disadvantage: it was cut off, tuned up to the edge
+of the grid, or started differently (`CellResult.doubt`).
+
 At most 5 % of studies then see help where there is none: where the differences are normal, heavy-tailed, of
 unequal spread, or as lopsided as an exponential. `benchmarks/verdicts.py` shows it, and where it does not hold.
 
@@ -47,7 +50,9 @@ from torch import Tensor
 from rarebit.errors import DataError, import_extra
 from rarebit.settings import require
 
-Verdict = Literal["helps", "hurts", "no difference", "too few seeds"]
+Doubt = Literal["cut off", "edge of the grid", "unequal start"]
+"""Why a comparison is not fair."""
+Verdict = Literal["helps", "hurts", "no difference", "too few seeds"] | Doubt
 
 EQUIVALENCE_LEVEL = 0.10
 """A 90 % interval inside two bounds is two one-sided tests at 5 %."""
@@ -94,10 +99,14 @@ class Comparison:
     seeds_needed: int | None
     """With too few seeds: how many are needed, if means and spreads stay the same and all methods have as many.
     None where that is unknown, or more than 1000."""
+    why: str = ""
+    """Why there is no verdict: what was not fair, and what to do."""
 
     @property
     def summary(self) -> str:
         """The verdict with its figures, such as "helps by 0.0012 (0.0006 to 0.0018)"."""
+        if self.why:
+            return f"no verdict, {self.verdict}: {self.why}"
         least = format(Decimal(f"{self.minimum_effect:.3g}"), "f")
         decimals = max(4, len(least.partition(".")[2]))
         ends = (self.low, self.high) if self.mean > 0 else (self.high, self.low)

@@ -1,10 +1,11 @@
 """Run a study: find the runs that are missing, make them in parallel, and collect the result.
 
 All variants of a seed have the same split, the same initial tables where shapes allow, and the same batch
-order. Each variant gets the same number of trials; validation picks, test reports.
+order. Each variant gets the same number of trials, or the tables say so; validation picks, test reports.
 """
 
 import dataclasses
+import math
 import os
 import shutil
 import statistics
@@ -33,11 +34,11 @@ from rarebit.study.results import (
     StudyResult,
     Trial,
     VariantResult,
-    pick,
 )
 from rarebit.study.runs import RunFolder, RunRecord, ensemble_record, identify, run_key, stage_key
 from rarebit.study.statistics import PairedAUC, delong, scipy_special
-from rarebit.study.variants import MeasuredRates, Variant, variants_of
+from rarebit.study.tuning import Search, search
+from rarebit.study.variants import MeasuredRates, Variant, start_size, variants_of
 from rarebit.technique import needed_modules, technique_text
 from rarebit.training.metrics import evaluate_scores
 from rarebit.training.run import STAGE
@@ -107,9 +108,15 @@ def study(
         write_json(where / "study.json", plan.to_mapping(), error=StudyError)
         with Pool(workers, str(device), threads) as pool:
             runner = _Runner(pool, where, progress, deadline, failures, keep_models)
-            for stage in (Cell.tuning_runs, Cell.compared_runs):  # all cells before the next seed
-                by_seed = ((cell, seed) for seed in cells[0].seeds for cell in cells)
-                runner.make([run for cell, seed in by_seed for run in stage(cell, seed)])
+            by_seed = [(cell, seed) for seed in cells[0].seeds for cell in cells]
+            tried: set[str] = set()
+            while not pool.stopping.is_set():  # each round of trials depends on the one before
+                trials = [run for cell, seed in by_seed for run in cell.tuning_runs(seed)]
+                if tried.issuperset(run.key for run in trials):
+                    break
+                runner.make(trials)
+                tried.update(run.key for run in trials)
+            runner.make([run for cell, seed in by_seed for run in cell.compared_runs(seed)])
         result = StudyResult(plan=plan.to_mapping(), cells=tuple(cell.result() for cell in cells))
         if result.is_complete:
             shutil.rmtree(where / STAGE, ignore_errors=True)
@@ -159,46 +166,58 @@ class Cell:
             raise DataError(
                 f"a study picks on validation rows, and {self.log_name} has none; prepare it again with some"
             )
-        self.test, self.counts = splits.test, splits.train.counts()
+        self.train, self.test, self.counts = splits.train, splits.test, splits.train.counts()
         rates = MeasuredRates(folder / "rates.json", splits.train)
         self.variants = variants_of(plan, self.base, splits.train.schema, rates)
         for variant in self.variants:
-            needed_modules(variant.trials[0].methods)  # reports what workers cannot import
+            needed_modules(variant.start.methods)  # reports what workers cannot import
         first = self.settings.first_seed
         self.seeds = range(first, first + self.settings.seeds)
         self.tuning_seeds = self.seeds[: self.settings.tuning_seeds]
 
     def tuning_runs(self, seed: int) -> Iterator[PlannedRun]:
-        """Yield the runs by which settings are picked; none where nothing is tuned."""
+        """Yield the runs of the next trials of every variant; none where all settings are picked."""
         if seed not in self.tuning_seeds:
             return
-        for trial in range(max(len(variant.trials) for variant in self.variants)):
-            for variant in self.variants:
-                if trial < len(variant.trials) > 1:
-                    yield self._run(variant, trial, seed)
+        found = [(one, self.search(one)) for one in self.variants if one.trials > 1]
+        waiting = [(one, tried.trials) for one, tried in found if tried.best is None]
+        for number in range(max((len(trials) for _, trials in waiting), default=0)):
+            for variant, trials in waiting:
+                if number < len(trials):
+                    yield self._run(variant, trials[number], seed, number)
 
     def compared_runs(self, seed: int) -> Iterator[PlannedRun]:
         """Yield the runs of the picked settings, as far as they are known."""
         for variant in self.variants:
-            trial = self.picked(variant)
-            if trial is not None:
-                yield from self._members(variant, trial, seed)
+            picked = self.picked(variant)
+            if picked is not None:
+                yield from self._members(variant, picked, seed)
 
-    def picked(self, variant: Variant) -> int | None:
-        """Return the trial that is best on validation; None while one of them is missing.
+    def search(self, variant: Variant) -> Search:
+        """Return what tuning has found for a variant so far."""
+        return search(variant.start, variant.axes, variant.trials, self._valid_auc)
 
-        A trial that diverged does not count: its learning rate is too high. Any other failure says nothing about
-        its settings, so the trial is missing.
+    def picked(self, variant: Variant) -> RunSettings | None:
+        """Return the settings that are best on validation; None while a trial is missing."""
+        if variant.trials == 1:
+            return variant.start
+        found = self.search(variant)
+        return None if found.best is None else found.trials[found.best]
+
+    def _valid_auc(self, settings: RunSettings) -> float | None:
+        """Return the mean validation AUC over the tuning seeds; None while a run is missing.
+
+        Settings that diverge are the worst: their learning rate is too high. Any other failure says nothing about
+        the settings, so the run is missing.
         """
-        if len(variant.trials) == 1:
-            return 0
-        tried = {
-            trial: [run.read() for run in runs]
-            for trial, runs in enumerate(self._tried(variant))
-            if not self._diverged(runs)
-        }
-        best = pick(list(tried.values()))
-        return None if best is None else list(tried)[best]
+        runs = [
+            PlannedRun(self.folder, _with_seed(settings, seed), "") for seed in self.tuning_seeds
+        ]
+        failures = [self.failures[run.key] for run in runs if run.key in self.failures]
+        if any(failure.kind == "diverged" for failure in failures):
+            return -math.inf
+        aucs = [record.valid_auc for run in runs if (record := run.read())]
+        return statistics.fmean(aucs) if len(aucs) == len(runs) else None
 
     def result(self) -> CellResult:
         """Return the result of the finished runs."""
@@ -214,36 +233,24 @@ class Cell:
             missing=tuple(self._missing()),
         )
 
-    def _run(self, variant: Variant, trial: int, seed: int) -> PlannedRun:
-        settings = variant.trials[trial]
-        training = dataclasses.replace(settings.training, seed=seed)
-        settings = dataclasses.replace(settings, training=training)
+    def _run(
+        self, variant: Variant, settings: RunSettings, seed: int, trial: int | None = None
+    ) -> PlannedRun:
         name = f"{variant.name}, seed {seed}"
         if not self.is_alone:
             name = f"{self.name}: {name}"
-        if len(variant.trials) > 1:
+        if trial is not None:
             name += f", trial {trial + 1}"
-        return PlannedRun(self.folder, settings, name)
+        return PlannedRun(self.folder, _with_seed(settings, seed), name)
 
-    def _members(self, variant: Variant, trial: int, seed: int) -> list[PlannedRun]:
+    def _members(self, variant: Variant, settings: RunSettings, seed: int) -> list[PlannedRun]:
         """Return the runs of a variant with a seed: one, or those of an ensemble, each with its own seed."""
         seeds = [seed + number * MEMBER_SEEDS for number in range(variant.members)]
-        return [self._run(variant, trial, one) for one in seeds]
+        return [self._run(variant, settings, one) for one in seeds]
 
-    def _tried(self, variant: Variant) -> list[list[PlannedRun]]:
-        """Return the tuning runs of each trial."""
-        return [
-            [self._run(variant, trial, seed) for seed in self.tuning_seeds]
-            for trial in range(len(variant.trials))
-        ]
-
-    def _diverged(self, runs: Sequence[PlannedRun]) -> bool:
-        failures = [self.failures[run.key] for run in runs if run.key in self.failures]
-        return any(failure.kind == "diverged" for failure in failures)
-
-    def _record(self, variant: Variant, trial: int, seed: int) -> RunRecord | None:
+    def _record(self, variant: Variant, settings: RunSettings, seed: int) -> RunRecord | None:
         """Return the record of a variant with a seed; an ensemble is evaluated by its mean score."""
-        members = self._members(variant, trial, seed)
+        members = self._members(variant, settings, seed)
         found = [record for run in members if (record := run.read()) is not None]
         if len(found) < len(members):
             return None
@@ -253,28 +260,28 @@ class Cell:
         return ensemble_record(found, seed, evaluate_scores(mean, self.test, counts=self.counts))
 
     def _variant_result(self, variant: Variant) -> VariantResult:
-        trial = self.picked(variant)
-        found = [] if trial is None else [self._record(variant, trial, s) for s in self.seeds]
-        settings = variant.trials[trial or 0].to_mapping()
-        del settings["data"], settings["training"]["seed"]  # of the cell, and of each run
-        trials = []
-        if trial is not None and len(variant.trials) > 1:
-            for tried, runs in zip(variant.trials, self._tried(variant), strict=True):
-                shown = {
-                    "lr": tried.training.lr,
-                    "table_lr": tried.training.table_lr,
-                    "methods": "+".join(technique_text(method) for method in tried.methods),
-                }
-                aucs = [record.valid_auc for run in runs if (record := run.read())]
-                mean = statistics.fmean(aucs) if aucs else None
-                trials.append(Trial(settings=shown, valid_auc=mean))
+        picked, found = self.picked(variant), self.search(variant)
+        runs = [] if picked is None else [self._record(variant, picked, s) for s in self.seeds]
+        shown = (variant.start if picked is None else picked).to_mapping()
+        del shown["data"], shown["training"]["seed"]  # of the cell, and of each run
+        is_tuned = picked is not None and variant.trials > 1
         return VariantResult(
             name=variant.name,
             control=variant.control,
-            settings=settings,
-            trials=tuple(trials),
-            runs=tuple(record for record in found if record is not None),
+            settings=shown,
+            trials=tuple(map(self._trial, found.trials)) if is_tuned else (),
+            runs=tuple(record for record in runs if record is not None),
+            edge=found.edge if is_tuned else (),
+            axes=tuple(axis.name for axis in variant.axes) if is_tuned else (),
+            start=None if picked is None else start_size(picked, self.train),
         )
+
+    def _trial(self, tried: RunSettings) -> Trial:
+        names = ("lr", "table_lr", "weight_decay", "ema_epochs")
+        settings = {name: getattr(tried.training, name) for name in names}
+        settings["methods"] = "+".join(map(technique_text, tried.methods))
+        auc = self._valid_auc(tried)
+        return Trial(settings=settings, valid_auc=None if auc == -math.inf else auc)
 
     def _ceiling(self) -> Ceiling | None:
         """Return the AUC of the true click probabilities, where they are known."""
@@ -300,25 +307,34 @@ class Cell:
     def _mean_scores(self, variant: Variant, seeds: set[int]) -> Tensor:
         total = torch.zeros(len(self.test), dtype=torch.float64)
         for seed in sorted(seeds):
-            for run in self._members(variant, self.picked(variant) or 0, seed):
+            for run in self._members(variant, self.picked(variant) or variant.start, seed):
                 total += torch.from_numpy(run.scores().astype(np.float64))
         return total / (len(seeds) * variant.members)
 
     def _missing(self) -> Iterator[str]:
         for variant in self.variants:
-            trial = self.picked(variant)
-            if trial is None:
-                tried = self._tried(variant)
-                needed = [runs for runs in tried if not self._diverged(runs)] or tried
-                runs = [run for trial_runs in needed for run in trial_runs]
+            picked = self.picked(variant)
+            if picked is None:
+                tried = list(enumerate(self.search(variant).trials))
+                unknown = [one for one in tried if self._valid_auc(one[1]) is None]
+                runs = [
+                    self._run(variant, settings, seed, trial)
+                    for trial, settings in unknown or tried  # or all of them diverged
+                    for seed in self.tuning_seeds
+                ]
             else:
-                runs = [run for seed in self.seeds for run in self._members(variant, trial, seed)]
+                runs = [run for seed in self.seeds for run in self._members(variant, picked, seed)]
             for run in runs:
                 if run.read() is None:
                     failure = self.failures.get(run.key)
                     yield f"{run.name}: {failure.why if failure else 'not run yet'}"
-            if trial is None:
+            if picked is None:
                 yield f"{variant.name}: its settings are not picked yet"
+
+
+def _with_seed(settings: RunSettings, seed: int) -> RunSettings:
+    training = dataclasses.replace(settings.training, seed=seed)
+    return dataclasses.replace(settings, training=training)
 
 
 def _model_names(run: RunSettings) -> tuple[str, str]:

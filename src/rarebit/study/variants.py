@@ -4,8 +4,8 @@ Any method can be compared with these controls:
 
     baseline        the model as it is
     narrow          plain tables, narrowed until they have the bytes of the method
-    matched-rate    plain tables at several learning rates and starts, the best of them on validation
-    tuned           plain tables at several learning rates and weight decays, the best of them on validation
+    matched-rate    plain tables, tuned on validation, also in the learning rate of the tables and how they start
+    tuned           plain tables, tuned on validation: learning rate, weight decay, average of the weights
     wide            plain tables, as wide as all embedding sets of the method together
     ensemble        as many models as the method has embedding sets, each with its own seed, mean score
     a method        such as low-rank: on the same model, sized by the plan's share where it has a size
@@ -14,13 +14,13 @@ A method can make controls of its own (`Technique.make_control`), such as the sa
 pruning, or the plain sum for harmless transfer. Each method names the control it is compared with by default.
 """
 
-import itertools
 import math
+import warnings
 from bisect import bisect_left
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -35,6 +35,7 @@ from rarebit.settings import require, updated
 from rarebit.storage.files import make_folder, read_json, write_json
 from rarebit.study.plan import OWN, StudyPlan, StudySettings
 from rarebit.study.runs import UNREADABLE, run_key
+from rarebit.study.tuning import LR_STEP, Axis, axes_of
 from rarebit.tables.apply import find_sites, find_tables, table_bytes
 from rarebit.tables.table import field_of, full_table
 from rarebit.technique import (
@@ -51,14 +52,12 @@ from rarebit.training.fit import fit
 from rarebit.training.run import finish_model, start_model
 from rarebit.training.settings import RunSettings
 
-RATE_FACTORS = (1.0, 2.0, 4.0, 8.0, 16.0)
-"""Factors of the tables' learning rate for matched-rate, in addition to the measured one."""
-TUNED_LR, TUNED_DECAY = (1.0, 2.0, 0.5), (1.0, 10.0, 0.1)
-"""Factors of the learning rate and the weight decay for tuned."""
-FIRST_DECAYS = (0.0, 1e-5, 1e-4)
-"""Weight decays for tuned where there is none to multiply."""
-LR_FACTORS = (1.0, 2.0, 0.5, 4.0, 0.25, 8.0, 0.125)
-"""Factors of the learning rate in trials: the knob that every variant has."""
+SWEEP = 12
+"""The least number of trials of a control that is tuned by definition."""
+START_ROWS = 1000
+"""Rows of the training data by which the start of tables is measured."""
+TABLE_RATE, START = "learning rate of the tables", "start"
+"""Axes of matched-rate."""
 
 
 @dataclass(frozen=True)
@@ -69,8 +68,12 @@ class Variant:
     """Its name in tables: the expression of its methods, with their sizes."""
     control: str | None
     """The variant it must beat; None for a variant that is only a control."""
-    trials: tuple[RunSettings, ...]
-    """The settings to try, its own first. Their seed is set when they are run."""
+    start: RunSettings
+    """Its own settings. The seed is set when they are run."""
+    axes: tuple[Axis, ...]
+    """What is tuned, from there on."""
+    trials: int = 1
+    """Settings to try at most."""
     members: int = 1
     """Runs with different seeds whose scores are averaged: more than one is an ensemble."""
 
@@ -137,8 +140,8 @@ class _Study:
         self.baseline = self.variant(BASELINE, self.base)
 
     def build(self, run: RunSettings) -> RankingModel:
-        """Return the model of a run with its methods applied; the caller's random state is kept."""
-        with torch.random.fork_rng(devices=[]):
+        """Return the model of a run with its methods applied; the caller's random state is kept, and the run warns."""
+        with torch.random.fork_rng(devices=[]), warnings.catch_warnings(action="ignore"):
             model = start_model(run, self.schema, say=lambda _: None)
             finish_model(run, model, say=lambda _: None)
             return model
@@ -151,17 +154,13 @@ class _Study:
         self, name: str, run: RunSettings, *, control: str | None = None, members: int = 1
     ) -> Variant:
         """Return a variant with as many trials as the plan asks for."""
-        wanted = self.settings.trials
-        trials = tuple(itertools.islice(_trials(run), wanted))
-        require(
-            len(trials) == wanted,
-            f"study: {name} has {len(trials)} settings to try, and trials={wanted} asks for more",
-        )
-        return Variant(name, control, trials, members)
+        return Variant(name, control, run, tuple(axes_of(run)), self.settings.trials, members)
 
-    def swept(self, name: str, trials: tuple[RunSettings, ...]) -> Variant:
-        """Return a control that is tuned by definition, whatever the number of trials."""
-        return Variant(name, None, trials if self.settings.sweeps else trials[:1])
+    def swept(self, name: str, run: RunSettings, *first: Axis) -> Variant:
+        """Return a control that is tuned by definition, on these axes first."""
+        trials = self.settings.trials
+        trials = max(trials, SWEEP) if self.settings.sweeps else trials
+        return Variant(name, None, run, (*first, *axes_of(run)), trials)
 
     def control_of(self, method: _Compared) -> Variant:
         """Return the control of a method: the plan's, or the one that its last method names."""
@@ -173,9 +172,8 @@ class _Study:
         for one in methods:
             made = one.make_control(wanted, methods)
             if made is not None:
-                trials = tuple(replace(method.run, methods=tried) for tried in made.trials)
-                many = len(trials) > 1
-                return self.swept(made.name, trials) if many else self.variant(made.name, trials[0])
+                run = replace(method.run, methods=made.techniques)
+                return (self.swept if made.tuned else self.variant)(made.name, run)
         require(
             wanted not in _controls_of_methods(),
             f"{method.name} has no method that makes the control {wanted}; name another, such as --control baseline",
@@ -213,42 +211,41 @@ def _narrow(study: _Study, method: _Compared) -> Variant:
 def _matched_rate(study: _Study, method: _Compared) -> Variant:
     """Plain tables at several learning rates: is the method more than a larger learning rate?
 
-    The rate at which they move as fast as the method's is one of them. They start as the model's own tables
-    do, or as the method's.
+    The first rate is the one at which they move as fast as the method's tables. They start as the model's own
+    tables do, or as the method's.
     """
     measured = [] if study.rate is None else [study.rate(method.run)]
     training = study.base.training
     # what acts the same way on plain tables stays
-    others = [
+    others = tuple(
         one
         for one in method.run.methods
         if isinstance(one, TrainingMethod) or not (one.training_only or one.after_training)
-    ]
-    starts = [one.same_start for one in method.run.methods if one.same_start is not None]
-    rates = [
-        replace(training, table_lr=factor * training.lr)
-        for factor in dict.fromkeys([*measured, *RATE_FACTORS])
-    ]
-    trials = tuple(
-        replace(study.base, methods=methods, training=rate)
-        for methods in dict.fromkeys([tuple(others), (*others, *starts)])
-        for rate in rates
     )
+    started = tuple(one.same_start for one in method.run.methods if one.same_start is not None)
+    run = replace(
+        study.base,
+        methods=others,
+        training=replace(training, table_lr=math.prod(measured) * training.lr),
+    )
+    starts = Axis(START, lambda run, _: replace(run, methods=(*others, *started)), choices=2)
     name = ":".join(["matched-rate", *(f"x={factor:g}" for factor in measured)])
     around = [technique_text(one) for one in others if isinstance(one, TrainingMethod)]
-    return study.swept("+".join([name, *around]), trials)
+    first = [Axis(TABLE_RATE, _move_table_rate), *([starts] if started else [])]
+    return study.swept("+".join([name, *around]), run, *first)
+
+
+def _move_table_rate(run: RunSettings, steps: int) -> RunSettings:
+    assert run.training.table_lr is not None
+    return replace(
+        run, training=replace(run.training, table_lr=run.training.table_lr * LR_STEP**steps)
+    )
 
 
 def _tuned(study: _Study, _: _Compared) -> Variant:
-    """Plain tables at several learning rates and weight decays: would another weight decay do?"""
-    training = study.base.training
-    decays = [factor * training.weight_decay for factor in TUNED_DECAY]
-    trials = tuple(
-        replace(study.base, training=replace(training, lr=lr * training.lr, weight_decay=decay))
-        for decay in (decays if training.weight_decay else FIRST_DECAYS)
-        for lr in TUNED_LR
-    )
-    return study.swept("tuned", trials) if study.settings.sweeps else study.baseline
+    """Plain tables at the best learning rate, weight decay and average of the weights: would those do?"""
+    tuned = study.swept("tuned", study.base)
+    return tuned if tuned.trials > study.settings.trials else study.baseline
 
 
 def _wide(study: _Study, method: _Compared) -> Variant:
@@ -309,23 +306,6 @@ def _num_sets(run: RunSettings) -> int | None:
     return next((method.num_sets for method in run.methods if _makes_sets(method)), None)
 
 
-def _trials(run: RunSettings) -> Iterator[RunSettings]:
-    """Yield settings to try: the given ones, then combinations of the values of all knobs, nearest first."""
-    knobs = [
-        (number, name, [own, *(value for value in values if value != own)])
-        for number, method in enumerate(run.methods)
-        for name, values in method.knobs.items()
-        for own in [getattr(method, name)]
-    ]
-    choices = (range(len(values)) for _, _, values in knobs)
-    for *places, rate in sorted(itertools.product(*choices, range(len(LR_FACTORS))), key=sum):
-        changes: list[dict[str, Any]] = [{} for _ in run.methods]
-        for (number, name, values), place in zip(knobs, places, strict=True):
-            changes[number][name] = values[place]
-        training = replace(run.training, lr=run.training.lr * LR_FACTORS[rate])
-        yield replace(run, methods=tuple(map(updated, run.methods, changes)), training=training)
-
-
 class MeasuredRates:
     """How much faster runs move rows: measured once, and stored in a file.
 
@@ -380,3 +360,21 @@ def _distances(run: RunSettings, train: Dataset) -> Tensor:
         ids = train.ids[:, train.schema.slots[field_of(name)]].long().unique()
         moved.append((table - before[name])[ids].norm(dim=1))
     return torch.cat(moved)
+
+
+def start_size(run: RunSettings, train: Dataset) -> float | None:
+    """Return the root mean square of the numbers that the first rows look up before the first step.
+
+    Entries of zero do not count: pruning left them out.
+    """
+    first = train[torch.arange(min(START_ROWS, len(train)))]
+    with torch.random.fork_rng(devices=[]), warnings.catch_warnings(action="ignore"):
+        model = start_model(run, train.schema, say=lambda _: None)
+    sites = [site for site in find_sites(model) if site.info.width > 1]
+    rows = [
+        full_table(site.table)[first.ids[:, train.schema.slots[field_of(site.info.name)]].long()]
+        for site in sites
+    ]
+    entries = torch.cat([row.flatten().double() for row in rows]) if rows else torch.zeros(0)
+    entries = entries[entries != 0]
+    return float(f"{float(entries.square().mean().sqrt()):.3g}") if len(entries) else None
