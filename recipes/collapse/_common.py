@@ -4,6 +4,7 @@ import argparse
 import io
 import json
 import math
+import re
 import statistics
 import sys
 import time
@@ -17,7 +18,7 @@ from torch import Tensor, nn
 
 import rarebit as rb
 from rarebit.diagnosis.rows import rows_of_table, scan
-from rarebit.errors import RarebitError, import_extra
+from rarebit.errors import MissingExtraError, RarebitError, import_extra
 from rarebit.machine import machine
 from rarebit.models import build_model
 from rarebit.models._base import RankingModel
@@ -225,8 +226,8 @@ class Report:
         self.name, self.options, self.splits = name, options, splits
         self.begin = time.perf_counter()
 
-    def write(self, figures: Mapping[str, Any], figure: "Figure") -> dict[str, Any]:
-        """Write the figures and the plot; return what the JSON file holds."""
+    def write(self, figures: Mapping[str, Any], draw: "Callable[[], Figure]") -> dict[str, Any]:
+        """Write the figures, and the plot where matplotlib is installed; return what the JSON file holds."""
         given = {
             name: value if isinstance(value, PLAIN_VALUES) else str(value)
             for name, value in vars(self.options).items()
@@ -242,12 +243,19 @@ class Report:
         }
         folder = self.options.out
         folder.mkdir(parents=True, exist_ok=True)
-        text = json.dumps(_without_nan(report), indent=1, ensure_ascii=False)
+        text = json.dumps(_stored(report), indent=1, ensure_ascii=False)
+        # a list of numbers in one line
+        text = re.sub(r"\[[^][{}\"]*\]", lambda found: " ".join(found[0].split()), text)
         (folder / f"{self.name}.json").write_text(text + "\n", encoding="utf-8")
+        show(f"\nwritten: {folder / self.name}.json")
         image = io.BytesIO()
-        figure.savefig(image, format="png")
-        (folder / f"{self.name}.png").write_bytes(image.getvalue())
-        show(f"\nwritten: {folder / self.name}.json and .png")
+        try:
+            draw().savefig(image, format="png")
+        except MissingExtraError as missing:
+            show(f"no plot: {missing}")
+        else:
+            (folder / f"{self.name}.png").write_bytes(image.getvalue())
+            show(f"written: {folder / self.name}.png")
         return report
 
 
@@ -258,13 +266,15 @@ def _described(splits: rb.data.Splits) -> dict[str, Any]:
     }
 
 
-def _without_nan(value: Any) -> Any:
-    """Return plain values that every reader of JSON takes."""
+def _stored(value: Any) -> Any:
+    """Return plain values that every reader of JSON takes, six digits of each number."""
     if isinstance(value, Mapping):
-        return {str(name): _without_nan(inner) for name, inner in value.items()}
+        return {str(name): _stored(inner) for name, inner in value.items()}
     if isinstance(value, list | tuple):
-        return [_without_nan(inner) for inner in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+        return [_stored(inner) for inner in value]
+    if isinstance(value, float):
+        return float(f"{value:.6g}") if math.isfinite(value) else None
+    return value
 
 
 def show(text: str) -> None:

@@ -73,7 +73,7 @@ def main(given: Sequence[str] | None = None) -> dict[str, Any]:
     fm_aucs = [auc for auc, _ in plain]
     print_table([{"": "test AUC", "FM": summary(fm_aucs), "FFM": summary(aucs)}])
     figures |= {"auc": aucs, "fm_auc": fm_aucs, "fm_abundance": fm}
-    return report.write(figures, draw(matrix, fm, kept, options.dim))
+    return report.write(figures, lambda: draw(matrix, fm, kept, options.dim))
 
 
 def parse(given: Sequence[str] | None) -> argparse.Namespace:

@@ -64,7 +64,7 @@ def main(given: Sequence[str] | None = None) -> dict[str, Any]:
     names = [field.name for field in splits.train.schema.table_fields]
     names += [field.name for field in splits.train.schema.numeric_fields]
     first = {side: next(run for run in runs if run["side"] == side) for side in SIDES}
-    return report.write({"fields": names, "runs": runs}, draw(first, names, options))
+    return report.write({"fields": names, "runs": runs}, lambda: draw(first, names, options))
 
 
 def parse(given: Sequence[str] | None) -> argparse.Namespace:

@@ -76,7 +76,7 @@ def main(given: Sequence[str] | None = None) -> dict[str, Any]:
             if (found := chosen(runs, width, kind))
         ]
     )
-    return report.write({"runs": runs}, draw(runs, options.widths))
+    return report.write({"runs": runs}, lambda: draw(runs, options.widths))
 
 
 def parse(given: Sequence[str] | None) -> argparse.Namespace:

@@ -15,7 +15,7 @@ none along j.
 
 import argparse
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from _common import (
     Report,
@@ -29,7 +29,10 @@ from _common import (
     summary,
     train,
 )
-from _matrix import draw_matrix, look_at, mean_of, print_matrix, to_figures
+from _matrix import Matrix, draw_matrix, look_at, mean_of, print_matrix, to_figures
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 __all__ = ["main"]
 
@@ -48,13 +51,7 @@ def main(given: Sequence[str] | None = None) -> dict[str, Any]:
     figures = to_figures(untrained, trained)
     print_matrix(mean_of(trained), figures)
     print_table([{"": "test AUC", " ": summary(aucs)}])
-    figure = new_figure(12.5, 4.2)
-    panels = figure.subplots(1, 3, gridspec_kw={"width_ratios": [1.3, 1, 1]})
-    draw_matrix(figure, panels, mean_of(trained))
-    figure.suptitle(
-        f"Sub-embeddings of DCN-V2, width {options.dim}: fields by IA($E_i$)", fontsize=11
-    )
-    return report.write({**figures, "auc": aucs}, figure)
+    return report.write({**figures, "auc": aucs}, lambda: draw(mean_of(trained), options.dim))
 
 
 def parse(given: Sequence[str] | None) -> argparse.Namespace:
@@ -62,6 +59,15 @@ def parse(given: Sequence[str] | None) -> argparse.Namespace:
     parser = arguments(__doc__)
     parser.add_argument("--dim", type=count, default=20, help="width of the tables")
     return parser.parse_args(given)
+
+
+def draw(matrix: Matrix, dim: int) -> "Figure":
+    """Draw the sub-embeddings and their means."""
+    figure = new_figure(12.5, 4.2)
+    panels = figure.subplots(1, 3, gridspec_kw={"width_ratios": [1.3, 1, 1]})
+    draw_matrix(figure, panels, matrix)
+    figure.suptitle(f"Sub-embeddings of DCN-V2, width {dim}: fields by IA($E_i$)", fontsize=11)
+    return figure
 
 
 if __name__ == "__main__":

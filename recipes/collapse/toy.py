@@ -58,7 +58,7 @@ def main(given: Sequence[str] | None = None) -> dict[str, Any]:
         ]
     )
     figures = {"iterations": looks, "abundance": curves}
-    return report.write(figures, draw(looks, curves))
+    return report.write(figures, lambda: draw(looks, curves))
 
 
 def parse(given: Sequence[str] | None) -> argparse.Namespace:

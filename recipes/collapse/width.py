@@ -61,7 +61,7 @@ def main(given: Sequence[str] | None = None) -> dict[str, Any]:
             for width in options.widths
         ]
     )
-    return report.write({"runs": runs}, draw(runs, options.widths))
+    return report.write({"runs": runs}, lambda: draw(runs, options.widths))
 
 
 def parse(given: Sequence[str] | None) -> argparse.Namespace:

@@ -399,6 +399,24 @@ def test_patterns_run(ran):
     assert "likeness" in printed
 
 
+# Files
+
+
+def test_the_numbers_are_written_without_matplotlib(monkeypatch, tmp_path, capsys):
+    monkeypatch.setitem(sys.modules, "matplotlib.backends.backend_agg", None)
+    small = ["--values", "5", "--dim", "4", "--iterations", "2", "--seeds", "1"]
+    report = toy.main([*small, "--out", str(tmp_path)])
+    text = (tmp_path / "toy.json").read_text("utf-8")
+    stored = json.loads(text)
+    assert stored["iterations"] == [0, 1, 2]
+    assert stored["abundance"]["3"] == [
+        [float(f"{value:.6g}") for value in one] for one in report["abundance"][3]
+    ]
+    assert '"iterations": [ 0, 1, 2 ]' in text
+    assert [path.name for path in tmp_path.iterdir()] == ["toy.json"]
+    assert "no plot: drawing plots needs the package 'matplotlib" in capsys.readouterr().out
+
+
 # Options
 
 
