@@ -73,6 +73,8 @@ def test_a_figure_needs_a_source_and_a_source_a_figure(pages, text, problem, tmp
         ("1,000", "faults/kills | * 100", "10,000"),
         ("91,111", "peers/samples_per_second/fuxictr | round -3", "27,000"),
         ("0.00 ± 0.00", "models-frappe/results/model=fm/auc | * 100", "94.27 ± 0.01"),
+        ("0.0 to 1.0", "models-frappe/results/model=fm/seeds", "0.0 to 2.0"),
+        ("0.0 ± 1.0", "models-frappe/results/model=fm/seeds", "1.0 ± 1.0"),
         ("0.0", "tail/book-crossing: baseline | best_epoch", "1.0"),
         ("", "pep-ml-1m/ml-1m: baseline | size", "1.1 MB"),
     ],

@@ -24,7 +24,8 @@ the first word of the labels of a row. Where a comment follows a label, its word
 
 Sources:
 
-    FILE/KEY/KEY                    a value in benchmarks/results/FILE.json; in a list, an index or NAME=VALUE
+    FILE/KEY/KEY                    a value in benchmarks/results/FILE.json; in a list, an index or NAME=VALUE;
+                                    a list of numbers is one per seed
     STUDY/LOG: VARIANT              mean and spread over the seeds in study-STUDY.json
     STUDY/LOG: VARIANT - CONTROL    mean paired difference, with an interval corrected for all methods of the
                                     study; LOG may be * for the mean over all logs
@@ -224,6 +225,9 @@ def stored(name: str) -> Any:
 def _of_file(address: str, options: Sequence[str], part: str) -> float:
     file, *keys, last = address.split("/")
     place = functools.reduce(_step, keys, stored(file))
+    seeds = _step(place, last)
+    if isinstance(seeds, list):
+        return _parts(seeds)[part]
     if part == "spread":
         last = f"{last}_spread" if f"{last}_spread" in place else last.replace("_auc", "_spread")
     for option in options:
@@ -414,7 +418,8 @@ OURS, TRANSFER, PRUNED = "shrinkage+forgetting", "harmless-transfer", "pruned:ke
 
 
 def _parts(numbers: Sequence[float]) -> dict[str, float]:
-    return {"mean": statistics.fmean(numbers), "low": min(numbers), "high": max(numbers)}
+    found = {"mean": statistics.fmean(numbers), "low": min(numbers), "high": max(numbers)}
+    return found | ({"spread": statistics.stdev(numbers)} if len(numbers) > 1 else {})
 
 
 def _tail() -> list[Cell]:

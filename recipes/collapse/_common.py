@@ -41,6 +41,7 @@ __all__ = [
     "abundances",
     "arguments",
     "blocks_of",
+    "by_variant",
     "count",
     "log_of",
     "mean",
@@ -199,6 +200,21 @@ def weighted_mean(values: Mapping[str, float], splits: rb.data.Splits) -> float:
     return sum(rows[name] * value for name, value in values.items()) / sum(
         rows[name] for name in values
     )
+
+
+def by_variant(runs: Sequence[Mapping[str, Any]], *keys: str) -> dict[str, dict[str, list[float]]]:
+    """Return the figures of runs as lists over seeds, by variant.
+
+    >>> by_variant([{"model": "fm", "seed": n, "auc": 0.7 + n} for n in (0, 1)], "model")
+    {'fm': {'auc': [0.7, 1.7]}}
+    """
+    found: dict[str, dict[str, list[float]]] = {}
+    for run in runs:
+        variant = found.setdefault("-".join(str(run[key]) for key in keys), {})
+        for name, value in run.items():
+            if isinstance(value, float):
+                variant.setdefault(name, []).append(value)
+    return found
 
 
 def summary(values: Sequence[float], digits: int = 4) -> str:

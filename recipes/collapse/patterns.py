@@ -24,6 +24,7 @@ from _common import (
     abundances,
     arguments,
     blocks_of,
+    by_variant,
     count,
     log_of,
     mean,
@@ -64,7 +65,10 @@ def main(given: Sequence[str] | None = None) -> dict[str, Any]:
     names = [field.name for field in splits.train.schema.table_fields]
     names += [field.name for field in splits.train.schema.numeric_fields]
     first = {side: next(run for run in runs if run["side"] == side) for side in SIDES}
-    return report.write({"fields": names, "runs": runs}, lambda: draw(first, names, options))
+    return report.write(
+        {"variants": by_variant(runs, "side"), "fields": names, "runs": runs},
+        lambda: draw(first, names, options),
+    )
 
 
 def parse(given: Sequence[str] | None) -> argparse.Namespace:
@@ -89,14 +93,16 @@ def train_side(side: str, splits: rb.data.Splits, options: argparse.Namespace, s
     untrained = patterns_of(model, options.sets)
     trained = train(model, splits, options, seed=seed)
     norms = patterns_of(model, options.sets)
+    own = abundances(model)
     return {
         "side": side,
         "seed": seed,
         "auc": trained.auc,
         "patterns": norms[:, 0].tolist(),
-        "untrained": measures(untrained),
-        "trained": measures(norms),
-        "abundance": abundances(model),
+        **{f"untrained_{name}": value for name, value in measures(untrained).items()},
+        **measures(norms),
+        "mean_abundance": mean(list(own.values())),
+        "abundance": own,
         "abundance_by_set": set_abundances(model),
     }
 
@@ -144,7 +150,7 @@ def row_of(side: str, runs: Sequence[Run]) -> dict[str, str]:
     """Return a line of the table."""
 
     def both(name: str) -> str:
-        before, after = ([run[when][name] for run in runs] for when in ("untrained", "trained"))
+        before, after = ([run[f"{when}{name}"] for run in runs] for when in ("untrained_", ""))
         return f"{mean(before):.2g} -> {mean(after):.2g}"
 
     return {
@@ -152,7 +158,7 @@ def row_of(side: str, runs: Sequence[Run]) -> dict[str, str]:
         "variance": both("variance"),
         "relative": both("relative_variance"),
         "likeness": both("likeness"),
-        "mean IA": summary([mean(list(run["abundance"].values())) for run in runs], 2),
+        "mean IA": summary([run["mean_abundance"] for run in runs], 2),
         "test AUC": summary([run["auc"] for run in runs]),
     }
 

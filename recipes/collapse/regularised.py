@@ -28,6 +28,7 @@ from _common import (
     abundances,
     arguments,
     blocks_of,
+    by_variant,
     log_of,
     mean,
     new_figure,
@@ -76,7 +77,10 @@ def main(given: Sequence[str] | None = None) -> dict[str, Any]:
             if (found := chosen(runs, width, kind))
         ]
     )
-    return report.write({"runs": runs}, lambda: draw(runs, options.widths))
+    return report.write(
+        {"variants": by_variant(runs, "kind", "width"), "runs": runs},
+        lambda: draw(runs, options.widths),
+    )
 
 
 def parse(given: Sequence[str] | None) -> argparse.Namespace:
@@ -115,6 +119,8 @@ def train_kind(
         "weighted_abundance": weighted_mean(own, splits),
         "mean_sub_abundance": mean([value for row in found.abundance for value in row]),
         "distance_to_rotations": float(evenness) / level.numel(),
+        "last_loss": trained.epochs[-1].train_loss,
+        "last_valid_auc": trained.epochs[-1].valid.auc,
         **trained.curves(),
     }
 
@@ -178,8 +184,8 @@ def row_of(width: int, kind: str, runs: Sequence[Run]) -> dict[str, str]:
         "IA by rows": of("weighted_abundance", 2),
         "mean IA(E_i->j)": of("mean_sub_abundance", 2),
         "uneven W": of("distance_to_rotations", 2),
-        "last loss": summary([run["train_loss"][-1] for run in runs]),
-        "last valid AUC": summary([run["valid_auc"][-1] for run in runs]),
+        "last loss": of("last_loss", 4),
+        "last valid AUC": of("last_valid_auc", 4),
     }
 
 

@@ -18,6 +18,7 @@ from _common import (
     Report,
     abundances,
     arguments,
+    by_variant,
     log_of,
     mean,
     new_figure,
@@ -61,7 +62,11 @@ def main(given: Sequence[str] | None = None) -> dict[str, Any]:
             for width in options.widths
         ]
     )
-    return report.write({"runs": runs}, lambda: draw(runs, options.widths))
+    variants = by_variant(runs, "model", "width")
+    for name in MODELS:
+        for width in options.widths:
+            variants[f"{name}-{width}"]["gain"] = gains(runs, name, width, options.widths[0])
+    return report.write({"variants": variants, "runs": runs}, lambda: draw(runs, options.widths))
 
 
 def parse(given: Sequence[str] | None) -> argparse.Namespace:

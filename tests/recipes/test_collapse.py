@@ -302,8 +302,11 @@ def test_width_runs(ran):
     ]
     for run in stored["runs"]:
         own = run["abundance"].values()
-        assert run["mean_abundance"] == pytest.approx(sum(own) / len(own))
+        assert run["mean_abundance"] == pytest.approx(sum(own) / len(own), rel=1e-5)
         assert max(own) <= run["width"]
+    first, second = (run["auc"] for run in stored["runs"][-2:])
+    assert stored["variants"]["dcn_v2-4"]["auc"] == [first, second]
+    assert stored["variants"]["dcn_v2-2"]["gain"] == [0, 0]
     assert "over width 2" in printed
 
 
@@ -391,8 +394,10 @@ def test_patterns_run(ran):
     assert len(stored["fields"]) == 10
     for run in stored["runs"]:
         assert torch.tensor(run["patterns"]).shape == (2, 10, 10)
-        assert set(run["trained"]) == {"variance", "relative_variance", "likeness"}
-        assert run["trained"] != run["untrained"]
+        for name in ("variance", "relative_variance", "likeness"):
+            assert run[name] != run[f"untrained_{name}"]
+    likeness = [run["likeness"] for run in stored["runs"] if run["side"] == "single"]
+    assert stored["variants"]["single"]["likeness"] == likeness
     multi, single = stored["runs"][0], stored["runs"][-1]
     assert {len(values) for values in multi["abundance_by_set"].values()} == {2}
     assert {len(values) for values in single["abundance_by_set"].values()} == {1}
