@@ -124,6 +124,8 @@ def test_the_barrier_alone_is_not_plain_training():
         {"lr": 0.5},
         {"samples": 3},
         {"both": True},
+        {"absent": 5},
+        {"absent": "all"},
         {"fields": "item"},
     ],
     ids=str,
@@ -209,6 +211,14 @@ def test_fields_can_be_typed(text, fields):
     assert method.fields == fields
     [again] = parse_techniques(technique_text(method))
     assert again.build([], 0.5) == (method,)
+
+
+@pytest.mark.parametrize("absent", [0, 7, "all"])
+def test_absent_rows_can_be_typed(absent):
+    [expression] = parse_techniques(f"harmless-transfer:absent={absent}")
+    [method] = expression.build([], 0.5)
+    assert method.absent == absent
+    assert technique_text(method) == TRANSFER + (f":absent={absent}" if absent else "")
 
 
 def test_a_settings_file_holds_it():

@@ -17,7 +17,7 @@ from rarebit.testing import counting_large_tensors
 from rarebit.transfer.losses import MMD, Adversarial, CosReg, Moments, Relatives, SlicedWasserstein
 
 ROWS, WIDTH = 20, 4
-ARGUMENTS = {"counts", "data", "say", "seed", "select", "update_absent", "where"}
+ARGUMENTS = {"counts", "data", "say", "seed", "select", "where"}
 """What `start` takes; the other options are settings."""
 COUNTS = torch.tensor([0, 9, 1, 1, 8, 7, 1, 2, 2, 0, 1, 1, 3, 1, 1, 2, 1, 1, 1, 1])
 FREQUENT = {1, 4, 5, 12}  # the top fifth of the 18 that were seen, rounded up
@@ -420,13 +420,14 @@ def test_a_table_without_rare_rows_is_left_alone_by_both_sides():
     assert torch.equal(model.item.weight.grad, plain["item.weight"])
 
 
+@pytest.mark.parametrize("absent", [50, "all"])
 @pytest.mark.parametrize("early", [False, True])
 @pytest.mark.parametrize("static", [False, True], ids=["compact", "static"])
 @pytest.mark.parametrize("sparse", [False, True], ids=["dense", "sparse"])
-def test_absent_rare_rows_get_the_transfer_gradient_where_asked(sparse, static, early):
+def test_absent_rare_rows_get_the_transfer_gradient_where_asked(sparse, static, early, absent):
     model, ids = Net(sparse=sparse), torch.tensor([1, 2, 3, 3, 7])
     loss, plain = plain_gradients(model, ids)
-    with started(model, update_absent=50) as transfer:
+    with started(model, absent=absent) as transfer:
         transfer.rows._static, transfer.rows._always_early = static, early
         transfer.backward(loss_of(model, ids))
         assert transfer.ledger.read()["tables"]["item"]["rows"] == 3  # of the batch: 2, 3 and 7
@@ -438,7 +439,7 @@ def test_absent_rare_rows_get_the_transfer_gradient_where_asked(sparse, static, 
 
 def test_absent_rows_come_a_few_at_a_time_and_all_of_them_in_time():
     model, ids, seen = Net(sparse=True), torch.tensor([1, 1]), set()
-    with started(model, update_absent=3, rule="sum") as transfer:
+    with started(model, absent=3, rule="sum") as transfer:
         for _ in range(40):
             model.zero_grad()
             transfer.backward(loss_of(model, ids))
@@ -448,12 +449,51 @@ def test_absent_rows_come_a_few_at_a_time_and_all_of_them_in_time():
     assert seen == RARE
 
 
+@pytest.mark.parametrize("tables", ["dense", "rowwise"])
+def test_adam_moves_absent_rows_by_the_transfer_alone(tables):
+    model = Net()
+    optimizer = rb.optimizer(model, lr=0.01, tables=tables, weight_decay=0.1, table_weight_decay=0)
+    weight = model.item.weight.detach().clone()
+    mean, square = torch.zeros_like(weight), torch.zeros_like(weight)
+    with started(model, absent="all", lr=1.0) as transfer:
+        for step, seen in enumerate(([1, 2, 3], [5, 2, 2, 9], [3, 4]), start=1):
+            ids = torch.tensor(seen)
+            loss, plain = plain_gradients(model, ids)
+            optimizer.zero_grad()
+            transfer.backward(loss_of(model, ids))
+            optimizer.step()
+            t = 50 * transfer_by_hand(weight, range(ROWS), transfer.groups[0].running)
+            g = lexico_by_hand(plain["item.weight"], t, loss)
+            for i in range(ROWS):
+                if tables == "dense" or i in RARE | set(seen):
+                    mean[i] = 0.9 * mean[i] + 0.1 * g[i]
+                    square[i] = 0.999 * square[i] + 0.001 * g[i] ** 2
+                    size = (square[i] / (1 - 0.999**step)).sqrt() + 1e-8
+                    weight[i] -= 0.01 * mean[i] / (1 - 0.9**step) / size
+            assert_close(model.item.weight.detach(), weight, rtol=1e-4, atol=1e-6)
+    absent = sorted(RARE - {2, 3, 9})
+    assert not plain["item.weight"][absent].any()
+    assert t[absent].any(dim=1).all()
+
+
+def test_dense_adam_with_decay_erases_rows_that_are_never_seen_and_without_it_keeps_them():
+    for decay, left in ((1e-5, 0.0), (0.0, 1.0)):
+        model = Net()
+        rows = nn.init.normal_(model.item.weight, std=0.01).detach()[2:].clone()
+        optimizer = rb.optimizer(model, weight_decay=1e-5, table_weight_decay=decay)
+        for _ in range(300):
+            optimizer.zero_grad()
+            loss_of(model, torch.tensor([0, 1])).backward()
+            optimizer.step()
+        assert_close(model.item.weight.detach()[2:], left * rows, rtol=0, atol=1e-6)
+
+
 def test_absent_rows_of_some_tables_leave_the_other_tables_alone():
     model, ids = deepfm(), torch.randint(4, 9, (3, 7))  # few, and no row 0
     batch = rb.Dataset(SCHEMA, ids, torch.randn(3, 2), torch.tensor([0, 1, 0]))[slice(None)]
     rb.optimizer(model, tables="rowwise")  # gradients by rows, which say what was touched
     counts = {name: count.flip(0) for name, count in field_counts().items()}  # row 0 is not rare
-    with started(model, counts=counts, where=lambda t: t.field == "item", update_absent=99) as t:
+    with started(model, counts=counts, where=lambda t: t.field == "item", absent=99) as t:
         t.backward(F.softplus(model(batch)).mean())
         is_rare = t.groups[0].target
     weight = dict(model.named_parameters())["backbone.tables.stacks.0.embedding.weight"]

@@ -26,7 +26,7 @@ from rarebit.row_gradients.recorded import WARM_UP, Recorded
 from rarebit.transfer.losses import MMD, Adversarial, CosReg, Moments, Relatives, SlicedWasserstein
 
 USERS, ITEMS = 30, 200
-ARGUMENTS = {"counts", "data", "say", "seed", "select", "update_absent", "where"}
+ARGUMENTS = {"counts", "data", "say", "seed", "select", "where"}
 """What `start` takes; the other options are settings."""
 
 
@@ -494,11 +494,8 @@ def test_a_step_that_was_discarded_is_no_part_of_the_next():
         ({"alpha": 0.0}, SettingsError, "alpha must be above 0 and finite, got alpha=0.0"),
         ({"scale": -1.0}, SettingsError, "scale must be 0 or more and finite"),
         ({"samples": 0}, SettingsError, "samples must be at least 1, got samples=0"),
-        (
-            {"update_absent": -1},
-            SettingsError,
-            "update_absent must be at least 0, got update_absen",
-        ),
+        ({"absent": -1}, SettingsError, "absent must be 'all', or 0 or more, got absent=-1"),
+        ({"absent": "some"}, SettingsError, "absent must be int or 'all', got 'some'"),
         ({"counts": None}, DataError, "must know which rows are frequent; pass counts"),
         ({"counts": {"user": COUNTS["user"]}}, DataError, "no counts of the table 'item'"),
         ({"counts": COUNTS["item"]}, DataError, "one tensor of counts is for one table, but 2"),

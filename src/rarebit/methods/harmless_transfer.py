@@ -97,6 +97,8 @@ class HarmlessTransfer(TrainingMethod):
     """Frequent rows of each table that a step compares with."""
     both: bool = False
     """Whether frequent rows move as well, towards rare ones."""
+    absent: int | Literal["all"] = 0
+    """Rare rows of each table that a step moves although its batch lacks them; they follow the transfer alone."""
     fields: str | tuple[str, ...] = ()
     """Fields whose tables take part; by default those with more than 100 values."""
     compile: bool = False
@@ -113,6 +115,10 @@ class HarmlessTransfer(TrainingMethod):
         is_scale = 0 <= self.scale < math.inf
         require(is_scale, f"scale must be 0 or more and finite, got scale={self.scale}")
         require(self.samples >= 1, f"samples must be at least 1, got samples={self.samples}")
+        require(
+            self.absent == "all" or self.absent >= 0,
+            f"absent must be 'all', or 0 or more, got absent={self.absent}",
+        )
         require(
             self.loss == "adversarial" or self.lr == LR,
             f"lr is that of the discriminator of loss='adversarial', got loss={self.loss!r}; leave it out",
@@ -167,7 +173,6 @@ class HarmlessTransfer(TrainingMethod):
         select: Selection | CoOccurrence | FrequencySplit | None = None,
         where: Callable[[TableInfo], bool] | None = None,
         seed: int = 0,
-        update_absent: int = 0,
         say: Callable[[str], object] = print,
     ) -> RunningTransfer:
         """Return a transfer that runs on a model, for your own loop.
@@ -177,9 +182,7 @@ class HarmlessTransfer(TrainingMethod):
         is counted in the data set. With counts alone, the top fifth of the ids that training saw is frequent and
         the others are rare. `select=` overrides both.
 
-        `where` chooses tables in place of `fields`. Rows outside the batch do not move, except `update_absent`
-        rare ones of each table per step, which follow the transfer alone. `say` takes a line for each part that
-        `compile` cannot compile.
+        `where` chooses tables in place of `fields`. `say` takes a line for each part that `compile` cannot compile.
 
         Start it when the model is on its device, and before it is compiled or wrapped in DDP.
         """
@@ -212,7 +215,7 @@ class HarmlessTransfer(TrainingMethod):
             samples=self.samples,
             both=self.both,
             seed=seed,
-            update_absent=update_absent,
+            absent=self.absent,
             say=say if self.compile else None,
         )
 

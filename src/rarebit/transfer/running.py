@@ -6,7 +6,7 @@
 
 The distinct rows of the batch are known in each step (`row_gradients/seam.py`). The transfer loss compares them
 with a sample of frequent rows, once per optimizer step; its gradient needs no backward through the network, and
-is the same in all processes. Rows outside the batch do not move unless asked for, a few in each step: they have
+is the same in all processes. Rows outside the batch do not move unless asked for, some or all in each step: they have
 no main gradient, so they get the transfer gradient. A weight that is tied to an output has a gradient for all its
 rows, so all of them take part.
 
@@ -177,6 +177,7 @@ class TransferGroup:
         loss: TransferLoss,
         samples: int,
         both: bool,
+        absent: int | Literal["all"],
         say: Callable[[str], object] | None,
     ) -> None:
         group, table = rows.tables[number], sites[0].table
@@ -191,6 +192,8 @@ class TransferGroup:
         self.target = torch.cat(targets).to(self.device)  # rare rows that may move, (N,)
         self.frequent = Listed.of(sources, self.device)
         self.rare = Listed.of(targets, self.device)
+        most = max(int(mask.sum()) for mask in targets)
+        self._absent = most if absent == "all" else min(absent, most)
         self.first_rows = torch.tensor(self.starts).to(self.device)
         # embedding sets lie side by side in a row
         num_sets = next((m.num_sets for m in methods if isinstance(m, SetsMethod)), 1)
@@ -276,9 +279,11 @@ class TransferGroup:
         flipped = self._flipped(batch) if self._flips else None
         return batch, self._find(len(ids), batch, flipped, read[self._samples :])
 
-    def absent_ids(self, draws: Draws, number: int) -> Tensor:
-        """Return ids of rare rows of each table, in the batch or not, `(number, F)`."""
-        return self.rare.ring(draws.uniform(len(self.names), first=ABSENT), number)
+    def absent_ids(self, draws: Draws) -> Tensor | None:
+        """Return ids of rare rows of each table, in the batch or not, `(n, F)`; None where none are asked for."""
+        if not self._absent:
+            return None
+        return self.rare.ring(draws.uniform(len(self.names), first=ABSENT), self._absent)
 
     def _draw_ids(self, draws: Draws) -> tuple[Tensor, Tensor]:
         """Return a random number per table, `(F,)`, and ids to look up, `(n, F)`.
@@ -425,13 +430,10 @@ class RunningTransfer(Callback):
         samples: int,
         both: bool,
         seed: int,
-        update_absent: int,
+        absent: int | Literal["all"],
         say: Callable[[str], object] | None,
     ) -> None:
-        text = f"update_absent must be at least 0, got update_absent={update_absent}"
-        require(update_absent >= 0, text)
         self.rule, self.alpha, self.scale = rule, alpha, scale
-        self.update_absent = update_absent
         self.ledger = Ledger()
         self._main_loss: Tensor | None = None
         self._loss_of_step: Tensor | None = None  # always in the same memory
@@ -439,7 +441,14 @@ class RunningTransfer(Callback):
         try:
             self.groups = [
                 TransferGroup(
-                    self.rows, number, *group, loss=loss, samples=samples, both=both, say=say
+                    self.rows,
+                    number,
+                    *group,
+                    loss=loss,
+                    samples=samples,
+                    both=both,
+                    absent=absent,
+                    say=say,
                 )
                 for number, group in enumerate(_selected(self.rows, select, counts, data))
             ]
@@ -557,8 +566,7 @@ class _Asked(GroupRule):
         self.transfer = transfer
 
     def absent_ids(self, number: int) -> Tensor | None:
-        transfer, absent = self.transfer, self.transfer.update_absent
-        return transfer.groups[number].absent_ids(transfer.draws, absent) if absent else None
+        return self.transfer.groups[number].absent_ids(self.transfer.draws)
 
     def prepare(self, number: int, ids: Tensor, rows: Tensor) -> Any:
         transfer = self.transfer
