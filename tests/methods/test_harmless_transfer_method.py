@@ -113,6 +113,7 @@ def test_the_barrier_alone_is_not_plain_training():
 @pytest.mark.parametrize(
     "changes",
     [
+        {"loss": "adversarial-mlp"},
         {"loss": "cos-reg"},
         {"loss": "moments"},
         {"loss": "sliced-wasserstein"},
@@ -144,12 +145,15 @@ def attached(method, seed):
     return model, method.start(model, data)
 
 
-def test_the_seed_of_the_run_is_that_of_the_discriminators():
+@pytest.mark.parametrize(
+    ("loss", "name"), [("adversarial", "weight"), ("adversarial-mlp", "weights")]
+)
+def test_the_seed_of_the_run_is_that_of_the_discriminators(loss, name):
     def first_weights(seed):
-        _, found = attached(HarmlessTransfer(fields="item"), seed)
+        _, found = attached(HarmlessTransfer(loss=loss, fields="item"), seed)
         [state] = found.state_dict()["losses"].values()
         found.close()
-        return state["weight"]
+        return state[name]
 
     assert torch.equal(first_weights(3), first_weights(3))
     assert not torch.equal(first_weights(3), first_weights(4))

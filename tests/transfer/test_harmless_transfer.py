@@ -14,7 +14,16 @@ from rarebit.data.selection import FieldSelection, FrequencySplit, Selection
 from rarebit.methods.harmless_transfer import HarmlessTransfer
 from rarebit.models.deepfm import DeepFM
 from rarebit.testing import counting_large_tensors
-from rarebit.transfer.losses import MMD, Adversarial, CosReg, Moments, Relatives, SlicedWasserstein
+from rarebit.transfer.losses import (
+    MMD,
+    Adversarial,
+    AdversarialMLP,
+    CosReg,
+    Moments,
+    Relatives,
+    SlicedWasserstein,
+)
+from rarebit.transfer.running import Listed
 
 ROWS, WIDTH = 20, 4
 ARGUMENTS = {"counts", "data", "say", "seed", "select", "where"}
@@ -504,6 +513,40 @@ def test_absent_rows_of_some_tables_leave_the_other_tables_alone():
         rare = set(is_rare.nonzero().flatten().tolist()) if table.name == "item" else set()
         assert here == seen | rare, table.name
         start += table.rows
+
+
+def test_rows_that_are_spread_are_all_of_them_or_come_as_often_as_each_other():
+    masks = [torch.arange(9) % 3 == 0, torch.arange(40) < 30, torch.zeros(4, dtype=torch.bool)]
+    listed, seen = Listed.of(masks), torch.zeros(30)
+    for turn in torch.arange(0, 1, 1 / 64, dtype=torch.float64):
+        few, many = (listed.spread(turn.expand(3), number) for number in (10, 64))
+        assert set(few[:, 0].tolist()) == {0, 3, 6}
+        assert set(many[:, 1].tolist()) == set(range(30))
+        assert not many[:, 2].any()  # a table without any reads row 0
+        assert few[:, 1].unique().numel() == 10
+        seen[few[:, 1]] += 1
+    assert (seen / 64 - 10 / 30).abs().max() < 0.02
+
+
+def test_a_hidden_layer_sees_all_rows_of_the_table_but_those_held_out():
+    model, ids = Net(), torch.tensor([1, 2, 3])
+    with started(model, loss=AdversarialMLP(), samples=50, absent="all") as transfer:
+        group = transfer.groups[0]
+        _, wanted = group._draw_ids(transfer.draws)
+        frequent, rare = wanted[:100].reshape(2, 50).tolist()
+        assert set(frequent) == set(frequent[:40]) == set(frequent[40:]) == FREQUENT  # too few
+        assert set(rare) == RARE
+        assert set(rare[:40]).isdisjoint(rare[40:])
+        assert len(set(rare[40:])) == len(RARE) // 5
+        transfer.backward(loss_of(model, ids))
+        running, rows = group.running, model.item.weight.detach()[sorted(RARE)].requires_grad_()
+        first, bias, last, shift = running.weights[0, 0].split(running.sizes)
+        hidden = rows / running.size[0, 0] @ first.reshape(WIDTH, -1) + bias
+        looks = hidden.clamp(min=0) @ last + shift
+        loss = torch.log(1 - torch.sigmoid(looks)).mean()
+    [t] = torch.autograd.grad(50 * loss, rows)
+    absent = [i for i, row in enumerate(sorted(RARE)) if row not in (2, 3)]
+    assert_close(model.item.weight.grad[sorted(RARE)][absent], t[absent])
 
 
 @pytest.mark.parametrize("loss", [MMD(), Relatives()])

@@ -1,5 +1,6 @@
 """Transfer losses, against their formulas written as loops over tables, sets and rows."""
 
+import itertools
 import math
 from dataclasses import replace
 from typing import NamedTuple
@@ -15,6 +16,7 @@ from rarebit.errors import SettingsError, TrainingError
 from rarebit.transfer.losses import (
     MMD,
     Adversarial,
+    AdversarialMLP,
     CosReg,
     Draws,
     LossTables,
@@ -28,6 +30,7 @@ CPU, DOUBLE = torch.device("cpu"), torch.float64
 SETS, WIDTH, ROWS = 2, 3, 40
 LOSSES = {
     "adversarial": Adversarial(),
+    "adversarial_mlp": AdversarialMLP(hidden=5),
     "cos_reg": CosReg(),
     "mmd": MMD(sample=50),
     "moments": Moments(moments=3),
@@ -54,15 +57,17 @@ def make_batch(tables=(0, 0, 0, 0, 1, 1, 1, 3), moves=None, number=4, samples=7,
         moves = torch.cat([torch.tensor([False]), moves, torch.tensor([False, False])])
     draws = Draws(5, CPU)
     draws.advance()
+    others, rare = torch.randn(2, number, samples, SETS, WIDTH, generator=generator, dtype=DOUBLE)
     return TransferBatch(
         ids=ids,
         table=table,
         rows=rows.clone().requires_grad_(),
         moves=moves,
-        others=torch.randn(number, samples, SETS, WIDTH, generator=generator, dtype=DOUBLE),
+        others=others,
         turn=torch.rand(number, generator=generator, dtype=DOUBLE),
         draws=draws,
         look_up=lambda ids: torch.stack([weights[f, ids[:, f]] for f in range(number)], dim=1),
+        rare=rare,
     )
 
 
@@ -99,6 +104,22 @@ def adversarial(part):
         (row * part.running.weight[part.f, part.m]).sum() + part.running.bias[part.f, part.m]
         for row in part.rare
     ]
+    return sum(torch.log(1 - torch.sigmoid(logit)) for logit in logits) / len(part.rare)
+
+
+def hidden_layer(weights):
+    """A discriminator with a hidden layer of five; its weights lie side by side: W, b, v, c."""
+    first, bias, last, shift = weights.clone().split((5 * WIDTH, 5, 5, 1))
+    layers = torch.nn.Linear(WIDTH, 5, dtype=DOUBLE), torch.nn.Linear(5, 1, dtype=DOUBLE)
+    layers[0].weight.data, layers[0].bias.data = first.reshape(WIDTH, 5).mT, bias
+    layers[1].weight.data, layers[1].bias.data = last.reshape(1, 5), shift
+    return torch.nn.Sequential(layers[0], torch.nn.ReLU(), layers[1])
+
+
+def adversarial_mlp(part):
+    looks = hidden_layer(part.running.weights[part.f, part.m])
+    size = part.running.size[part.f, part.m].item()
+    logits = [looks(row / size)[0] for row in part.rare]
     return sum(torch.log(1 - torch.sigmoid(logit)) for logit in logits) / len(part.rare)
 
 
@@ -174,6 +195,7 @@ def relatives(part):
 @pytest.mark.parametrize("name", LOSSES)
 def test_a_loss_is_its_formula_table_by_table_and_set_by_set(name, padded):
     batch, running = make_batch(padded=padded), start(LOSSES[name])
+    running.learn(batch)
     found = running.loss(batch)
     assert found.shape == (4,)
     (gradient,) = torch.autograd.grad(found.sum(), batch.rows)
@@ -209,6 +231,62 @@ def test_a_batch_without_rare_rows_is_no_loss_and_no_step(name):
     assert not loss.any()
     assert not gradient.any()
     assert {key: str(value) for key, value in running.state_dict().items()} == before
+
+
+def test_a_hidden_layer_learns_from_the_samples_by_adam_and_is_judged_on_rows_held_out():
+    batch, settings = make_batch(samples=11), AdversarialMLP(hidden=5, lr=0.1, weight_decay=0.2)
+    running, accuracy = settings.start(tables()), torch.zeros(4, 2)
+    nets, optimizers = {}, {}
+    for step in range(3):  # two tables have no rare rows in the batch, so they take no step
+        batch = replace(batch, others=batch.others + step, rare=batch.rare - 2 * step)
+        for f, m in itertools.product((0, 1), range(SETS)):
+            frequent, rare = batch.others[f, :, m], batch.rare[f, :, m]
+            size = torch.cat([frequent, rare]).square().mean().sqrt()
+            if step == 0:
+                nets[f, m] = hidden_layer(running.weights[f, m])
+                assert nets[f, m][0].weight.abs().max() <= WIDTH**-0.5
+                optimizers[f, m] = torch.optim.Adam(
+                    nets[f, m].parameters(), lr=0.1, weight_decay=0.2
+                )
+            high, low = nets[f, m](frequent / size)[:, 0], nets[f, m](rare / size)[:, 0]
+            # of eleven rows each, the last two are held out
+            loss = -torch.log(torch.sigmoid(high[:9])).mean() / 2
+            loss = loss - torch.log(1 - torch.sigmoid(low[:9])).mean() / 2
+            accuracy[f, m] = ((high[9:] > 0).float().mean() + (low[9:] < 0).float().mean()) / 2
+            optimizers[f, m].zero_grad()
+            loss.backward()
+            optimizers[f, m].step()
+        before = running.weights.clone()
+        found = running.learn(batch)
+        assert_close(found[:2].float(), accuracy[:2].mean(dim=1))
+        assert torch.equal(running.weights[2:], before[2:])
+    for (f, m), net in nets.items():
+        first, bias, last, shift = (parameter.detach() for parameter in net.parameters())
+        expected = torch.cat([first.mT.flatten(), bias, last.flatten(), shift])
+        assert_close(running.weights[f, m], expected)
+    assert batch.rows.grad is None
+
+
+def test_what_a_hidden_layer_learns_by_heart_is_not_what_it_is_judged_by():
+    """Rows without any difference: those it learns from are told apart, those held out are not."""
+    batch = make_batch(tables=[0] * 30, moves=[True] * 30, number=1, samples=40)
+    running = AdversarialMLP(hidden=64, lr=0.05, weight_decay=0.0).start(tables(number=1))
+    for _ in range(150):
+        judged = running.learn(batch)
+    learned = replace(batch, others=batch.others[:, :32].repeat(1, 2, 1, 1))
+    learned = replace(learned, rare=batch.rare[:, :32].repeat(1, 2, 1, 1))
+    assert running.learn(learned) > 0.95
+    assert judged < 0.75
+
+
+@pytest.mark.parametrize("samples", [1, 4])
+def test_a_hidden_layer_is_judged_by_all_rows_of_a_sample_too_small_to_hold_any_out(samples):
+    batch = make_batch(samples=samples)
+    apart = replace(batch, others=batch.others + 9, rare=batch.rare - 9)
+    running = AdversarialMLP(hidden=5, lr=0.1).start(tables())
+    for _ in range(50):
+        accuracy = running.learn(apart)
+    assert accuracy[:2].tolist() == [1.0, 1.0]
 
 
 RATES = {"adversarial": 3.0, "mmd": 3.0, "moments": 0.05, "sliced_wasserstein": 3.0}
@@ -335,6 +413,9 @@ def test_relatives_must_be_known():
     [
         (lambda: Adversarial(lr=0.0), "lr must be above 0, got lr=0.0"),
         (lambda: Adversarial(weight_decay=-1.0), "weight_decay must be at least 0"),
+        (lambda: AdversarialMLP(hidden=0), "hidden must be at least 1, got hidden=0"),
+        (lambda: AdversarialMLP(lr=0.0), "lr must be above 0, got lr=0.0"),
+        (lambda: AdversarialMLP(weight_decay=-1.0), "weight_decay must be at least 0"),
         (lambda: MMD(widths=()), "widths must be above 0"),
         (lambda: MMD(sample=0), "sample must be at least 1, got sample=0"),
         (lambda: Moments(moments=0), "moments must be at least 1"),

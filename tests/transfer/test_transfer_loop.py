@@ -23,7 +23,15 @@ from rarebit.errors import (
 )
 from rarebit.methods.harmless_transfer import HarmlessTransfer
 from rarebit.row_gradients.recorded import WARM_UP, Recorded
-from rarebit.transfer.losses import MMD, Adversarial, CosReg, Moments, Relatives, SlicedWasserstein
+from rarebit.transfer.losses import (
+    MMD,
+    Adversarial,
+    AdversarialMLP,
+    CosReg,
+    Moments,
+    Relatives,
+    SlicedWasserstein,
+)
 
 USERS, ITEMS = 30, 200
 ARGUMENTS = {"counts", "data", "say", "seed", "select", "where"}
@@ -169,7 +177,15 @@ def test_one_step_of_gradient_descent_lowers_the_main_loss_by_what_was_promised(
 
 
 @pytest.mark.parametrize(
-    "loss", [Adversarial(lr=0.5), CosReg(), MMD(sample=8), Moments(), SlicedWasserstein()]
+    "loss",
+    [
+        Adversarial(lr=0.5),
+        AdversarialMLP(lr=0.5),
+        CosReg(),
+        MMD(sample=8),
+        Moments(),
+        SlicedWasserstein(),
+    ],
 )
 def test_training_goes_on_from_a_state_to_the_last_bit(loss):
     model, batches = Net(), [batch() for _ in range(8)]
@@ -241,7 +257,15 @@ class Waits(TorchDispatchMode):
 @pytest.mark.parametrize("rule", ["lexico", "global", "sum"])
 @pytest.mark.parametrize(
     "loss",
-    [Adversarial(), CosReg(), MMD(), Moments(), SlicedWasserstein(), Relatives()],
+    [
+        Adversarial(),
+        AdversarialMLP(),
+        CosReg(),
+        MMD(),
+        Moments(),
+        SlicedWasserstein(),
+        Relatives(),
+    ],
     ids=lambda loss: type(loss).__name__,
 )
 def test_a_step_waits_for_nothing(loss, rule):
@@ -256,7 +280,9 @@ def test_a_step_waits_for_nothing(loss, rule):
 
 
 @pytest.mark.parametrize("first", ["rare", "frequent"])
-@pytest.mark.parametrize("loss", [Adversarial(), CosReg(), MMD(), SlicedWasserstein()])
+@pytest.mark.parametrize(
+    "loss", [Adversarial(), AdversarialMLP(), CosReg(), MMD(), SlicedWasserstein()]
+)
 def test_compact_and_static_rows_give_the_same_gradients(loss, first):
     model, ids = Net().double(), batch()
     other = copy.deepcopy(model)
@@ -271,7 +297,7 @@ def test_compact_and_static_rows_give_the_same_gradients(loss, first):
         assert_close(dict(other.named_parameters())[name].grad, parameter.grad)
 
 
-@pytest.mark.parametrize("loss", [Adversarial(lr=0.5), MMD(sample=8)])
+@pytest.mark.parametrize("loss", [Adversarial(lr=0.5), AdversarialMLP(lr=0.5), MMD(sample=8)])
 def test_steps_that_are_replayed_are_the_same_to_the_last_bit(loss):
     """Another size of the batch and another scale among them."""
     model, recorder = Net(), Recorder()
@@ -312,7 +338,7 @@ def test_a_recording_does_not_outlive_the_memory_of_a_table_or_a_state_that_is_l
         assert recorder.replays == 3
 
 
-@pytest.mark.parametrize("loss", [Adversarial(lr=0.5), MMD(sample=8)])
+@pytest.mark.parametrize("loss", [Adversarial(lr=0.5), AdversarialMLP(lr=0.5), MMD(sample=8)])
 @pytest.mark.parametrize("static", [False, True], ids=["compact", "static"])
 def test_what_is_prepared_beside_the_backward_is_the_same_to_the_last_bit(loss, static):
     model, batches = Net(), [batch() for _ in range(4)]

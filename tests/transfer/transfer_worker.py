@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 import rarebit as rb
 from rarebit.methods.harmless_transfer import HarmlessTransfer
 from rarebit.tables.collection import TableCollection
-from rarebit.transfer.losses import MMD, Adversarial, SlicedWasserstein
+from rarebit.transfer.losses import MMD, Adversarial, AdversarialMLP, SlicedWasserstein
 
 FIELDS = (
     rb.data.Field(name="item", rows=19),
@@ -59,6 +59,7 @@ class Story:
 
 STORIES = {
     "lexico": Story({"loss": Adversarial(lr=0.5)}),
+    "hidden": Story({"loss": AdversarialMLP(lr=0.5), "absent": "all"}),
     "global": Story({"rule": "global", "both": True}),
     "micro": Story({"loss": MMD(sample=6)}, num_parts=2),
     "sliced": Story({"loss": SlicedWasserstein(directions=4, sample=6)}),

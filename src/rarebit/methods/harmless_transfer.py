@@ -39,6 +39,7 @@ __all__ = ["HarmlessTransfer"]
 
 LOSSES: dict[str, Callable[[], losses.TransferLoss]] = {
     "adversarial": losses.Adversarial,
+    "adversarial-mlp": losses.AdversarialMLP,
     "cos-reg": losses.CosReg,
     "mmd": losses.MMD,
     "moments": losses.Moments,
@@ -79,7 +80,15 @@ class HarmlessTransfer(TrainingMethod):
     knobs: ClassVar[Mapping[str, tuple[object, ...]]] = {"scale": (1.0, 0.1, 10.0, 0.01)}
 
     loss: (
-        Literal["adversarial", "cos-reg", "mmd", "moments", "sliced-wasserstein", "relatives"]
+        Literal[
+            "adversarial",
+            "adversarial-mlp",
+            "cos-reg",
+            "mmd",
+            "moments",
+            "sliced-wasserstein",
+            "relatives",
+        ]
         | losses.TransferLoss
     ) = "adversarial"
     """How the distance of rare rows from frequent ones is measured; in your own loop also a `TransferLoss`."""
@@ -94,7 +103,7 @@ class HarmlessTransfer(TrainingMethod):
     lr: float = LR
     """The learning rate of the discriminator of the adversarial loss."""
     samples: int = 256
-    """Frequent rows of each table that a step compares with."""
+    """Frequent rows of each table that a step compares with; loss="adversarial-mlp" takes as many rare ones."""
     both: bool = False
     """Whether frequent rows move as well, towards rare ones."""
     absent: int | Literal["all"] = 0
@@ -202,6 +211,8 @@ class HarmlessTransfer(TrainingMethod):
         loss = LOSSES[self.loss]() if isinstance(self.loss, str) else self.loss
         if self.loss == "adversarial":
             loss = losses.Adversarial(lr=self.lr, seed=seed)
+        elif self.loss == "adversarial-mlp":
+            loss = losses.AdversarialMLP(seed=seed)
         return RunningTransfer(
             model,
             counts=counts,

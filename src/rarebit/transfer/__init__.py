@@ -8,6 +8,7 @@ from rarebit.transfer.ledger import Ledger
 from rarebit.transfer.losses import (
     MMD,
     Adversarial,
+    AdversarialMLP,
     CosReg,
     LossTables,
     Moments,
@@ -23,6 +24,7 @@ from rarebit.transfer.running import Explanation, RunningTransfer
 __all__ = [
     "MMD",
     "Adversarial",
+    "AdversarialMLP",
     "CosReg",
     "Explanation",
     "Ledger",

@@ -21,7 +21,7 @@ Shapes: N rows of a group of tables, F its tables, U distinct rows of a step, M 
 """
 
 import types
-from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Concatenate, Generic, Literal, NamedTuple, ParamSpec, Self, TypeVar
 
@@ -44,7 +44,15 @@ from rarebit.tables.table import field_of, full_table, methods_of
 from rarebit.technique import technique_name
 from rarebit.transfer.ledger import REMEMBERED, GroupLedger, Ledger
 from rarebit.transfer.lexico import RULES, BarrierRule, TransferRule
-from rarebit.transfer.losses import Draws, LossTables, Picked, TransferBatch, TransferLoss
+from rarebit.transfer.losses import (
+    HELD_OUT,
+    Draws,
+    LossTables,
+    Picked,
+    TransferBatch,
+    TransferLoss,
+    num_held_out,
+)
 
 ABSENT = 3 << 29
 """The first place of the random numbers that choose rare rows outside the batch."""
@@ -74,6 +82,16 @@ class Listed:
         """Return ids of each table by random numbers in [0, 1), `(S, F)`, with replacement."""
         # a product may be rounded up to the count itself
         places = torch.minimum((uniform * self.counts).long() + self.starts, self.ends)
+        return self.ids.index_select(0, places.reshape(-1)).reshape(places.shape)
+
+    def spread(self, turn: Tensor, number: int) -> Tensor:
+        """Return ids of each table, evenly spaced in its list, `(number, F)`: all of them where it has fewer.
+
+        Random numbers `(F,)` in [0, 1) shift them, so that each has the same chance.
+        """
+        step = torch.arange(number, device=self.ids.device).unsqueeze(1)
+        places = ((step + turn) * self.counts / number).long() + self.starts
+        places = torch.minimum(places, self.ends)
         return self.ids.index_select(0, places.reshape(-1)).reshape(places.shape)
 
     def ring(self, turn: Tensor, number: int) -> Tensor:
@@ -200,6 +218,13 @@ class TransferGroup:
         self._shape = shape = (num_sets, group.width // num_sets)
         self._rows, self._number = rows, number
         self._samples, self._flips = samples, both and not loss.every_row
+        # what a loss learns from apart from the batch: frequent and rare rows, of each those held out last
+        sides = (sources, targets) if loss.learns_apart else ()
+        self._apart = [
+            Listed.of(masks, self.device)
+            for side in sides
+            for masks in zip(*_held_out(side), strict=True)
+        ]
         self.running = loss.start(
             LossTables(self.names, *shape, self.device, self.dtype, self._relatives())
         )
@@ -275,9 +300,10 @@ class TransferGroup:
             turn=turn,
             draws=draws,
             look_up=self.look_up,
+            rare=read[self._samples : -REMEMBERED].transpose(0, 1) if self._apart else None,
         ).with_totals()
         flipped = self._flipped(batch) if self._flips else None
-        return batch, self._find(len(ids), batch, flipped, read[self._samples :])
+        return batch, self._find(len(ids), batch, flipped, read[-REMEMBERED:])
 
     def absent_ids(self, draws: Draws) -> Tensor | None:
         """Return ids of rare rows of each table, in the batch or not, `(n, F)`; None where none are asked for."""
@@ -288,11 +314,23 @@ class TransferGroup:
     def _draw_ids(self, draws: Draws) -> tuple[Tensor, Tensor]:
         """Return a random number per table, `(F,)`, and ids to look up, `(n, F)`.
 
-        One lookup for both: a sample of frequent rows, then the ledger's remembered rows.
+        One lookup for all: a sample of frequent rows, one of rare rows where the loss learns apart from the batch,
+        then the ledger's remembered rows.
         """
-        uniform = draws.uniform(1 + self._samples, len(self.names))
-        sampled = self.frequent.sample(uniform[1:])  # (S, F)
-        return uniform[0], torch.cat([sampled, self.ledger.ids])
+        if self._apart:
+            held = num_held_out(self._samples)
+            uniform = draws.uniform(1 + len(self._apart), len(self.names))
+            sampled = [
+                listed.spread(turn, number)
+                for listed, turn, number in zip(
+                    self._apart, uniform[1:], [self._samples - held, held] * 2, strict=True
+                )
+                if number
+            ]
+        else:
+            uniform = draws.uniform(1 + self._samples, len(self.names))
+            sampled = [self.frequent.sample(uniform[1:])]  # (S, F)
+        return uniform[0], torch.cat([*sampled, self.ledger.ids])
 
     def _find_gradient(
         self, batch: TransferBatch, flipped: TransferBatch | None, again: Tensor
@@ -333,6 +371,13 @@ class TransferGroup:
         has_rare = (self.rare.counts > 0).index_select(0, batch.table)
         moves = self.source.index_select(0, ids) & (batch.ids >= 0) & has_rare
         return replace(batch, moves=moves, others=others, flipped=True).with_totals()
+
+
+def _held_out(masks: Sequence[Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield for each table which rows to learn from, and which are held out; of few rows both are all."""
+    for mask in masks:
+        held = mask & (mask.cumsum(0) % HELD_OUT == 0)
+        yield (mask & ~held, held) if bool(held.any()) else (mask, mask)
 
 
 def _selected(
