@@ -126,7 +126,7 @@ def rowwise_sgd_with_momentum(model):
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
-@pytest.mark.parametrize("decay", [0.0, 0.5, 0.9, 0.9999])
+@pytest.mark.parametrize("decay", [0.0, 0.5, 0.9999, 1.0])
 @pytest.mark.parametrize(
     ("build", "sparse"),
     [
@@ -226,7 +226,7 @@ def test_constant_weights_average_to_themselves_in_any_number_of_steps():
 
 @given(
     kinds=st.lists(st.sampled_from(["rows", "dense", "none", "look"]), max_size=25),
-    decay=st.sampled_from([0.0, 0.3, 0.99]),
+    decay=st.sampled_from([0.0, 0.3, 0.99, 1.0]),
 )
 def test_any_order_of_sparse_dense_and_missing_gradients(kinds, decay):
     weight = nn.Parameter(torch.randn(6, 2, dtype=torch.float64))
@@ -634,10 +634,10 @@ def test_training_inside_applied_is_refused():
     optimizer.step()
 
 
-@pytest.mark.parametrize("decay", [-0.1, 1.0, float("nan")])
+@pytest.mark.parametrize("decay", [-0.1, 1.1, float("nan")])
 def test_a_decay_out_of_range_is_refused(decay):
     model = nn.Linear(2, 2)
-    with pytest.raises(SettingsError, match=r"decay must lie in \[0, 1\), got decay="):
+    with pytest.raises(SettingsError, match=r"decay must lie in \[0, 1\], got decay="):
         EMA(model, sgd(model), decay=decay)
 
 

@@ -7,6 +7,8 @@ the weight w ever since needs one formula:
 
     average_t = average_s + share · (w - average_s)        share = (1 - d^(t-s)) / (1 - d^t)
 
+For d = 1 it is the plain mean of the weights after each step, and share = (t - s) / t.
+
 So each row of a table keeps the step its average was last brought up to. It is brought up to date
 with its old weight just before the optimizer changes it, and all rows once before they are used.
 """
@@ -33,7 +35,7 @@ CHUNK = 1 << 18
 class EMA:
     """The unbiased exponential moving average of every trained parameter, for evaluating and saving.
 
-    It follows the optimizer by hooks, so the loop stays as it is. Tables with sparse gradients cost what their batch
+    With `decay=1` it is their plain mean. It follows the optimizer by hooks, so the loop stays as it is. Tables with sparse gradients cost what their batch
     costs. Only the optimizer's steps may change weights. Buffers, such as the statistics of batch normalisation, are not
     averaged. The memory is one copy of the weights, and 4 bytes per row of each table with sparse gradients.
 
@@ -52,11 +54,10 @@ class EMA:
     """
 
     def __init__(self, model: nn.Module, optimizer: Optimizer, decay: float = 0.999) -> None:
-        require(0.0 <= decay < 1.0, f"decay must lie in [0, 1), got decay={decay}")
+        require(0.0 <= decay <= 1.0, f"decay must lie in [0, 1], got decay={decay}")
         self.model, self.decay = model, decay
-        self._rate = math.log(
-            max(decay, sys.float_info.min)
-        )  # whose powers vanish as those of 0 do
+        # the powers of the smallest number vanish as those of 0 do
+        self._rate = math.log(max(decay, sys.float_info.min))
         parameters = _trained_parameters(model, optimizer)
         # one count per device, so that a step never waits for another one
         self._counts = {
@@ -352,7 +353,8 @@ class _Average:
 
 def _share(count: Tensor, step: Tensor, rate: float) -> Tensor:
     """Return the share of a weight that came after `step`, (1 - d^(count - step)) / (1 - d^count), for d = exp(rate)."""
-    share = torch.expm1((count - step).double() * rate) / torch.expm1(count.double() * rate)
+    since, steps = (count - step).double(), count.double()
+    share = torch.expm1(since * rate) / torch.expm1(steps * rate) if rate else since / steps
     return share.masked_fill_(step == 0, 1.0)  # also before the first step, where it is 0 / 0
 
 
