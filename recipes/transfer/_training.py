@@ -1,14 +1,17 @@
 """One training of the language model: an arm and a seed, stopped and taken up again at any step."""
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
+from itertools import accumulate, chain
 from typing import Any
 
+import numpy as np
 import torch
 from _arms import Arm
 from _language_model import LanguageModel, Sizes
-from _recorded import RecordedStep
+from _recorded import RecordedSteps
 from _text import Text
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -16,7 +19,10 @@ from torch.nn import functional as F
 import rarebit as rb
 from rarebit.errors import DataError, NotFiniteError
 
-__all__ = ["LanguageTraining", "Schedule", "perplexities"]
+__all__ = ["LanguageTraining", "PaperSchedule", "Schedule", "perplexities"]
+
+Cuts = list[tuple[int, int]]
+"""Where the batches of an epoch begin in the columns of the text, and their lengths."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,12 +47,78 @@ class Schedule:
     """The weight of that of their change from word to word: its beta."""
     eval_batch_size: int = 80
 
-    def rate(self, step: int, steps: int) -> float:
-        """Return the learning rate of a step, counted from 0, of so many."""
+    def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
+        """Return Adam, on a GPU in the form that can be recorded, with its rate on the device."""
+        decay, device = self.weight_decay, next(model.parameters()).device
+        if device.type != "cuda":
+            return torch.optim.Adam(model.parameters(), weight_decay=decay)
+        rate = torch.zeros((), device=device)
+        return torch.optim.Adam(
+            model.parameters(), lr=rate, weight_decay=decay, fused=True, capturable=True
+        )
+
+    def cuts(self, rows: int, seed: int) -> list[Cuts]:
+        """Return how columns of so many words are cut in each epoch: all alike, what is left over is dropped."""
+        del seed
+        starts = range(0, rows - self.length, self.length)
+        return [[(start, self.length) for start in starts]] * self.epochs
+
+    def starts_averaging(self, valid: Sequence[float]) -> bool:
+        """Return whether to average weights after epochs of these validation perplexities."""
+        del valid
+        return False
+
+    def rate(self, step: int, steps: int, length: int) -> float:
+        """Return the learning rate of a step, counted from 0, of so many, for a batch of this length."""
+        del length
         rising = max(1, round(self.warm_up * steps))
         if step < rising:
             return self.lr * (step + 1) / rising
         return self.lr * 0.5 * (1 + math.cos(math.pi * (step - rising) / max(1, steps - rising)))
+
+
+@dataclass(frozen=True, kw_only=True)
+class PaperSchedule(Schedule):
+    """AWD-LSTM's own: SGD, batches of a random length, and the mean of the weights once validation stalls (NT-ASGD).
+
+    NOTE[DIFF]: AWD-LSTM takes 750 epochs and 750 more from the averaged weights, and scores test in one column.
+    """
+
+    epochs: int = 50
+    lr: float = 30.0
+    eval_batch_size: int = 10
+    trigger: int = 5
+    """Averaging starts after an epoch that is worse than the best of those before the last so many."""
+
+    def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
+        """Return SGD, on a GPU with its rate on the device."""
+        device, decay = next(model.parameters()).device, self.weight_decay
+        rate = torch.zeros((), device=device) if device.type == "cuda" else self.lr
+        return torch.optim.SGD(model.parameters(), lr=rate, weight_decay=decay, fused=True)
+
+    def cuts(self, rows: int, seed: int) -> list[Cuts]:
+        """Return batches of about `length` words, one in twenty of about half as many."""
+        draws, epochs = np.random.default_rng(seed), []
+        for _ in range(self.epochs):
+            start, cuts = 0, []
+            while start < rows - 2:
+                mean = self.length if draws.random() < 0.95 else self.length / 2
+                length = max(5, int(draws.normal(mean, 5)))
+                length = min(length, rows - 1 - start)
+                cuts.append((start, length))
+                start += length
+            epochs.append(cuts)
+        return epochs
+
+    def starts_averaging(self, valid: Sequence[float]) -> bool:
+        """Return whether the last of these epochs is worse than the best of those before the last few."""
+        *earlier, last = valid
+        return len(earlier) > self.trigger and last > min(earlier[: -self.trigger])
+
+    def rate(self, step: int, steps: int, length: int) -> float:
+        """Return a rate that follows the length of the batch: its loss is a mean over the words."""
+        del step, steps
+        return self.lr * length / self.length
 
 
 class LanguageTraining:
@@ -69,53 +141,57 @@ class LanguageTraining:
         words = len(text.counts)
         self.model = LanguageModel(words, sizes).to(device)
         self.model.random = torch.Generator(device).manual_seed(seed)
-        self.optimizer = make_optimizer(self.model, schedule)
+        self.optimizer = schedule.optimizer(self.model)
+        self.average: rb.EMA | None = None
+        """The mean of the weights since averaging started."""
         self.transfer = self._transfer(text, arm, scale * arm.scale_for(words), selection, seed)
         self.train_columns = columns(text.train, schedule.batch_size).to(device)
         evaluated = (text.valid, text.test)
         self.valid, self.test = (columns(p, schedule.eval_batch_size).to(device) for p in evaluated)
         self.is_head = text.is_head.to(device)
-        # always as many words, so that a step can be recorded
-        self.starts = range(0, len(self.train_columns) - schedule.length, schedule.length)
-        if not self.starts:
+        epochs = schedule.cuts(len(self.train_columns), seed)
+        self.cuts = list(chain.from_iterable(epochs))
+        self.ends = list(accumulate(map(len, epochs)))
+        """How many batches there are up to the end of each epoch."""
+        if not self.cuts:
             raise DataError(
                 f"a batch is {schedule.batch_size} x {schedule.length} words, the training text has "
                 f"{len(text.train)}; lower --batch-size"
             )
-        self.tokens = self.train_columns[: schedule.length].clone()
+        self.tokens = self.train_columns[: max(length for _, length in self.cuts)].clone()
         self.targets = self.tokens.clone()
         self.hidden = [(h, h.clone()) for h, _ in self.model.start(schedule.batch_size)]
         self.loss_sum = torch.zeros((), device=device)
         self.step = 0
         self.history: list[dict[str, Any]] = []
         self.best: dict[str, Tensor] = {}
-        self._update = RecordedStep(self._train_on_batch, self.model.random)
+        self._update = RecordedSteps(self._train_on_batch, self.model.random)
         _wait(device)
 
     @property
     def steps(self) -> int:
         """How many steps there are in all."""
-        return self.schedule.epochs * len(self.starts)
+        return len(self.cuts)
 
     @property
     def is_recorded(self) -> bool | str:
         """Whether steps are replayed from a recording on a GPU, or why they are not."""
-        return self._update.why_not or self._update.graph is not None
+        return self._update.why_not or bool(self._update.graphs)
 
     def train_step(self, said: Callable[[str], None]) -> bool:
         """Make one step, and at the end of an epoch look how well it went; return whether it was the last."""
-        schedule, start = self.schedule, self.starts[self.step % len(self.starts)]
+        start, length = self.cuts[self.step]
         with torch.cuda.stream(self._update.stream):
             if start == 0:
                 for state in self.hidden:
                     torch._foreach_zero_(state)  # in place: a recording reads these
-            self._set_rate(schedule.rate(self.step, self.steps))
-            tokens, targets = batch_at(self.train_columns, start, schedule.length)
-            self.tokens.copy_(tokens)
-            self.targets.copy_(targets)
-            self._update()
+            self._set_rate(self.schedule.rate(self.step, self.steps, length))
+            tokens, targets = batch_at(self.train_columns, start, length)
+            self.tokens[:length].copy_(tokens)
+            self.targets[:length].copy_(targets)
+            self._update(length)
             self.step += 1
-            if self.step % len(self.starts) == 0:
+            if self.step in self.ends:
                 self._end_epoch(said)
         return self.step == self.steps
 
@@ -142,6 +218,7 @@ class LanguageTraining:
             "model": self.model.state_dict(),
             "optimizer": self.optimizer.state_dict(),
             "transfer": None if self.transfer is None else self.transfer.state_dict(),
+            "average": None if self.average is None else self.average.training_state(),
             "random": self.model.random.get_state(),
             "step": self.step,
             "hidden": self.hidden,
@@ -158,6 +235,8 @@ class LanguageTraining:
         self.optimizer.load_state_dict(_moved(state["optimizer"], device))
         if self.transfer is not None:
             self.transfer.load_state_dict(_moved(state["transfer"], device))
+        if state.get("average") is not None:
+            self._start_averaging().load_training_state(_moved(state["average"], device))
         self.model.random.set_state(state["random"])
         self.hidden, self.loss_sum = _moved((state["hidden"], state["loss_sum"]), device)
         self.step, self.history, self.best = state["step"], state["history"], state["best"]
@@ -180,12 +259,18 @@ class LanguageTraining:
             else:
                 group["lr"] = rate
 
-    def _train_on_batch(self) -> None:
-        """Train on the batch that lies in `tokens` and `targets`."""
+    def _start_averaging(self) -> rb.EMA:
+        self._update.forget()
+        self.average = rb.EMA(self.model, self.optimizer, decay=1.0)
+        return self.average
+
+    def _train_on_batch(self, length: int) -> None:
+        """Train on the batch of this length that lies in `tokens` and `targets`."""
         schedule = self.schedule
         self.optimizer.zero_grad()  # first: a recording that failed may have left gradients
-        found = self.model(self.tokens, self.hidden)
-        loss = F.cross_entropy(found.logits.flatten(0, 1).float(), self.targets.reshape(-1))
+        found = self.model(self.tokens[:length], self.hidden)
+        targets = self.targets[:length].reshape(-1)
+        loss = F.cross_entropy(found.logits.flatten(0, 1).float(), targets)
         penalty = schedule.size_penalty * found.size + schedule.change_penalty * found.change
         if self.transfer is None:
             (loss + penalty).backward()
@@ -198,19 +283,23 @@ class LanguageTraining:
         self.loss_sum += loss.detach()
 
     def _end_epoch(self, said: Callable[[str], None]) -> None:
-        train = float(self.loss_sum) / len(self.starts)
-        self.loss_sum.zero_()
         epoch = len(self.history) + 1
+        train = float(self.loss_sum) / (self.step - (0, *self.ends)[epoch - 1])
+        self.loss_sum.zero_()
         if not math.isfinite(train):
             raise NotFiniteError(
                 f"the training loss must be finite, got {train} in epoch {epoch}; lower --lr"
             )
-        self.model.eval()
-        valid = perplexities(self.model, self.valid, self.is_head, self.schedule.length)
-        self.model.train()
-        if all(valid["all"] < earlier["valid"]["all"] for earlier in self.history):
-            self.best = {name: value.clone() for name, value in self.model.state_dict().items()}
-        self.history.append({"train": math.exp(min(train, 700.0)), "valid": valid})
+        with nullcontext() if self.average is None else self.average.applied():
+            valid = perplexities(self.model, self.valid, self.is_head, self.schedule.length)
+            if all(valid["all"] < earlier["valid"]["all"] for earlier in self.history):
+                self.best = {name: value.clone() for name, value in self.model.state_dict().items()}
+        averaged = {} if self.average is None else {"averaged": True}
+        self.history.append({"train": math.exp(min(train, 700.0)), "valid": valid, **averaged})
+        if self.average is None and self.schedule.starts_averaging(
+            [earlier["valid"]["all"] for earlier in self.history]
+        ):
+            self._start_averaging()
         said(
             f"epoch {epoch}: training perplexity {self.history[-1]['train']:.1f}, validation "
             f"{valid['all']:.2f} (head {valid['head']:.2f}, tail {valid['tail']:.1f})"
@@ -247,17 +336,6 @@ def perplexities(
         "tail": tail_loss / max(tails, 1.0),
     }
     return {name: math.exp(min(mean, 700.0)) for name, mean in means.items()}
-
-
-def make_optimizer(model: nn.Module, schedule: Schedule) -> torch.optim.Optimizer:
-    """Return Adam, on a GPU in the form that can be recorded, with its rate on the device."""
-    decay, device = schedule.weight_decay, next(model.parameters()).device
-    if device.type != "cuda":
-        return torch.optim.Adam(model.parameters(), weight_decay=decay)
-    rate = torch.zeros((), device=device)
-    return torch.optim.Adam(
-        model.parameters(), lr=rate, weight_decay=decay, fused=True, capturable=True
-    )
 
 
 def columns(tokens: Tensor, number: int) -> Tensor:

@@ -1,10 +1,11 @@
 """Harmless transfer in a tied language model on WikiText-2: perplexity of all, of frequent and of rare words.
 
-    python recipes/transfer/wikitext.py --from wikitext-2 --device cuda --minutes 10
+    python recipes/transfer/wikitext.py --from wikitext-2 --paper --device cuda --minutes 10
 
 Each arm of `_arms.py` is trained with the same seeds: the same first weights, the same dropout. Validation
 picks the epoch, and the weight of the transfer loss where several are tried (`--scales`); test reports.
-The model and its dropouts are AWD-LSTM's, the schedule is a short one: see `_training.py`.
+The model and its dropouts are AWD-LSTM's; so is the schedule with `--paper`, else it is a short one: see
+`_training.py`. An arm whose best epoch is the last one in most of its runs is cut off, and compared with none.
 
 A run that was stopped goes on with the same command. What is there is in OUT/wikitext.json.
 """
@@ -15,7 +16,7 @@ import statistics
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ import torch
 from _arms import ARMS
 from _language_model import LanguageModel, Sizes
 from _runs import Run, Study, load_text, machine_of, make_runs, write_json
-from _training import Schedule
+from _training import PaperSchedule, Schedule
 
 from rarebit.errors import RarebitError, SettingsError
 
@@ -40,6 +41,7 @@ SMALL_SIZES = Sizes(
     weight_drop=0.1,
 )
 SMALL_SCHEDULE = Schedule(epochs=3, batch_size=4, length=20, lr=2e-2, eval_batch_size=4)
+SMALL_PAPER = PaperSchedule(epochs=8, batch_size=4, length=20, lr=5.0, eval_batch_size=4, trigger=2)
 BASELINE = "baseline"
 
 
@@ -108,6 +110,9 @@ def parse(given: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--together", type=count, default=1, help="runs side by side, which a GPU does sooner"
     )
+    parser.add_argument(
+        "--paper", action="store_true", help="SGD at 30 and NT-ASGD, 50 epochs, in place of Adam"
+    )
     for name, kind in (("epochs", count), ("batch-size", count), ("lr", float)):
         parser.add_argument(f"--{name}", type=kind, help="in place of the schedule's own")
     return parser.parse_args(given)
@@ -115,7 +120,10 @@ def parse(given: Sequence[str] | None) -> argparse.Namespace:
 
 def study_of(options: argparse.Namespace, began: float) -> Study:
     """Return what all runs share."""
-    base = SMALL_SCHEDULE if options.small else Schedule()
+    if options.paper:
+        base: Schedule = SMALL_PAPER if options.small else PaperSchedule()
+    else:
+        base = SMALL_SCHEDULE if options.small else Schedule()
     changed = {
         name: getattr(options, name)
         for name in ("epochs", "batch_size", "lr")
@@ -127,7 +135,7 @@ def study_of(options: argparse.Namespace, began: float) -> Study:
         source=options.source,
         out=options.out,
         sizes=SMALL_SIZES if options.small else Sizes(),
-        schedule=Schedule(**asdict(base) | changed),
+        schedule=replace(base, **changed),
         device=options.device,
         deadline=began + 60 * options.minutes,
     )
@@ -168,11 +176,29 @@ def figures(
             for name, other in trials(options)
             if name == arm and (result := Run(arm=arm, scale=other, seed=0).result(study))
         }
-    return {"picked": dict(picked), "tried": tried, "results": results, "missing": missing}
+    cut_off = {arm: is_cut_off(by_seed) for arm, by_seed in results.items()}
+    return {
+        "picked": dict(picked),
+        "tried": tried,
+        "results": results,
+        "cut_off": cut_off,
+        "missing": missing,
+    }
+
+
+def is_cut_off(by_seed: Mapping[str, Any]) -> bool:
+    """Return whether the best epoch is the last one in most runs: longer training might rank them otherwise.
+
+    >>> runs = [{"best_epoch": best, "history": [{}] * 5} for best in (5, 4, 5)]
+    >>> is_cut_off(dict(enumerate(runs))), is_cut_off(dict(enumerate(runs[:2])))
+    (True, False)
+    """
+    last = [run["best_epoch"] == len(run["history"]) for run in by_seed.values()]
+    return sum(last) > len(last) / 2
 
 
 def print_report(report: Mapping[str, Any]) -> None:
-    """Print a line an arm: perplexities, and the difference to the baseline of the same seeds."""
+    """Print a line per arm: perplexities, and the difference to the baseline of the same seeds."""
     results = report["results"]
     print(
         f"\n{'arm':27}{'runs':>5}{'valid':>16}{'test':>16}{'head':>16}{'tail':>18}{'over baseline':>17}"
@@ -188,7 +214,9 @@ def print_report(report: Mapping[str, Any]) -> None:
                 ("test", "tail"),
             )
         ]
-        over = summary(differences(results.get(BASELINE, {}), by_seed)) if arm != BASELINE else "-"
+        over = "-" if arm == BASELINE else summary(differences(results.get(BASELINE, {}), by_seed))
+        if report["cut_off"][arm] or report["cut_off"].get(BASELINE):
+            over = "cut off"
         widths = (16, 16, 16, 18)
         line = "".join(cell.rjust(width) for cell, width in zip(cells, widths, strict=True))
         print(f"{arm:27}{len(runs):>5}{line}{over:>17}")

@@ -7,6 +7,7 @@ import json
 import math
 import os
 import re
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -41,6 +42,7 @@ sys.path.remove(str(FOLDER))
 
 SIZES, SCHEDULE = wikitext.SMALL_SIZES, wikitext.SMALL_SCHEDULE
 SHORT = dataclasses.replace(SCHEDULE, epochs=1, batch_size=8, length=40)
+PAPER = dataclasses.replace(wikitext.SMALL_PAPER, epochs=5, batch_size=8, trigger=1, lr=30.0)
 
 
 @pytest.fixture(scope="module")
@@ -81,10 +83,37 @@ def test_columns_hold_the_text_and_each_word_is_asked_once():
 
 def test_the_rate_rises_and_falls():
     schedule = dataclasses.replace(SCHEDULE, lr=8.0, warm_up=0.2)
-    rates = [schedule.rate(step, 10) for step in range(10)]
+    rates = [schedule.rate(step, 10, 70) for step in range(10)]
     assert rates[:3] == [4.0, 8.0, 8.0]
     assert rates[6] == pytest.approx(4.0)
     assert rates[9] == pytest.approx(4.0 * (1 + math.cos(math.pi * 7 / 8)))
+
+
+def test_the_papers_batches_are_of_a_random_length_and_miss_no_word():
+    schedule = training.PaperSchedule(epochs=3)
+    epochs = schedule.cuts(26_000, seed=4)
+    assert epochs == schedule.cuts(26_000, seed=4) != schedule.cuts(26_000, seed=5)
+    assert epochs[0] != epochs[1]
+    for cuts in epochs:
+        starts, lengths = zip(*cuts, strict=True)
+        assert list(starts) == [sum(lengths[:i]) for i in range(len(starts))]
+        assert 26_000 - 2 <= sum(lengths) <= 26_000 - 1  # the last word is only asked for
+        assert min(lengths) >= 2
+    lengths = torch.tensor([length for cuts in epochs for _, length in cuts[:-1]]).double()
+    long = lengths[lengths > 52]
+    assert 0.9 < len(long) / len(lengths) < 0.99
+    assert 69 < float(long.mean()) < 70  # cut off after the point
+    assert 4.5 < float(long.std()) < 5.5
+    assert schedule.rate(3, 9, 35) == 15.0
+
+
+def test_averaging_starts_after_an_epoch_worse_than_the_best_but_the_last_five():
+    schedule = training.PaperSchedule()
+    falling = [9.0, 8.0, 7.0, 6.0, 5.0, 4.0]
+    assert not schedule.starts_averaging([*falling, 8.9])
+    assert schedule.starts_averaging([*falling, 9.1])
+    assert not schedule.starts_averaging([*falling[1:], 9.1])  # too few
+    assert schedule.starts_averaging([2.0, *falling, 2.1])
 
 
 def test_perplexity_is_that_of_a_loop_over_words(text):
@@ -134,9 +163,12 @@ def test_only_seeds_decide_what_a_run_starts_from(text):
     assert not torch.equal(first.model.embedding.weight, other.model.embedding.weight)
 
 
-@pytest.mark.parametrize("stop", [1, 12])
-def test_a_run_that_was_stopped_goes_on_to_the_bit(text, tmp_path, stop):
-    schedule = dataclasses.replace(SHORT, epochs=3, length=20)
+ADAM = dataclasses.replace(SHORT, epochs=3, length=20)
+
+
+# the average starts after the third epoch, 22 steps
+@pytest.mark.parametrize(("schedule", "stop"), [(ADAM, 1), (ADAM, 12), (PAPER, 20), (PAPER, 33)])
+def test_a_run_that_was_stopped_goes_on_to_the_bit(text, tmp_path, schedule, stop):
     whole = trained(started(text, "adversarial-lexico", schedule=schedule)).result()
     made = trained(started(text, "adversarial-lexico", schedule=schedule), stop)
     checkpoints = CheckpointFolder(tmp_path)
@@ -166,7 +198,7 @@ def test_training_is_a_plain_loop(text):
         start = starts[step % len(starts)]
         if start == 0:
             hidden = model.start(8)
-        optimizer.param_groups[0]["lr"] = schedule.rate(step, 2 * len(starts))
+        optimizer.param_groups[0]["lr"] = schedule.rate(step, 2 * len(starts), 30)
         found = model(pieces[:, start : start + 30].T, hidden)
         loss = F.cross_entropy(found.logits.permute(1, 2, 0), pieces[:, start + 1 : start + 31])
         optimizer.zero_grad()
@@ -176,6 +208,45 @@ def test_training_is_a_plain_loop(text):
         hidden = [(one.detach(), other.detach()) for one, other in found.hidden]
     for name, value in trained(made).model.state_dict().items():
         torch.testing.assert_close(value, model.state_dict()[name], rtol=1e-4, atol=1e-5, msg=name)
+
+
+def test_the_papers_training_is_sgd_and_the_mean_of_the_weights_since_validation_stalled(text):
+    dropouts = [name for name in vars(SIZES) if "drop" in name]
+    sizes = dataclasses.replace(SIZES, **dict.fromkeys(dropouts, 0.0))
+    made = training.LanguageTraining(text, arms.ARMS["baseline"], sizes=sizes, schedule=PAPER)
+    torch.manual_seed(0)
+    model = language_model.LanguageModel(len(text.counts), sizes)
+    pieces = training.columns(text.train, 8)
+    valid, averaged, since = [], [], None
+    for cuts in PAPER.cuts(len(pieces), seed=0):
+        hidden = model.start(8)
+        for start, length in cuts:
+            found = model(pieces[start : start + length], hidden)
+            targets = pieces[start + 1 : start + length + 1]
+            loss = F.cross_entropy(found.logits.permute(0, 2, 1), targets)
+            model.zero_grad()
+            (loss + 2.0 * found.size + found.change).backward()
+            nn.utils.clip_grad_norm_(model.parameters(), 0.25)
+            with torch.no_grad():
+                for weight in model.parameters():
+                    weight.sub_(30.0 * length / 20 * (weight.grad + 1.2e-6 * weight))
+            hidden = [(one.detach(), other.detach()) for one, other in found.hidden]
+            if since is not None:
+                since.append({name: p.detach().clone() for name, p in model.named_parameters()})
+        scored = language_model.LanguageModel(len(text.counts), sizes)
+        scored.load_state_dict(model.state_dict())
+        if since is not None:
+            means = {name: sum(step[name] for step in since) / len(since) for name in since[0]}
+            scored.load_state_dict(means, strict=False)
+        found = training.perplexities(scored, made.valid, made.is_head, PAPER.length)
+        valid.append(found["all"])
+        averaged.append(since is not None)
+        if since is None and len(valid) > 2 and valid[-1] > min(valid[:-2]):
+            since = []
+    assert averaged == [False] * 3 + [True] * 2
+    result = trained(made).result()
+    assert [epoch["valid"]["all"] for epoch in result["history"]] == pytest.approx(valid, rel=1e-3)
+    assert [epoch.get("averaged", False) for epoch in result["history"]] == averaged
 
 
 def test_the_weights_of_the_transfer_losses_are_those_of_their_papers():
@@ -263,13 +334,70 @@ def test_all_arms_are_compared_and_stored(tmp_path, capsys):
     assert "starts" in output
     line = next(line for line in output.splitlines() if line.startswith("adversarial-lexico  "))
     tests = [one["test"]["all"] for one in stored["results"]["adversarial-lexico"].values()]
-    base = [one["test"]["all"] for one in stored["results"]["baseline"].values()]
     assert f"{sum(tests) / 2:.2f} ±" in line
-    assert f"{(sum(tests) - sum(base)) / 2:.2f} ±" in line
+    assert stored["cut_off"] == dict.fromkeys(arms.ARMS, True)  # the best of one epoch is the last
+    assert line.endswith("cut off")
 
     again = wikitext.main([*SMALL, "--out", str(tmp_path)])
     assert results_of(again) == results_of(stored)
     assert "starts" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("best", "base_best", "over"),
+    [
+        ((2, 3, 2), (1, 2, 3), "-2.00 ± 1.00"),
+        ((2, 3, 3), (1, 2, 3), "cut off"),  # most of its runs end with their best epoch
+        ((2, 2, 2), (3, 3, 2), "cut off"),  # most of the baseline's
+    ],
+)
+def test_an_arm_that_was_still_learning_is_not_compared(capsys, best, base_best, over):
+    def runs(epochs, tests):
+        return {
+            str(seed): {
+                "best_epoch": epoch,
+                "history": [{}] * 3,
+                "valid": {"all": 9.0},
+                "test": {"all": test, "head": 1.0, "tail": 2.0},
+            }
+            for seed, (epoch, test) in enumerate(zip(epochs, tests, strict=True))
+        }
+
+    results = {"baseline": runs(base_best, (9.0, 9.0, 9.0)), "cosreg-sum": runs(best, (6, 7, 8))}
+    cut_off = {arm: wikitext.is_cut_off(by_seed) for arm, by_seed in results.items()}
+    wikitext.print_report({"results": results, "cut_off": cut_off, "missing": []})
+    lines = capsys.readouterr().out.splitlines()
+    assert next(line for line in lines if line.startswith("cosreg-sum")).endswith(over)
+
+
+@pytest.mark.slow
+def test_a_run_of_the_papers_schedule_that_is_killed_ends_as_one_that_was_not(tmp_path):
+    chosen = ["--small", "--paper", "--arms", "adversarial-select-lexico", "--seeds", "1"]
+    command = [sys.executable, "-u", str(FOLDER / "wikitext.py"), *chosen, "--epochs", "5"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
+    for signal_, line in ((signal.SIGTERM, "epoch 2"), (signal.SIGKILL, "epoch 3")):
+        run = subprocess.Popen(
+            [*command, "--out", str(tmp_path / "cut")],
+            env=environment,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        with run:
+            assert any(line in said for said in run.stdout)
+            run.send_signal(signal_)
+    assert list((tmp_path / "cut").glob("runs/*/checkpoints/0*"))
+    ends = {}
+    for folder in ("cut", "whole"):
+        done = subprocess.run(
+            [*command, "--out", str(tmp_path / folder)],
+            env=environment,
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+        assert ("goes on at step" in done.stdout) == (folder == "cut")
+        ends[folder] = json.loads((tmp_path / folder / "wikitext.json").read_text("utf-8"))
+    assert ends["cut"]["results"] == ends["whole"]["results"]
 
 
 @pytest.mark.slow
@@ -336,20 +464,21 @@ def test_runs_that_the_deadline_stops_lose_nothing(tmp_path, monkeypatch, capsys
 
 def test_a_step_on_the_cpu_is_not_recorded():
     made = []
-    step = recorded.RecordedStep(lambda: made.append(1), torch.Generator())
-    for _ in range(5):
-        step()
-    assert len(made) == 5
-    assert step.graph is None
+    step = recorded.RecordedSteps(made.append, torch.Generator())
+    for size in (1, 1, 2, 1, 1):
+        step(size)
+    assert made == [1, 1, 2, 1, 1]
+    assert not step.graphs
     assert step.why_not is None
 
 
 @needs_cuda
-def test_recorded_steps_train_as_ordinary_ones(text, monkeypatch):
-    ours = trained(started(text, "adversarial-lexico", schedule=SCHEDULE, device="cuda"))
+@pytest.mark.parametrize("schedule", [SCHEDULE, dataclasses.replace(PAPER, epochs=20, lr=5.0)])
+def test_recorded_steps_train_as_ordinary_ones(text, monkeypatch, schedule):
+    ours = trained(started(text, "adversarial-lexico", schedule=schedule, device="cuda"))
     assert ours.is_recorded is True
     monkeypatch.setattr(recorded, "WARM_UP", -1)
-    theirs = trained(started(text, "adversarial-lexico", schedule=SCHEDULE, device="cuda"))
+    theirs = trained(started(text, "adversarial-lexico", schedule=schedule, device="cuda"))
     assert theirs.is_recorded is False
     ours, theirs = ours.result(), theirs.result()
     assert ours["valid"]["all"] == pytest.approx(theirs["valid"]["all"], rel=0.02)
