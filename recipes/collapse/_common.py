@@ -63,7 +63,7 @@ PLAIN_VALUES = (str, int, float, list, bool, type(None))
 
 
 def arguments(
-    doc: str, *, seeds: int = 3, trains: bool = True, epochs: int = 20
+    doc: str, *, seeds: int = 3, trains: bool = True, epochs: int = 100
 ) -> argparse.ArgumentParser:
     """Return a parser with the options of all recipes; `trains`: those of data and training, too."""
     parser = argparse.ArgumentParser(description=doc.split("\n", 1)[0])
@@ -77,7 +77,7 @@ def arguments(
         parser.add_argument(
             "--rows", type=count, default=250_000, help="of the built-in log, without --data"
         )
-        parser.add_argument("--epochs", type=count, default=epochs, help="most passes")
+        parser.add_argument("--epochs", type=count, default=epochs, help="at most")
         parser.add_argument("--batch-size", type=count, default=2048)
         parser.add_argument("--lr", type=float, default=1e-3)
     return parser

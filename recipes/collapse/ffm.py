@@ -21,6 +21,7 @@ from _common import (
     BLUE,
     ORANGE,
     Report,
+    Trained,
     abundances,
     arguments,
     count,
@@ -49,11 +50,11 @@ def main(given: Sequence[str] | None = None) -> dict[str, Any]:
     options = parse(given)
     splits = log_of(options)
     report = Report("ffm", options, splits)
-    untrained, trained, aucs = [], [], []
+    untrained, trained, made = [], [], []
     for seed in range(options.seeds):
         model = start_model("ffm", splits, seed, dim=options.dim, init="xavier")
         untrained.append(look_at(model))
-        aucs.append(train(model, splits, options, seed=seed).auc)
+        made.append(train(model, splits, options, seed=seed))
         trained.append(look_at(model))
     matrix, figures = mean_of(trained), to_figures(untrained, trained)
     print_matrix(matrix, figures)
@@ -70,9 +71,11 @@ def main(given: Sequence[str] | None = None) -> dict[str, Any]:
             for name in matrix.fields
         ]
     )
-    fm_aucs = [auc for auc, _ in plain]
+    aucs, fm_aucs = [one.auc for one in made], [one.auc for one, _ in plain]
     print_table([{"": "test AUC", "FM": summary(fm_aucs), "FFM": summary(aucs)}])
     figures |= {"auc": aucs, "fm_auc": fm_aucs, "fm_abundance": fm}
+    figures["best_epoch"] = [one.best_epoch for one in made]
+    figures["fm_best_epoch"] = [one.best_epoch for one, _ in plain]
     return report.write(figures, lambda: draw(matrix, fm, kept, options.dim))
 
 
@@ -85,10 +88,10 @@ def parse(given: Sequence[str] | None) -> argparse.Namespace:
 
 def train_fm(
     splits: rb.data.Splits, options: argparse.Namespace, seed: int
-) -> tuple[float, dict[str, float]]:
-    """Return the AUC of FM and the information abundance of its tables."""
+) -> tuple[Trained, dict[str, float]]:
+    """Return the training of FM and the information abundance of its tables."""
     model = start_model("fm", splits, seed, dim=options.dim, init="xavier")
-    return train(model, splits, options, seed=seed).auc, abundances(model)
+    return train(model, splits, options, seed=seed), abundances(model)
 
 
 def draw(matrix: Matrix, fm: Mapping[str, float], kept: Mapping[str, float], dim: int) -> "Figure":

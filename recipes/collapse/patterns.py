@@ -98,6 +98,7 @@ def train_side(side: str, splits: rb.data.Splits, options: argparse.Namespace, s
         "side": side,
         "seed": seed,
         "auc": trained.auc,
+        "best_epoch": trained.best_epoch,
         "patterns": norms[:, 0].tolist(),
         **{f"untrained_{name}": value for name, value in measures(untrained).items()},
         **measures(norms),

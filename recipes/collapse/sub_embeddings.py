@@ -42,16 +42,18 @@ def main(given: Sequence[str] | None = None) -> dict[str, Any]:
     options = parse(given)
     splits = log_of(options)
     report = Report("sub_embeddings", options, splits)
-    untrained, trained, aucs = [], [], []
+    untrained, trained, made = [], [], []
     for seed in range(options.seeds):
         model = start_model("dcn_v2@me", splits, seed, dim=options.dim)
         untrained.append(look_at(model))
-        aucs.append(train(model, splits, options, seed=seed).auc)
+        made.append(train(model, splits, options, seed=seed))
         trained.append(look_at(model))
     figures = to_figures(untrained, trained)
     print_matrix(mean_of(trained), figures)
-    print_table([{"": "test AUC", " ": summary(aucs)}])
-    return report.write({**figures, "auc": aucs}, lambda: draw(mean_of(trained), options.dim))
+    figures["auc"] = [one.auc for one in made]
+    figures["best_epoch"] = [one.best_epoch for one in made]
+    print_table([{"": "test AUC", " ": summary(figures["auc"])}])
+    return report.write(figures, lambda: draw(mean_of(trained), options.dim))
 
 
 def parse(given: Sequence[str] | None) -> argparse.Namespace:

@@ -201,6 +201,7 @@ def test_ffm_runs(ran):
     assert len(stored["matrix"]["abundance"]) == len(fields) == 8
     assert all(1 <= value <= 3 for value in stored["fm_abundance"].values())
     assert len(stored["rise_along_others"]) == len(stored["auc"]) == len(stored["fm_auc"]) == 2
+    assert stored["best_epoch"] == stored["fm_best_epoch"] == [1, 1]
     assert "FM" in printed
 
 
@@ -209,6 +210,7 @@ def test_sub_embeddings_run(ran):
     assert len(stored["matrix"]["others"]) == len(stored["other_means"]) == 10
     values = [value for row in stored["matrix"]["abundance"] for value in row]
     assert all(1 <= value <= 4 for value in values)
+    assert stored["best_epoch"] == [1, 1]
     assert "untrained" in printed
 
 
