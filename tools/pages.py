@@ -37,6 +37,7 @@ Options, each after ` | `:
     alone                  an interval for this comparison alone; `one control` corrects as if all methods of the
                            study had this control; `averaged` is the interval of scores averaged over seeds
     model, seeds, size,
+    start, trials,
     verdict, wins          a text in place of a number; so are `mean, wins` and `claim 0.001`, which judges a claim
     between LOW HIGH       the keys next to a stored value that hold its range
     below KEY              the difference to the key next to a stored value
@@ -189,7 +190,7 @@ def _split(source: str) -> tuple[str, list[str]]:
 
 OTHER_OPTIONS = {
     *("alone", "averaged", "below", "between", "claim", "decile", "ledger", "max", "mean, wins"),
-    *("model", "one control", "seeds", "size", "verdict", "wins"),
+    *("model", "one control", "seeds", "size", "start", "trials", "verdict", "wins"),
 }
 
 
@@ -305,6 +306,10 @@ def _as_text(source: str) -> str | None:
             return f"`{cells[0].values['model']}`"
         if name == "seeds":
             return str(len(cells[0].runs(variant)))
+        if name in ("start", "trials"):
+            both = [cells[0].result.variant(one) for one in (variant, control)]
+            figures = [one.start if name == "start" else one.num_trials for one in both]
+            return " / ".join("-" if figure is None else f"{figure:.2g}" for figure in figures)
         if name == "verdict":
             return _compared(cells[0], variant, control, options).verdict
         if name == "claim":

@@ -9,15 +9,18 @@ import torch
 from hypothesis import strategies as st
 
 from rarebit.data.schema import Field, Schema
+from rarebit.data.synthetic import SyntheticLog, generate
 from rarebit.errors import NoTableError, SettingsError
 from rarebit.methods.low_rank import LowRank
 from rarebit.models import model_names
 from rarebit.pruning.pruned import Pruned
 from rarebit.study.plan import StudyPlan
 from rarebit.study.tuning import search
-from rarebit.study.variants import SWEEP, variants_of
+from rarebit.study.variants import SWEEP, start_size, variants_of
 from rarebit.tables.apply import apply_, table_bytes, table_parameters
+from rarebit.technique import parse_techniques
 from rarebit.training.run import start_model
+from rarebit.training.settings import RunSettings
 
 SCHEMA = Schema(
     (
@@ -304,3 +307,43 @@ def test_the_control_of_pruning_is_the_same_budget_by_magnitude():
 def test_the_control_of_pruning_by_magnitude_is_the_baseline():
     found = {variant.name: variant.control for variant in variants("pruned:keep=30:by=magnitude")}
     assert found == {"baseline": None, "pruned:keep=30:by=magnitude": "baseline"}
+
+
+@pytest.mark.parametrize(
+    ("methods", "std"),
+    [
+        ("", 0.5),
+        ("pruned:keep=100", 0.5),
+        ("low-rank:rank=8", 0.5),
+        ("product-start:std=3.0", None),
+    ],
+)
+def test_the_start_is_the_size_of_looked_up_numbers(methods, std):
+    log = SyntheticLog(rows=3000)
+    train = generate(log).train
+    run = RunSettings(
+        model="fm",
+        model_settings={"dim": 8, "std": 0.5},
+        methods=parse_techniques(methods)[0].build([(9, 9)], 0.5) if methods else (),
+    )
+    found = start_size(run, train)
+    if std is not None:
+        assert found == pytest.approx(std, rel=0.05)
+    else:
+        torch.manual_seed(0)
+        model = start_model(run, train.schema, say=lambda _: None)
+        fields = [field.name for field in train.schema.table_fields]
+        squares = torch.cat(
+            [
+                table.weight[train.ids[:1000, train.schema.slots[name]].long()].square().flatten()
+                for name, table in zip(fields, model.backbone.tables.tables(), strict=True)
+            ]
+        )
+        squares = squares.detach()[squares != 0]  # without padding
+        assert found == pytest.approx(float(squares.mean().sqrt()), rel=5e-3)
+        assert found > 1.1
+
+
+def test_a_model_without_wide_tables_has_no_start():
+    train = generate(SyntheticLog(rows=500)).train
+    assert start_size(RunSettings(model="lr"), train) is None

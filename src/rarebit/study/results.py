@@ -146,6 +146,13 @@ class CellResult:
         """Return why a method and its control are not compared fairly, and what to do; None where they are."""
         assert method.control is not None
         control = self.variant(method.control)
+        if method.start and control.start and "start" not in control.axes:
+            ratio = method.start / control.start
+            if not 1 / START_RATIO <= ratio <= START_RATIO:
+                return "unequal start", (
+                    f"the tables of {method.name} start {ratio:.2g} times as large as those of {control.name}; "
+                    "let them start alike, as with the model setting init, or use the control matched-rate"
+                )
         for one in (method, control):
             if one.cut_off > len(one.runs) / 2:
                 return "cut off", (
@@ -157,13 +164,6 @@ class CellResult:
                 return "edge of the grid", (
                     f"{one.name} is best at the last {' and '.join(one.edge)} tried; allow more trials than "
                     f"{one.num_trials}"
-                )
-        if method.start and control.start and "start" not in control.axes:
-            ratio = method.start / control.start
-            if not 1 / START_RATIO <= ratio <= START_RATIO:
-                return "unequal start", (
-                    f"the tables of {method.name} start {ratio:.2g} times as large as those of {control.name}; "
-                    "let them start alike, as with the model setting init, or use the control matched-rate"
                 )
         return None
 

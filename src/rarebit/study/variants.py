@@ -365,8 +365,10 @@ def _distances(run: RunSettings, train: Dataset) -> Tensor:
 def start_size(run: RunSettings, train: Dataset) -> float | None:
     """Return the root mean square of the numbers that the first rows look up before the first step.
 
-    Entries of zero do not count: pruning left them out.
+    What is pruned starts as all entries do; padding, which is zero, does not count.
     """
+    kept = tuple(method for method in run.methods if method.composition_rank is not Rank.MASKS)
+    run = replace(run, methods=kept)
     first = train[torch.arange(min(START_ROWS, len(train)))]
     with torch.random.fork_rng(devices=[]), warnings.catch_warnings(action="ignore"):
         model = start_model(run, train.schema, say=lambda _: None)
