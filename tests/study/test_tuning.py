@@ -165,8 +165,9 @@ def test_the_values_of_a_knob_go_on_by_their_last_factor():
     values, found = tried_values(transfer, "scale", 7, lambda method: method.scale)
     assert values == [1.0, 10.0, 0.1, 100.0, 1000.0, 10_000.0, 100_000.0]
     assert found.edge == ("scale",)
-    values, found = tried_values(rb.MLET(), "inner_dim", 5, lambda method: -method.inner_dim)
-    assert values == [64, 128, 32, 16, 8]
+    stopping = rb.research.GroupStopping()
+    values, found = tried_values(stopping, "groups", 5, lambda method: method.groups)
+    assert values == [5, 10, 2, 20, 40]
 
 
 def test_a_knob_ends_where_its_method_refuses_more():

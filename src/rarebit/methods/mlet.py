@@ -76,10 +76,7 @@ class MLET(Method):
     applies: ClassVar[str] = (
         "tables with rare ids, which also learn from other ids; not where tables fill the memory in training"
     )
-    knobs: ClassVar[Mapping[str, tuple[object, ...]]] = {
-        "std": (0.5, 0.25, 0.125),
-        "inner_dim": (64, 128, 32),
-    }
+    knobs: ClassVar[Mapping[str, tuple[object, ...]]] = {"std": (0.5, 0.25, 0.125)}
     training_only: ClassVar[bool] = True
     composition_rank: ClassVar[Rank] = Rank.FACTORS
 
