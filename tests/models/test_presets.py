@@ -57,6 +57,16 @@ def test_a_preset_builds_a_model_with_its_settings(name, batch):
     assert bool(torch.isfinite(scores).all())
 
 
+def test_learned_pruning_has_larger_networks_on_criteo_and_avazu():
+    both = {"dim": 64, "dropout": 0.2, "batch_norm": True, "init": "xavier"}
+    for name, own in (("deepfm", {"wide_std": 1.0}), ("autoint", {"residual": "once"})):
+        found = model_settings(f"{name}@pep_criteo", {})
+        assert found == both | own | {"hidden": (400, 400, 400)}
+        assert (both | own | {"hidden": (100, 100)}).items() <= model_settings(
+            f"{name}@pep", {}
+        ).items()
+
+
 @every_preset
 def test_a_presets_settings_are_of_the_right_names_and_types(name):
     kind = model_class(name)
@@ -112,7 +122,9 @@ def test_a_model_from_a_preset_is_saved_and_loaded(name, batch, tmp_path):
 def test_an_unknown_preset_is_refused_with_a_suggestion(schema):
     with pytest.raises(SettingsError, match=r"^unknown preset 'deepfm@peb'; did you mean 'pep'\?$"):
         build_model("deepfm@peb", schema)
-    with pytest.raises(SettingsError, match=r"^unknown preset 'deepfm@'; known: mlet, pep$"):
+    with pytest.raises(
+        SettingsError, match=r"^unknown preset 'deepfm@'; known: mlet, pep, pep_criteo$"
+    ):
         build_model("deepfm@", schema)
     with pytest.raises(SettingsError, match=r"^unknown preset 'fwfm@pep'; known: none$"):
         build_model("fwfm@pep", schema)

@@ -38,20 +38,15 @@ from rarebit.settings import require
 
 __all__ = ["AutoInt"]
 
+_PEP = {"dim": 64, "residual": "once", "dropout": 0.2, "batch_norm": True, "init": "xavier"}
+
 
 class AutoInt(RankingModel):
     """Fields that look at each other, and a network over them where there are hidden layers."""
 
     presets: ClassVar[Presets] = {
-        "pep": {
-            "dim": 64,
-            "residual": "once",
-            "attention_dropout": 0.4,
-            "hidden": (100, 100),
-            "dropout": 0.2,
-            "batch_norm": True,
-            "init": "xavier",
-        },
+        "pep": {**_PEP, "hidden": (100, 100), "attention_dropout": 0.4},
+        "pep_criteo": {**_PEP, "hidden": (400, 400, 400)},  # and Avazu
         # DeepCTR-Torch's heads share the width: head_dim is dim / 2, so 8 at dim=16
         "mlet": {
             "head_dim": 8,

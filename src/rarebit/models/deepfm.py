@@ -32,19 +32,15 @@ from rarebit.models._base import (
 
 __all__ = ["DeepFM"]
 
+_PEP = {"dim": 64, "dropout": 0.2, "batch_norm": True, "init": "xavier", "wide_std": 1.0}
+
 
 class DeepFM(RankingModel):
     """A factorization machine and a deep network that share their embeddings."""
 
     presets: ClassVar[Presets] = {
-        "pep": {
-            "dim": 64,
-            "hidden": (100, 100),
-            "dropout": 0.2,
-            "batch_norm": True,
-            "init": "xavier",
-            "wide_std": 1.0,
-        },
+        "pep": {**_PEP, "hidden": (100, 100)},
+        "pep_criteo": {**_PEP, "hidden": (400, 400, 400)},  # and Avazu
         "mlet": {"hidden": (256, 128), "init": "xavier_per_table", "wide_std": 1e-4},
     }
 
