@@ -162,7 +162,12 @@ METHODS = {
         ),
     ),
     "pep": Line(
-        settings={"granularity": "feature_dimension", "init": -2.0, "schedule": None},
+        settings={
+            "granularity": "feature_dimension",
+            "init": -2.0,
+            "schedule": None,
+            "decay": 0.5,
+        },
         stored=lambda rows, width: 2 * rows * width,
         bad=(
             (
@@ -171,10 +176,11 @@ METHODS = {
             ),
             ({"init": float("inf")}, "init must be finite, got inf"),
             ({"init": "low"}, "init must be float, got 'low'"),
+            ({"decay": -1.0}, "decay must be 0 or more, got decay=-1.0"),
             ({"schedule": "linear"}, "schedule must be .*, got 'linear'"),
             (
                 {"schedule": "given", "granularity": "global"},
-                "granularity and init are for learned thresholds, and schedule='given' has none",
+                "granularity, init and decay are for learned thresholds, and schedule='given' has none",
             ),
         ),
     ),
@@ -187,13 +193,17 @@ METHODS = {
         ),
     ),
     "pruned": Line(
-        settings={"keep": 20, "by": "magnitude", "start": "random", "epochs": 3},
+        settings={"keep": 20, "by": "magnitude", "start": "random", "epochs": 3, "tables": None},
         stored=lambda rows, width: rows * width,
         bad=(
             ({"keep": 0}, "at least one entry must be kept, got keep=0"),
             ({"keep": 0.5}, "keep must be int, got 0.5"),
             ({"keep": 9, "by": "size"}, "by must be one of 'threshold', 'magnitude', got 'size'"),
             ({"keep": 9, "epochs": 0}, "epochs must be at least 1, got epochs=0"),
+            (
+                {"keep": 9, "by": "magnitude", "tables": "dense"},
+                "tables='dense' is for pruning by a threshold; with by='magnitude' the run's own",
+            ),
         ),
     ),
     "quantize": Line(

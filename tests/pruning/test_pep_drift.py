@@ -10,6 +10,7 @@ from torch.nn import functional as F
 from torch.testing import assert_close
 
 import rarebit as rb
+from rarebit.errors import SettingsError
 from rarebit.models.fm import FM
 from rarebit.pruning.pep import PEP, count_nonzero, threshold_parameters
 
@@ -62,6 +63,32 @@ def test_without_decay_a_threshold_at_minus_150_never_moves():
         model(torch.arange(5)).square().sum().backward()
         adam.step()
     assert bool((model[0].levels.weight == -150.0).all())
+
+
+SCHEMA = rb.data.Schema((rb.data.Field(name="user", rows=5), rb.data.Field(name="item", rows=4)))
+
+
+@pytest.mark.parametrize("granularity", ["global", "field", "feature_dimension"])
+@pytest.mark.parametrize("stacked", [True, False])
+def test_thresholds_may_have_a_decay_of_their_own(granularity, stacked):
+    model = FM(SCHEMA, dim=3) if stacked else nn.Sequential(nn.Embedding(5, 3))
+    rb.apply_(model, PEP(granularity=granularity, init=-8.0, decay=0.5), verbose=False)
+    sgd = rb.optimizer(model, kind="sgd", lr=0.1, threshold_weight_decay=7.0)
+    found = threshold_parameters(model)
+    for parameter in found:
+        parameter.grad = torch.zeros_like(parameter)
+    sgd.step()
+    assert found
+    for value in found:  # s - lr * decay * s
+        assert_close(value.detach(), torch.full_like(value, -8.0 + 0.1 * 0.5 * 8.0))
+
+
+def test_decays_that_differ_are_refused():
+    model = nn.Sequential(nn.Embedding(5, 3), nn.Embedding(4, 3))
+    rb.apply_(model, PEP(decay=0.5), where=lambda table: table.rows == 5, verbose=False)
+    rb.apply_(model, PEP(decay=0.25), where=lambda table: table.rows == 4, verbose=False)
+    with pytest.raises(SettingsError, match=r"one weight decay, got 0\.25, 0\.5; give every PEP"):
+        rb.optimizer(model)
 
 
 def untouched(start: float, decay: float, steps: int) -> list[float]:

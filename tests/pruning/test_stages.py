@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 import rarebit as rb
 from rarebit.codes.packed import PackedTable
-from rarebit.errors import SettingsError, TrainingInterrupted
+from rarebit.errors import TrainingInterrupted
 from rarebit.pruning.pruned import OTHER_DRAW, SharedPruning, TicketFolder
 from rarebit.tables.table import full_table
 from rarebit.training.fit import Silence
@@ -252,11 +252,6 @@ def test_the_usual_optimizer_of_pruning_is_reported(before, mode):
     result = run(settings_of(*before, method, tables="dense"), say=said.append)
     assert result.history.reports["pruned"]["tables"] == mode
     assert any("pruning with tables" in line for line in said) == (mode == "rowwise")
-
-
-def test_magnitude_has_no_optimizer_of_its_own():
-    with pytest.raises(SettingsError, match="tables='dense' is for pruning by a threshold"):
-        rb.pruning.Pruned(keep=9, by="magnitude", tables="dense")
 
 
 @pytest.mark.filterwarnings("ignore:.* makes all rows")

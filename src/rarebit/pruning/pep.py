@@ -11,8 +11,9 @@
 with the sum over the entries that share s. A cut entry gets no gradient: only a falling threshold brings it back. A step
 touches only the rows and thresholds of the looked-up ids.
 
-Weight decay, not the loss, moves the learned thresholds: from s = -15, Adam with a decay of 1e-5 alone needs 8,600 steps to
-s = -7, and in float32 g(-150) and its derivative are zero. So `optimizer` puts them in a group with a separate decay. With
+Weight decay raises the learned thresholds: from s = -15, Adam with a decay of 1e-5 alone needs 8,600 steps to s = -7, and in
+float32 g(-150) and its derivative are zero. The loss holds thresholds back only where its gradient, which has the factor g'(s),
+reaches the decay's; `spread` shows whether it did. So `optimizer` puts them in a group with a separate decay. With
 schedule="given" one threshold t replaces g(s), and `set_threshold_` sets it.
 
 Two callbacks scan the tables during training and take a ticket at each budget:
@@ -109,20 +110,28 @@ class PEP(Method):
     """Initial value of the learned s; g(-15) is 3e-7, so nothing is cut at first."""
     schedule: Literal["given"] | None = None
     """"given": no threshold is learned; all tables share one, which is 0 until `set_threshold_` sets it."""
+    decay: float | None = None
+    """Weight decay of the learned s; `threshold_weight_decay` of the optimizer if not given. A small one lets the loss hold
+    thresholds back, so that they differ; a large one meets budgets soon, by nearly equal thresholds."""
 
     def __post_init__(self) -> None:
         check_types(self)
-        learned = (self.granularity, self.init) != ("feature_dimension", INIT)
+        given = (self.granularity, self.init, self.decay)
         require(
-            self.schedule is None or not learned,
-            f"granularity and init are for learned thresholds, and schedule={self.schedule!r} has none; "
+            self.schedule is None or given == ("feature_dimension", INIT, None),
+            f"granularity, init and decay are for learned thresholds, and schedule={self.schedule!r} has none; "
             "leave them out, or leave out schedule",
+        )
+        require(
+            self.decay is None or self.decay >= 0,
+            f"decay must be 0 or more, got decay={self.decay}",
         )
 
     def __repr__(self) -> str:
         if self.schedule is not None:
             return f"PEP(schedule={self.schedule!r})"
-        return f"PEP(granularity={self.granularity!r}, init={self.init!r})"
+        decay = "" if self.decay is None else f", decay={self.decay!r}"
+        return f"PEP(granularity={self.granularity!r}, init={self.init!r}{decay})"
 
     def make_control(self, name: str, techniques: Sequence[Technique]) -> None:
         """Refuse pruning by magnitude without a budget."""
@@ -201,6 +210,7 @@ class ThresholdedTable(Table):
     def __init__(self, method: PEP, inner: AnyTable, levels: nn.Module) -> None:
         super().__init__(method, inner)
         self.levels = levels  # s
+        self.threshold_weight_decay = method.decay
 
     def rows(self, ids: Tensor) -> Tensor:
         """Return S(V, s) of these rows."""
@@ -218,6 +228,7 @@ class ThresholdedStack(Stack):
     ) -> None:
         super().__init__(lengths)
         self.method = method
+        self.threshold_weight_decay = method.decay
         self.inner = stack_tables([table.inner for table in tables], lengths)
         levels = [table.levels for table in tables]
         rows = [level for level in levels if isinstance(level, nn.Embedding)]

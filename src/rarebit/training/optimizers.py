@@ -96,8 +96,8 @@ def optimizer(
                model's plain tables are switched to `sparse=True`
     table_*    values for the tables; the same as the network's if not given
     threshold_weight_decay
-               of the third group, "thresholds", of a model with `PEP`; it drives them up, towards zero from
-               below, and with decoupled=True hardly at all
+               of the third group, "thresholds", of a model with `PEP` that has no decay of its own; it drives
+               them up, towards zero from below, and with decoupled=True hardly at all
     decoupled  weight decay shrinks weights directly, as AdamW does, in place of adding to gradients; with
                tables="rowwise" it reaches the rows of the step only
 
@@ -149,7 +149,13 @@ def optimizer(
     groups = _groups(model, lr, table_lr)
     groups[0]["weight_decay"] = weight_decay
     groups[1]["weight_decay"] = table_weight_decay
-    groups[2]["weight_decay"] = threshold_weight_decay
+    decays = (getattr(module, "threshold_weight_decay", None) for module in model.modules())
+    own: set[float] = {decay for decay in decays if decay is not None}
+    require(
+        len(own) <= 1,
+        f"thresholds have one weight decay, got {', '.join(map(str, sorted(own)))}; give every PEP the same decay",
+    )
+    groups[2]["weight_decay"] = own.pop() if own else threshold_weight_decay
     groups = [group for group in groups if group["params"]]
     if change_groups is not None:
         groups = change_groups(groups)
