@@ -8,7 +8,7 @@ import pytest
 from rarebit.settings import read_toml
 from rarebit.study.plan import StudyPlan
 
-SLICES = {"harmless-transfer", "mlet-adagrad", "multi-embedding", "pep-ml-1m"}
+SLICES = {"mlet-adagrad", "multi-embedding", "pep-ml-1m"}
 RECIPES = sorted((Path(__file__).resolve().parent.parent / "recipes").glob("*.toml"))
 
 

@@ -95,7 +95,7 @@ def test_validation_picks_a_learning_rate_of_each_arm_on_the_first_split(
     report = run(monkeypatch, log, tmp_path, "--lr", 1e-6, 0.03)
     runs = stored(tmp_path)
     assert len(runs) == 2 * 2 + 2
-    assert [found["lr"] for found in report["results"]] == [[0.03], [0.03]]
+    assert [(found["lr"], found["edge"]) for found in report["results"]] == 2 * [([0.03], True)]
     assert {one["what"]["training"]["lr"] for one in runs if one["what"]["split"] == 1} == {0.03}
 
 
