@@ -4,9 +4,9 @@
 
 That code evaluates on the test rows after every epoch and reports the best value; its AUC is the mean over
 batches of 1024. Here the same trainings are measured both ways: so, and by our own protocol, in which
-validation rows pick the epoch and all test rows make one AUC. The pruned models are those of
-recipes/pep-ml-1m.toml: a threshold on a schedule, fifteen epochs, and what is left trained again. Besides, the
-epochs are counted that the learned thresholds of that plan take to meet the budgets.
+validation rows pick the epoch and all test rows make one AUC. The pruned models are those of the study
+benchmarks/results/study-pep-ml-1m.json: a threshold on a schedule, fifteen epochs, and what is left trained
+again. Besides, the epochs are counted that the learned thresholds of that study take to meet the budgets.
 """
 
 import argparse

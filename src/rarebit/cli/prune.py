@@ -125,8 +125,6 @@ def prune(  # noqa: PLR0917  # typer calls it by name
 
 def _show(result: "PruneResult", title: str) -> None:
     """Print one line per budget, and the unpruned model first; with the spread of learned thresholds."""
-    from rarebit.pruning.pruned import describe_levels
-
     whole, rows = result.unpruned, []
     for kept, found in [(result.entries, whole), *result.pruned.items()]:
         change = None
@@ -140,7 +138,7 @@ def _show(result: "PruneResult", title: str) -> None:
                 _number(found.test.auc),
                 "" if found is whole else _number(change, "+.4f"),
                 _number(found.test.rarest.auc if found.test.rarest else None),
-                describe_levels(found.history.reports.get("pruned", {})),
+                result.learned_levels(kept),
             ]
         )
     header = ["entries left", "of all", "tables", "test AUC", "against unpruned", "rarest fifth"]

@@ -540,7 +540,7 @@ class PruningDriver:
     def _retrained(self, ticket: Ticket) -> Trained:
         """Retrain the survivors from their initial values or from new ones."""
         job, methods = self.job, self._without(Pruned, PEP)
-        levels = describe_levels(ticket.facts)
+        levels = _levels(ticket.facts)
         learned = f"; learned s {levels} at that time" if levels else ""
         job.say(f"retraining the {ticket.num_kept:,} entries that are left{learned}")
         if few := [name for name, kept in ticket.kept.items() if torch.count_nonzero(kept) <= 1]:
@@ -582,8 +582,8 @@ def _with_report(trained: Trained, ticket: Ticket) -> Trained:
     return trained
 
 
-def describe_levels(report: Mapping[str, Any]) -> str:
-    """Return the mean and standard deviation of learned thresholds in the report of a run; empty without them."""
+def _levels(report: Mapping[str, Any]) -> str:
+    """Return mean and standard deviation of the learned s in a report, as text; empty without them."""
     return f"{report['mean_s']:.3f} ± {report['std_s']:.3f}" if "mean_s" in report else ""
 
 
@@ -672,6 +672,11 @@ class PruneResult:
     def entries(self) -> int:
         """Entries of the tables before pruning."""
         return sum(info.rows * info.width for info in self.tables)
+
+    def learned_levels(self, budget: int) -> str:
+        """Return mean and standard deviation of the learned s at a budget, as text; empty without them."""
+        found = self.pruned.get(budget)
+        return "" if found is None else _levels(found.history.reports.get("pruned", {}))
 
 
 def prune_run(
