@@ -209,10 +209,16 @@ def test_a_size_that_is_given_is_kept_and_the_same_variant_is_there_once():
 
 @pytest.mark.parametrize("trials", [1, 3, 70])
 def test_each_variant_has_as_many_trials_and_starts_at_its_own_settings(trials):
-    for variant in variants("low-rank,hashing", trials=trials, training={"lr": 0.25}):
+    found = variants("low-rank,hashing", trials=trials, training={"lr": 0.25}, control="baseline")
+    for variant in found:
         assert variant.trials == trials
         assert variant.start.training.lr == 0.25
         assert variant.axes[0].name == "learning rate"
+
+
+def test_a_baseline_that_nothing_is_compared_with_is_not_tuned():
+    assert [one.trials for one in variants("mlet:inner_dim=16", trials=20)] == [1, 20, 20]
+    assert [one.trials for one in variants("baseline", trials=20)] == [20]
 
 
 def test_a_control_that_is_tuned_has_as_many_trials_as_the_others_or_more():

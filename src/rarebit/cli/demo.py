@@ -14,7 +14,7 @@ FOLDER = Path("studies/demo")
 PLAN = {
     "methods": [
         "baseline",
-        "mlet",
+        "mlet:init=keep",  # the plain tables of its control start as they do
         "pruned",
         "multi-embedding:num_sets=2",
         "harmless-transfer",
@@ -22,8 +22,8 @@ PLAN = {
     ],
     "sweeps": False,
     "model": {"name": "dcn_v2", "dim": 8, "hidden": [64, 64]},
-    # every variant trains until the validation AUC stops rising: some take three epochs, some ten
-    "training": {"epochs": 12, "patience": 2, "tables": "rowwise"},
+    # every variant trains until the validation AUC stops rising: some take three epochs, some fifteen
+    "training": {"epochs": 30, "patience": 2, "tables": "rowwise"},
 }
 
 NEXT = {

@@ -102,6 +102,8 @@ def variants_of(
                 control = study.baseline
             found.setdefault(control.name, control)
             found[method.name] = study.variant(method.name, run, control=control.name)
+    if all(variant.control != BASELINE for variant in found.values()) and len(found) > 1:
+        found[BASELINE] = replace(study.baseline, trials=1)  # compared with nothing, so not tuned
     # stable: controls and methods keep the order of the plan
     return sorted(found.values(), key=lambda one: (one.name != BASELINE, one.control is not None))
 
