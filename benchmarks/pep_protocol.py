@@ -20,6 +20,7 @@ import torch
 from torch import nn
 
 from rarebit import PEP, Dataset, RunSettings, apply_, evaluate, fit, predict
+from rarebit.callbacks import Callback
 from rarebit.data.order import batch_bounds
 from rarebit.machine import machine
 from rarebit.pruning import Masked, prune
@@ -88,7 +89,7 @@ def one_seed(
 
     def train_and_measure(model: nn.Module) -> dict[str, float]:
         watch = Watch(model, splits)
-        fit(model, train, valid, settings=training, after_step=watch.look, progress=False)
+        fit(model, train, valid, settings=training, callbacks=[watch], progress=False)
         return watch.figures()
 
     found = {"unpruned": train_and_measure(build())}
@@ -120,7 +121,7 @@ def learned_epochs(
     return {str(t.facts["budget"]): t.facts["step"] / steps for t in pruning.tickets}
 
 
-class Watch:
+class Watch(Callback):
     """Measures a model after every epoch, both ways."""
 
     def __init__(self, model: nn.Module, splits: list[Dataset]) -> None:
@@ -131,9 +132,9 @@ class Watch:
         self.valid_auc: list[float] = []
         self.test_auc: list[float] = []
 
-    def look(self, step: int) -> None:
+    def after_step(self, num_steps: int) -> None:
         """Measure, if an epoch has just ended."""
-        if step % self.steps:
+        if num_steps % self.steps:
             return
         scores = predict(self.model, self.test)
         parts = zip(scores.split(BATCH), self.test.label.split(BATCH), strict=True)
