@@ -1,5 +1,6 @@
 """The plots are images, there is one for each kind of figure, and they show what was found."""
 
+import dataclasses
 import sys
 
 import pytest
@@ -150,14 +151,15 @@ def test_without_matplotlib_it_is_said_how_to_get_it(monkeypatch, tmp_path):
 # A study: AUC by the size of the tables
 
 
-def variant(name, num_bytes, *aucs, control=None):
+def variant(name, num_bytes, *aucs, control=None, **more):
     rest = {"logloss": 0.5, "rarest_auc": None, "valid_auc": 0.5, "parameters": 1, "best_epoch": 1}
     rest |= {"epochs": 1, "microseconds_a_row": 1.0, "device": "cpu", "torch": "", "commit": None}
     runs = [
         RunRecord(key=f"{seed}", seed=seed, auc=auc, table_bytes=num_bytes, **rest)
         for seed, auc in enumerate(aucs)
     ]
-    return VariantResult(name=name, control=control, settings={}, trials=(), runs=tuple(runs))
+    given = {"name": name, "control": control, "settings": {}, "trials": (), "runs": tuple(runs)}
+    return VariantResult(**(given | more))
 
 
 def a_study(*cells):
@@ -202,9 +204,27 @@ def test_a_study_is_drawn_by_size_with_a_line_for_each_kind_of_variant():
 
 def test_a_study_without_runs_or_with_fewer_models_on_a_log_can_be_drawn():
     assert plots.draw_study(a_study(("fm", "clicks", ()))).startswith(b"\x89PNG")
+    waiting = (variant("baseline", 100), *SCALING[1:])
+    [axes] = plots._draw_sizes(a_study(("fm", "clicks", waiting))).axes
+    assert not axes.get_lines()
     uneven = a_study(("fm", "a", SCALING), ("dnn", "a", SCALING[:1]), ("fm", "b", SCALING))
     assert [axes.get_title() for axes in plots._draw_sizes(uneven).axes] == [
         "fm on a",
         "dnn on a",
         "fm on b",
     ]
+
+
+def test_what_was_cut_off_or_at_an_edge_is_hollow():
+    cut = {"settings": {"training": {"epochs": 2}}}
+    last = tuple(dataclasses.replace(run, best_epoch=2, epochs=2) for run in SCALING[1].runs)
+    variants = (
+        SCALING[0],
+        variant("wide:dim=100", 1000, runs=last, **cut),
+        variant("wide:dim=20", 200, 0.81, 0.83, **cut),  # best in its first epoch of two
+        variant("wide:dim=40", 400, 0.8, 0.8, edge=("lr",)),
+    )
+    [axes] = plots._draw_sizes(a_study(("fm", "clicks", variants))).axes
+    hollow = [line for line in axes.get_lines() if line.get_markerfacecolor() == "white"]
+    drawn = [(line.get_xdata().tolist(), line.get_ydata().tolist()) for line in hollow]
+    assert drawn == [([4, 10], pytest.approx([0.8, 0.83]))]

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
     from matplotlib.lines import Line2D
 
-    from rarebit.study.results import CellResult, StudyResult
+    from rarebit.study.results import CellResult, StudyResult, VariantResult
 
 MOST_PANELS = 48
 """At most so many tables are drawn, the largest first."""
@@ -74,14 +74,15 @@ def _draw_sizes(result: "StudyResult") -> "Figure":
                 continue
             for kind, points in _by_size(cell).items():
                 is_control = not any(_kind(method.name) == kind for method in cell.methods)
-                sizes, aucs = zip(*points, strict=True)
+                sizes, variants = zip(*points, strict=True)
+                aucs = [[run.auc for run in variant.runs] for variant in variants]
+                means = [*map(statistics.fmean, aucs)]
+                below = [mean - min(one) for mean, one in zip(means, aucs, strict=True)]
+                above = [max(one) - mean for mean, one in zip(means, aucs, strict=True)]
                 drawn, *_ = axes.errorbar(
                     sizes,
-                    [*map(statistics.fmean, aucs)],
-                    [
-                        [statistics.fmean(one) - min(one) for one in aucs],
-                        [max(one) - statistics.fmean(one) for one in aucs],
-                    ],
+                    means,
+                    [below, above],
                     fmt="o--" if is_control else "o-",
                     color=kinds[kind].get_color() if kind in kinds else f"C{len(kinds)}",
                     markersize=4,
@@ -89,6 +90,20 @@ def _draw_sizes(result: "StudyResult") -> "Figure":
                     capsize=2,
                 )
                 kinds.setdefault(kind, drawn)
+                unfair = [
+                    at
+                    for at, one in enumerate(variants)
+                    if one.edge or 2 * one.cut_off > len(one.runs)
+                ]
+                axes.plot(
+                    [sizes[at] for at in unfair],
+                    [means[at] for at in unfair],
+                    "o",
+                    color=drawn.get_color(),
+                    markerfacecolor="white",
+                    markersize=4,
+                    zorder=3,
+                )
             _label_sizes(axes, [size for one in _by_size(cell).values() for size, _ in one])
             axes.set_title(f"{cell.model} on {_shortened(cell.data)}", fontsize=9)
             axes.tick_params(labelsize=7)
@@ -97,7 +112,7 @@ def _draw_sizes(result: "StudyResult") -> "Figure":
     figure.legend(
         list(kinds.values()),
         list(kinds),
-        title="mean over seeds, bars from the lowest to the highest",
+        title="mean over seeds, bars from the lowest to the highest; hollow: cut off or at the edge of a grid",
         loc="outside lower center",
         ncols=min(len(kinds), 5) or 1,
         fontsize=8,
@@ -107,18 +122,15 @@ def _draw_sizes(result: "StudyResult") -> "Figure":
     return figure
 
 
-def _by_size(cell: "CellResult") -> dict[str, list[tuple[float, list[float]]]]:
-    """Return the size of each variant's tables and the AUC of its runs, by kind; all start at the baseline."""
-    baseline, *others = [
-        (variant.name, variant.runs[0].table_bytes, [run.auc for run in variant.runs])
-        for variant in cell.variants
-        if variant.runs
-    ] or [("", 1, [])]
-    _, one, start = baseline
-    found: dict[str, list[tuple[float, list[float]]]] = {}
-    for name, num_bytes, aucs in others:
-        found.setdefault(_kind(name), [(1.0, start)]).append((num_bytes / one, aucs))
-    return {kind: sorted(points) for kind, points in found.items()}
+def _by_size(cell: "CellResult") -> dict[str, list[tuple[float, "VariantResult"]]]:
+    """Return the variants with runs and the sizes of their tables, by kind; each kind starts at the baseline."""
+    found: dict[str, list[tuple[float, VariantResult]]] = {}
+    for variant in cell.variants[1:]:
+        baseline = cell.variants[0]
+        if variant.runs and baseline.runs:
+            size = variant.runs[0].table_bytes / baseline.runs[0].table_bytes
+            found.setdefault(_kind(variant.name), [(1.0, baseline)]).append((size, variant))
+    return {kind: sorted(points, key=lambda point: point[0]) for kind, points in found.items()}
 
 
 def _kind(name: str) -> str:
