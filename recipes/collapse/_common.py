@@ -59,7 +59,6 @@ __all__ = [
 ]
 
 BLUE, ORANGE, GREEN, GREY = "#1f5fa8", "#c8661b", "#2f7d4f", "#9a9a9a"
-PLAIN_VALUES = (str, int, float, list, bool, type(None))
 
 
 def arguments(
@@ -245,7 +244,7 @@ class Report:
     def write(self, figures: Mapping[str, Any], draw: "Callable[[], Figure]") -> dict[str, Any]:
         """Write the figures, and the plot where matplotlib is installed; return what the JSON file holds."""
         given = {
-            name: value if isinstance(value, PLAIN_VALUES) else str(value)
+            name: value.name if isinstance(value, Path) else value
             for name, value in vars(self.options).items()
             if name != "out"
         }

@@ -437,6 +437,7 @@ def test_a_prepared_log_is_read(ran, tmp_path):
     rb.prepare(tmp_path / "log.csv", tmp_path / "log", schema=schema)
     stored, _ = ran("ffm", *TINY, "--dim", "2", "--data", str(tmp_path / "log"))
     assert sum(stored["log"]["rows"]) == 400
+    assert stored["options"]["data"] == "log"
     assert set(stored["matrix"]["others"]) == {"user", "item"}
     assert stored["rise_along_others"] == [None, None]  # each field meets a single one
 
