@@ -315,6 +315,7 @@ def assert_same_run(found, expected) -> None:
     assert found.history.reports == expected.history.reports
 
 
+@pytest.mark.filterwarnings("ignore:.* makes all rows")
 @pytest.mark.parametrize("by", ["threshold", "magnitude"])
 @pytest.mark.parametrize(
     ("start", "begun"),

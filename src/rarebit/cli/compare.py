@@ -10,7 +10,6 @@ from rarebit.cli import options as opt
 from rarebit.cli import screen
 from rarebit.errors import SettingsError, StudyError, StudyInterrupted
 from rarebit.settings import read_toml
-from rarebit.storage.files import write_files
 from rarebit.text import TextTable
 
 if TYPE_CHECKING:
@@ -192,6 +191,7 @@ def show_study(result: "StudyResult", *, deciles: bool = False, plot: Path | Non
             screen.console.print(f"and {len(cell.missing) - MOST_MISSING} more")
     if plot is not None:
         from rarebit.diagnosis.plots import draw_study
+        from rarebit.storage.files import write_files
 
         [path] = write_files(plot.parent, {plot.name: draw_study(result)}, error=StudyError)
         screen.line(f"AUC by the size of the tables: {path}")
