@@ -298,6 +298,23 @@ def test_a_trial_that_diverged_is_out_and_the_next_best_is_picked(tuned):
     assert cell.picked(baseline) is None
 
 
+def test_validation_picks_whatever_test_rows_say(tmp_path):
+    values = {"methods": "baseline", "model": "fm", "data": {"rows": 500}, "seeds": 2}
+    plan = StudyPlan.from_mapping({**values, "trials": 3, "tuning_seeds": 2})
+    cell = Cell(plan, plan.runs[0], tmp_path, {})
+    [variant] = cell.variants
+    # the mean over seeds picks: the last trial has the best seed, and the first the best test figures
+    figures = {1e-3: [(0.70, 0.9), (0.70, 0.9)], 2e-3: [(0.80, 0.1), (0.64, 0.1)]}
+    figures[5e-4] = [(0.90, 0.5), (0.40, 0.5)]
+    while cell.picked(variant) is None:
+        for seed in range(2):
+            for run in cell.tuning_runs(seed):
+                valid, test = figures[run.settings.training.lr][seed]
+                found = replace(record(valid, test), key=run.key)
+                run.write(run.settings, found, torch.zeros(3))
+    assert cell.picked(variant).training.lr == 2e-3
+
+
 @pytest.mark.parametrize(
     ("kind", "picked", "missing"),
     [
