@@ -303,7 +303,7 @@ def prune(
     if missing:
         raise TrainingError(
             f"the learned thresholds have not met the budget of {missing[0]:,} entries in {settings.epochs} "
-            "epochs; resume with more epochs, or start higher, as with PEP(init=-8.0)"
+            "epochs; resume with more epochs, or start higher or with a larger decay, as with PEP(init=-8.0, decay=1e-4)"
             if isinstance(pruner, LearnedPruner)
             else f"the pruning in the folder has passed the budget of {missing[0]:,} entries, which is a new one; "
             "prune in another folder"
