@@ -126,7 +126,7 @@ def test_a_killed_pruning_ends_with_the_same_bits(tmp_path, case):
 @pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
 def test_many_kills_end_with_the_same_bits(tmp_path, case):
-    kill_and_compare(tmp_path, case, kills=20, seed=5)
+    kill_and_compare(tmp_path, case, kills=8, seed=5)
 
 
 if __name__ == "__main__":

@@ -83,6 +83,7 @@ WAYS = [
 ]
 
 
+@pytest.mark.filterwarnings("ignore:.* makes all rows")
 @pytest.mark.parametrize(("before", "by", "start"), slow_after(WAYS, quick=4), ids=str)
 def test_what_is_left_is_packed_measured_and_saved(tmp_path, before, by, start):
     epochs = 9 if before == (LEARNED,) else 2

@@ -373,9 +373,9 @@ def test_an_arm_that_was_still_learning_is_not_compared(capsys, best, base_best,
 @pytest.mark.slow
 def test_a_run_of_the_papers_schedule_that_is_killed_ends_as_one_that_was_not(tmp_path):
     chosen = ["--small", "--paper", "--arms", "adversarial-select-lexico", "--seeds", "1"]
-    command = [sys.executable, "-u", str(FOLDER / "wikitext.py"), *chosen, "--epochs", "5"]
+    command = [sys.executable, "-u", str(FOLDER / "wikitext.py"), *chosen, "--epochs", "3"]
     environment = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
-    for signal_, line in ((signal.SIGTERM, "epoch 2"), (signal.SIGKILL, "epoch 3")):
+    for signal_, line in ((signal.SIGTERM, "epoch 1"), (signal.SIGKILL, "epoch 2")):
         run = subprocess.Popen(
             [*command, "--out", str(tmp_path / "cut")],
             env=environment,

@@ -266,7 +266,8 @@ def test_the_ledger_is_in_the_record_of_each_run_with_a_transfer(shared_study):
         assert ledger["steps"] == 2 * 8
         assert ledger["tables"]["backbone.tables.item"]["rows"] > 0
         assert len(json.dumps(ledger)) < 5000
-    assert all(not run.reports for run in cell.variant("pruned:keep=3000").runs)
+    others = cell.variant("pruned:keep=3000").runs
+    assert all("harmless-transfer" not in run.reports for run in others)
     assert rb.study(folder, methods=METHODS, control="baseline", **SMALL) == result
 
 
