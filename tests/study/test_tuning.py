@@ -149,6 +149,18 @@ def test_values_without_an_order_are_all_tried():
     assert (found.best, found.edge) == (2, ())
 
 
+def test_a_choice_is_tried_in_the_first_round():
+    """However far another axis helps: a start that was never tried would be no fair control."""
+    axis = Axis("model", lambda run, _: replace(run, model="dnn"), choices=2)
+    found = search(replace(START, model="fm"), [LR, axis], 5, lambda run: run.training.lr)
+    assert [(octaves(run), run.model) for run in found.trials] == [
+        *((0, "fm"), (1, "fm"), (-1, "fm"), (0, "dnn"), (2, "fm")),
+    ]
+    assert search(START, [LR, axis], 3, lambda run: run.training.lr).edge == (
+        *("learning rate", "model"),
+    )
+
+
 def knob(method, name):
     [axis] = [axis for axis in axes_of(replace(START, methods=(method,))) if axis.name == name]
     return axis

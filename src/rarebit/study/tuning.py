@@ -121,10 +121,12 @@ def _moved(point: Point, other: Point) -> int:
 
 
 def _is_beyond(point: Point, best: Point, tried: dict[Point, float], axes: Sequence[Axis]) -> bool:
-    """Return whether no settings tried have as much, or as little, of what a neighbour changes."""
+    """Return whether no settings tried have as much, or as little, of what a neighbour changes, or its choice."""
     number = _moved(point, best)
     places = [one[number] for one in tried]
-    return axes[number].choices == 0 and not min(places) <= point[number] <= max(places)
+    if axes[number].choices:
+        return point[number] not in places
+    return not min(places) <= point[number] <= max(places)
 
 
 def _move_lr(run: RunSettings, steps: int) -> RunSettings:
