@@ -332,6 +332,7 @@ train_model(settings, TRAIN, VALID, folder=Path(sys.argv[1]), progress=Kill(), s
 """
 
 
+@pytest.mark.slow
 def test_a_killed_process_with_a_discriminator_goes_on_to_the_same_bits(tmp_path):
     folder = tmp_path / "run"
     tests = Path(__file__).parent
@@ -401,6 +402,7 @@ def test_tables_that_are_not_trained_again_have_no_place_for_a_transfer():
         train(rb.pruning.Pruned(keep=3000, start="trained"), HarmlessTransfer())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("by", slow_after(["threshold", "magnitude"]))
 def test_a_first_stage_that_is_shared_gives_the_same_bits(tmp_path, by):
     pruned = rb.pruning.Pruned(keep=3000, by=by)

@@ -58,6 +58,7 @@ def test_one_field_of_ten_is_empty_and_one_label_of_four_is_1(log):
     assert (rows[:, 0] == "1").mean() == pytest.approx(0.25, abs=0.03)
 
 
+@pytest.mark.slow
 def test_columns_have_their_number_of_values(tmp_path):
     write_raw_log(tmp_path / "log.tsv", 40_000)
     columns = np.array(read(tmp_path / "log.tsv")).T[1:]
@@ -71,6 +72,7 @@ def test_columns_have_their_number_of_values(tmp_path):
             assert len(texts) > 2 * num_values  # many integers share a bin
 
 
+@pytest.mark.slow
 def test_values_are_drawn_by_the_third_power(tmp_path):
     write_raw_log(tmp_path / "log.tsv", 40_000)
     column = np.array(read(tmp_path / "log.tsv"))[:, NAMES.index("C2")]

@@ -100,6 +100,7 @@ def test_a_file_of_settings_is_read_and_options_win(call):
     assert settings.data.rows == 1200
 
 
+@pytest.mark.slow
 def test_without_matplotlib_the_numbers_are_still_written(call, monkeypatch):
     for name in [name for name in sys.modules if name.partition(".")[0] == "matplotlib"]:
         monkeypatch.delitem(sys.modules, name)
@@ -189,6 +190,7 @@ def test_learned_thresholds_may_be_given_more_epochs(call):
     assert rb.pruning.load_ticket("here/pruning/tickets/1000").num_kept <= 1000
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.* makes all rows of")
 def test_the_spread_of_learned_thresholds_is_printed(call):
     learned = ["--methods", "pep:granularity=field:init=-4.3", "--prune-tables", "rowwise"]
@@ -305,6 +307,7 @@ def test_a_pruning_that_is_stopped_says_how_to_resume_and_does(tmp_path):
     assert [left(tmp_path / "in here" / budget) for budget in ("3000", "500")] == [3000, 500]
 
 
+@pytest.mark.slow
 def test_a_folder_with_brackets_is_shown_as_it_is(call):
     code, out, err = call("prune", "--budgets", "500", *SMALL, "--no-plots", "--out", "[red]here")
     assert code == 0, err

@@ -93,6 +93,7 @@ def test_the_walk_has_every_command():
     assert set(group.commands["data"].list_commands(None)) == parts
 
 
+@pytest.mark.slow
 def test_every_command_works_or_names_its_extra(tmp_path):
     walk(tmp_path, sys.executable, NOT_INSTALLED, WALK)
 

@@ -96,11 +96,7 @@ def service():
 
 @pytest.mark.parametrize(
     ("name", "num_sets"),
-    slow_after(
-        [("dcn_v2", None), ("deepfm", 2), ("autoint", 3)]
-        + [(name, None) for name in model_names() if name != "dcn_v2"],
-        quick=2,
-    ),
+    slow_after([("deepfm", 2), ("autoint", 3), *((name, None) for name in model_names())]),
 )
 def test_an_exported_model_scores_the_same_without_rarebit(name, num_sets, service, tmp_path):
     model, batch = build(name, num_sets).eval(), checks.make_batch(ROWS)

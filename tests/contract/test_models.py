@@ -64,6 +64,7 @@ def test_contract(name, check):
     check(maker(name))
 
 
+@pytest.mark.slow
 def test_a_model_compiles():
     checks.check_compile(maker("deepfm"))
 

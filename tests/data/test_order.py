@@ -126,6 +126,7 @@ def batches_of_rows():
     return np.argsort(orders(2000, 400, chunk_rows=10, chunks_at_once=4), axis=1) // 20
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("apart", [1, 5, 9, 15])
 def test_neighbours_meet_in_a_batch_as_often_as_theory_says(apart, batches_of_rows):
     same_chunk = max(10 - apart, 0) / 10

@@ -329,6 +329,7 @@ prepare(log, out, label="click", progress=progress)
 MOMENTS = ["writing", "reading", "counting", "manifest", "renaming"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("when", slow_after(MOMENTS))
 def test_a_killed_run_leaves_nothing_that_opens(tmp_path, when):
     write_log(tmp_path / "log.csv", [])

@@ -208,6 +208,7 @@ print(len(data), len(history.epochs), int(data.splits.train.counts()["user"].sum
 """
 
 
+@pytest.mark.slow
 def test_opening_and_training_need_torch_and_numpy_only(folder, tmp_path):
     for name in ("polars", "pyarrow", "pandas"):
         (tmp_path / name).mkdir()

@@ -58,6 +58,7 @@ def test_there_is_an_example_for_each_kind_of_loop():
     assert expected == NAMES
 
 
+@pytest.mark.slow
 @each
 def test_an_example_learns_and_tells_what_the_transfer_did(name):
     output = run(name)

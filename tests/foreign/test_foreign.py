@@ -97,6 +97,7 @@ assert technique_text(technique_class("gain")(start=2.0)) == "gain:start=2.0"
 """
 
 
+@pytest.mark.slow
 def test_methods_of_entry_points_run_and_load_by_name(installed, tmp_path):
     python("-c", IN_ONE_PROCESS, path=installed, cwd=tmp_path)
 

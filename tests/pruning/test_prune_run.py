@@ -164,6 +164,7 @@ def test_stopped_anywhere_it_goes_on_to_the_same_bits(tmp_path, two, begun):
     assert read_scans(tmp_path / "pruning") == read_scans(two[0].folder / "pruning")
 
 
+@pytest.mark.slow
 def test_not_trained_again_each_budget_has_its_own_first_stage(tmp_path):
     result = pruned(tmp_path, PruneSettings(budgets=(3000, 500), start="trained", epochs=1))
     assert not (tmp_path / "pruning").exists()

@@ -313,6 +313,7 @@ def results_of(report):
     return json.loads(json.dumps(report["results"]))
 
 
+@pytest.mark.slow
 def test_all_arms_are_compared_and_stored(tmp_path, capsys):
     report = wikitext.main([*SMALL, "--out", str(tmp_path)])
     stored = json.loads(

@@ -104,6 +104,7 @@ def text_of(model):
     return None if encoder is None else (encoder.folder / "encoder.json").read_text()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("version", "old_words", "new_words"),
     [

@@ -188,6 +188,7 @@ def test_tasks_that_wait_are_not_begun_when_the_input_has_ended():
     assert list(tasks) == []
 
 
+@pytest.mark.slow
 def test_a_worker_stops_after_its_step_when_its_input_ends(tmp_path):
     text, folder = task(tmp_path, epochs=100_000, patience=None)
     with worker() as process:

@@ -207,6 +207,7 @@ def name_one_weight_often(description):
     description["schema"]["fields"][0]["rows"] = 20_000_000
 
 
+@pytest.mark.slow
 @needs_peak
 @pytest.mark.parametrize(
     "change",

@@ -225,6 +225,7 @@ def test_a_run_counts_its_training_rows_for_tables_that_ask():
     assert_close(never, never[:1].expand_as(never))  # the prior, and nothing of their own
 
 
+@pytest.mark.slow
 def test_pruning_a_shrunk_model_counts_its_rows_in_both_stages():
     settings = settings_of(rb.Shrinkage(c=5.0), rb.pruning.Pruned(keep=500))
     result = rb.run(settings, progress=False, say=silence)

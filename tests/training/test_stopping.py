@@ -161,6 +161,7 @@ def start(*arguments):
     return process
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("number", "code"), slow_after([(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 )

@@ -92,6 +92,7 @@ class Looks(StatelessLoss):
         return scale * batch.total(batch.rows.square().sum(dim=(1, 2))) / batch.divisor
 
 
+@pytest.mark.slow
 def test_what_cannot_be_compiled_is_run_as_it_is_and_said_once():
     lines = []
     found = trained(Looks(), lines, compile=True)

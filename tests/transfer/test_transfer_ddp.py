@@ -37,6 +37,7 @@ def test_both_processes_have_the_same_bits(folder, name):
         assert torch.equal(second[key], value), key
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", slow_after(worker.STORIES))
 def test_two_processes_train_what_one_does_on_all_data(folder, name):
     start, expected = worker.make_model(seed=0), worker.train_alone(worker.STORIES[name])

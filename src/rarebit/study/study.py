@@ -74,7 +74,8 @@ def study(
     >>> import tempfile
     >>> found = study(
     ...     tempfile.mkdtemp(), methods="baseline,low-rank", model={"name": "fm", "dim": 4},
-    ...     data={"rows": 2000}, training={"epochs": 1}, seeds=2, device="cpu", progress=False)
+    ...     data={"rows": 2000}, training={"epochs": 1}, seeds=2, workers=1, device="cpu",
+    ...     progress=False)
     >>> [(variant.name, len(variant.runs)) for variant in found.cells[0].variants]
     [('baseline', 2), ('narrow:dim=2', 2), ('low-rank:rank=1', 2)]
     """

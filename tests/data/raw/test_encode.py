@@ -295,6 +295,7 @@ def big_log(rows=3000):
     return log.with_columns(tags=pl.Series(tags, dtype=pl.String), **numbers)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("by", slow_after([GIVEN, Split(), Split(kind="user", column="user")]))
 def test_a_folder_does_not_depend_on_chunks(tmp_path, by, monkeypatch):
     monkeypatch.setattr(encoding, "SUMMED_AT_ONCE", 1000)

@@ -75,7 +75,7 @@ def missing_as_none(table):
 
 @pytest.mark.parametrize("columns", slow_after([2, 1, 3]))
 @pytest.mark.parametrize("line_end", ["\n", "\r\n"])
-@settings(max_examples=150)
+@settings(max_examples=60)
 @given(data=st.data())
 def test_what_the_csv_module_writes_is_read_back(tmp_path_factory, columns, line_end, data):
     table = data.draw(tables(columns))
@@ -176,7 +176,7 @@ def naive_read(text, columns):
 
 
 @pytest.mark.parametrize("columns", slow_after([2, 1]))
-@settings(max_examples=400)
+@settings(max_examples=150)
 @given(
     text=st.text(st.sampled_from('""",,\n\n\rxé'), min_size=1, max_size=60),
     block_bytes=st.sampled_from([1, 5, 16, 1 << 20]),
