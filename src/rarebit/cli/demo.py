@@ -15,7 +15,7 @@ PLAN = {
     "methods": [
         "baseline",
         "mlet:init=keep",  # the plain tables of its control start as they do
-        "pruned",
+        "pruned:epochs=12",
         "multi-embedding:num_sets=2",
         "harmless-transfer",
         "shrinkage+forgetting",
