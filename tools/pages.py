@@ -28,7 +28,8 @@ Sources:
                                     a list of numbers is one per seed
     STUDY/LOG: VARIANT              mean and spread over the seeds in study-STUDY.json
     STUDY/LOG: VARIANT - CONTROL    mean paired difference, with an interval corrected for all methods of the
-                                    study; LOG may be * for the mean over all logs
+                                    study; LOG may be * for the mean over all logs, and LOG~MODEL where a study
+                                    has several models
     NAME                            a function in FIGURES
 
 Options, each after ` | `:
@@ -270,9 +271,10 @@ def _of_study(address: str, options: Sequence[str], part: str) -> float:
 def _addressed(address: str) -> tuple[list["Cell"], str, str]:
     place, _, pair = address.partition(": ")
     study, _, log = place.partition("/")
+    log, _, model = log.partition("~")
     variant, _, control = pair.partition(" - ")
-    cells = cells_of(study)
-    return cells if log == "*" else [one for one in cells if one.log == log], variant, control
+    cells = [one for one in cells_of(study) if log in ("*", one.log)]
+    return [one for one in cells if model in ("", one.values["model"])], variant, control
 
 
 def _figure(options: Sequence[str]) -> str:
