@@ -54,6 +54,8 @@ def train(rank: int, meeting: str) -> None:
         tell(transfer, losses)
         print(f"the tables of both processes are equal: {torch.equal(*tables)}")
     transfer.close()
+    del wrapped  # it holds the group, whose threads must end before the process does
+    distributed.barrier()
     distributed.destroy_process_group()
 
 

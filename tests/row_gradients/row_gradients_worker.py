@@ -3,6 +3,7 @@
 python row_gradients_worker.py RANK FOLDER
 """
 
+import os
 import sys
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -155,8 +156,10 @@ def main(rank, folder):
         save_file(weights, folder / f"{name}-{rank}.safetensors")
     if rank == 0:
         save_file(train_alone(ALONE, ranks=[0]), folder / "alone.safetensors")
+    distributed.barrier()
     distributed.destroy_process_group()
 
 
 if __name__ == "__main__":
     main(int(sys.argv[1]), Path(sys.argv[2]))
+    os._exit(0)  # gloo's threads may outlive the group and abort a process that ends by itself

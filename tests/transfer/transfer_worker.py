@@ -3,6 +3,7 @@
 python transfer_worker.py RANK FOLDER
 """
 
+import os
 import sys
 from contextlib import nullcontext
 from dataclasses import dataclass, field
@@ -134,8 +135,10 @@ def main(rank, folder):
         with started(story, model) as transfer:
             train(story, model, transfer, DistributedDataParallel(model), [rank])
             save_file(all_values(model, transfer), folder / f"{name}-{rank}.safetensors")
+    distributed.barrier()
     distributed.destroy_process_group()
 
 
 if __name__ == "__main__":
     main(int(sys.argv[1]), Path(sys.argv[2]))
+    os._exit(0)  # gloo's threads may outlive the group and abort a process that ends by itself
