@@ -13,6 +13,7 @@ The checks need torch only and take a few seconds for a method.
 import copy
 import json
 import tempfile
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, fields, replace
@@ -100,7 +101,9 @@ def check_method(method: Technique | type[Technique]) -> None:
     """
     for name, check in method_checks(method):
         try:
-            check()
+            with torch.random.fork_rng(devices=[]):
+                torch.manual_seed(0)  # the same weights and batches in every call
+                check()
         except AssertionError as error:
             raise AssertionError(f"{name}: {error}") from error
 
@@ -120,6 +123,8 @@ def method_checks(method: Technique | type[Technique]) -> Iterator[tuple[str, Ch
         checks += OF_MODELS
     elif isinstance(one, Method):
         checks += [*OF_TABLES, *([] if one.after_training else OF_TRAINED_TABLES), *OF_MODELS]
+    if isinstance(one, Method) and one.callback() is not None:
+        checks.append(check_resumes)
     for check in checks:
         yield check.__name__.removeprefix("check_"), partial(check, one)
     if isinstance(one, Method) and one.composition_rank is not None:
@@ -486,10 +491,11 @@ def check_trains(method: TrainingMethod) -> None:
         raise AssertionError(f"its report has more than plain values: {error}") from error
 
 
-def check_resumes(method: TrainingMethod, stops: Sequence[int] = (2, 8)) -> None:
+def check_resumes(method: Technique, stops: Sequence[int] = (2, 8)) -> None:
     """A run that was stopped in its first epoch and in its last one resumes to the same bits and report."""
-    whole = _train(method)
-    with tempfile.TemporaryDirectory() as folder:
+    # what a method warns of is not at issue here
+    with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings(action="ignore"):
+        whole = _train(method)
         place = Path(folder) / "run"
         for advance in stops:
             with suppress(_StoppedError):
@@ -748,7 +754,7 @@ def _splits() -> Splits:
     return generate(cast(SyntheticLog, RUN.data))
 
 
-def _train(method: TrainingMethod, **options: Any) -> Trained:
+def _train(method: Technique, **options: Any) -> Trained:
     # a checkpoint after each step, so that a stopped run resumes from the last one
     training = replace(RUN.training, checkpoint_minutes=1e-9)
     settings = replace(RUN, methods=(method,), training=training)
