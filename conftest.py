@@ -1,4 +1,4 @@
-"""What pytest leaves out: examples in files that read raw logs, where Polars is not installed."""
+"""What pytest leaves out: examples in files that need an optional package, where it is not installed."""
 
 import importlib.util
 
@@ -11,3 +11,5 @@ if importlib.util.find_spec("polars") is None:
         "src/rarebit/data/sources/[a-z]*.py",
         "src/rarebit/training/score.py",
     ]
+if importlib.util.find_spec("orjson") is None:
+    collect_ignore_glob += ["src/rarebit/serving/*"]

@@ -13,6 +13,7 @@ at the end of a run lists every capability that was not exercised.
 
 import importlib.util
 import os
+import shutil
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -52,6 +53,13 @@ def real_data(name: str) -> Path:
     return Path(os.environ["RAREBIT_DATA"]) / name
 
 
+BROWSER = shutil.which("chromium") or ""
+needs_browser = needs(
+    "browser",
+    bool(BROWSER) and importlib.util.find_spec("playwright") is not None,
+    "it needs chromium and the package playwright",
+)
+"""For tests of pages in a real browser."""
 needs_cuda = needs("CUDA", torch.cuda.is_available(), "no CUDA device is visible")
 
 

@@ -48,9 +48,11 @@ DOWNLOAD_MB = {
     "data": 110,
     "dev": 25,
     "examples": 30,
+    "export": 45,
     "plots": 20,
+    "serve": 25,
     "study": 35,
-    "test": 20,
+    "test": 35,
 }
 
 

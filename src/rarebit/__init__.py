@@ -17,6 +17,14 @@ if TYPE_CHECKING:
     from rarebit._api import __all__ as __all__
 else:  # torch takes seconds to import, and the help of the command line does without it
 
+    def _function_like(folder: str) -> property:
+        """Return the function that has the name of its folder, also where the folder was imported first."""
+
+        def get(_: ModuleType) -> Any:
+            return getattr(import_module(f"rarebit.{folder}.{folder}"), folder)
+
+        return property(get, lambda *_: None)  # the folder is ignored
+
     class _Package(ModuleType):
         """Imports the library when one of its names is first used."""
 
@@ -32,14 +40,7 @@ else:  # torch takes seconds to import, and the help of the command line does wi
         def __dir__(self) -> list[str]:
             return sorted({*super().__dir__(), *_public()})
 
-        @property
-        def study(self) -> Any:
-            """The function, also where the folder of the same name was imported first."""
-            return import_module("rarebit.study.study").study
-
-        @study.setter
-        def study(self, folder: ModuleType) -> None:
-            """Ignore the folder."""
+        export, study = (_function_like(folder) for folder in ("export", "study"))
 
     def _public() -> dict[str, Any]:
         names = vars(import_module("rarebit._api"))

@@ -12,10 +12,13 @@
     │   └── NotFiniteError      a loss, a gradient or a weight is not finite
     ├── TrainingInterrupted     a signal asked training to stop, and it did
     ├── ModelFileError          a saved model is missing, damaged or of another shape     (ValueError)
+    ├── ExportError             a model has no form in a format, or the file differs      (ValueError)
     ├── CheckpointError         a checkpoint cannot be written or read                    (ValueError)
     │   └── NewerFormatError    a checkpoint was written by a later version
     ├── StudyError              a study cannot go on, or its folder cannot be read        (RuntimeError)
     ├── StudyInterrupted        a signal asked a study to stop, and it did
+    ├── ServingError            a model cannot be served                                  (RuntimeError)
+    ├── RequestError            a scoring request is malformed or too large               (ValueError)
     └── MissingExtraError       an optional package is not installed, or broken           (ImportError)
 
 A message says what was expected, what came and what to do. The command line prints it as one
@@ -98,6 +101,10 @@ class ModelFileError(RarebitError, ValueError):
     """A saved model is missing, damaged, or of another architecture."""
 
 
+class ExportError(RarebitError, ValueError):
+    """A model cannot be exported, or what was exported gives other scores."""
+
+
 class CheckpointError(RarebitError, ValueError):
     """A checkpoint cannot be written, is missing or damaged, or another process is at work on it."""
 
@@ -112,6 +119,18 @@ class StudyError(RarebitError, RuntimeError):
 
 class StudyInterrupted(RarebitError):  # noqa: N818  # a wish of the user's, not a mistake
     """A signal asked a study to stop, and it did; what was learned is written."""
+
+
+class ServingError(RarebitError, RuntimeError):
+    """A model cannot be served."""
+
+
+class RequestError(RarebitError, ValueError):
+    """A scoring request is malformed or too large; `status` is the HTTP status of the answer."""
+
+    def __init__(self, message: str, *, status: int = 400) -> None:
+        super().__init__(message)
+        self.status = status
 
 
 class MissingExtraError(RarebitError, ImportError):

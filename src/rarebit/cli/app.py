@@ -16,9 +16,11 @@ from rarebit.cli import screen
 from rarebit.cli.compare import compare
 from rarebit.cli.demo import demo
 from rarebit.cli.diagnose import diagnose_command
+from rarebit.cli.export import export_command
 from rarebit.cli.methods import methods
 from rarebit.cli.predict import predict_
 from rarebit.cli.prune import prune
+from rarebit.cli.serve import serve
 from rarebit.cli.train import train
 from rarebit.errors import RarebitError
 
@@ -36,7 +38,9 @@ rarebit diagnose runs/clicks
 
 rarebit prune --data data/clicks --model deepfm --sparsity 0.9,0.99 --out runs/pruned
 
-rarebit predict --model runs/clicks --input new.csv --out scores.csv
+rarebit export runs/clicks --to onnx --out clicks.onnx
+
+rarebit predict --model clicks.onnx --input new.csv --out scores.csv
 """
 
 
@@ -130,5 +134,7 @@ app.command()(prune)
 app.command()(compare)
 app.command(name="diagnose")(diagnose_command)
 app.command()(methods)
+app.command(name="export")(export_command)
 app.command(name="predict")(predict_)
+app.command()(serve)
 app.command()(bench)

@@ -17,12 +17,16 @@ if TYPE_CHECKING:
     from torch import nn
 
     from rarebit.data.dataset import Dataset
+    from rarebit.training.score import RowScorer
 
 SPLITS = ("train", "valid", "test")
 
 
 def predict_(  # noqa: PLR0917  # typer calls it by name
-    model: Annotated[Path, Option(help="Folder of a run, made by rarebit train.", readable=False)],
+    model: Annotated[
+        Path,
+        Option(help="Folder of a run, or an .onnx file that rarebit export made.", readable=False),
+    ],
     input_: Annotated[
         Path | None,
         Option("--input", help="A raw log to score: .csv .tsv .txt or .parquet.", readable=False),
@@ -50,6 +54,13 @@ def predict_(  # noqa: PLR0917  # typer calls it by name
     if input_ is None and split not in SPLITS:
         raise SettingsError(f"unknown split {split!r}{suggest(split, SPLITS)}")
     chosen_bad_rows = opt.choose_bad_rows(bad_rows)
+    if model.suffix == ".onnx":
+        if input_ is None:
+            raise SettingsError("an exported file has no split to score; name a log with --input")
+        from rarebit.export.raw import FileScorer
+
+        _score_log(FileScorer(model), model, input_, out, chosen_bad_rows)
+        return
     if input_ is None:
         settings = read_run(model)
     loaded = load_model(model, device=opt.choose_device(device))
@@ -72,7 +83,7 @@ def predict_(  # noqa: PLR0917  # typer calls it by name
 
 
 def _score_log(
-    model: "nn.Module", folder: Path, log: Path, out: Path | None, bad_rows: opt.Choice
+    model: "nn.Module | RowScorer", folder: Path, log: Path, out: Path | None, bad_rows: opt.Choice
 ) -> None:
     from rarebit.training.score import bad_rows_file, score_log
 

@@ -34,7 +34,7 @@ import functools
 import hashlib
 import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from ctypes import c_float, c_int, c_int64, c_void_p
 from dataclasses import dataclass
 from pathlib import Path
@@ -60,6 +60,7 @@ from rarebit.tables.apply import (
     refuse_wrapped_model,
     reported,
 )
+from rarebit.tables.collection import Stack
 from rarebit.tables.compiler import is_plain, is_switched_off, load_compiled
 from rarebit.tables.table import (
     CHUNK,
@@ -384,6 +385,10 @@ class Pack(Method):
         table = PackedTable(self, parts, shape, scale=scale).train(base.training)
         return table.requires_grad_(is_trainable(base))
 
+    def traced(self, tables: Sequence[Table], lengths: Sequence[int]) -> "TracedPackedStack":
+        """A lookup of packed tables has sizes that depend on the ids, and shifts: neither has a form in ONNX."""
+        return TracedPackedStack([t for t in tables if isinstance(t, PackedTable)], lengths)
+
     def unsuited(self, rows: int, width: int) -> str | None:
         """A table without entries has nothing to pack."""
         return None if rows and width else "it has no weights"
@@ -602,6 +607,88 @@ class PackedTable(Table):
     def _floats(self, values: Tensor) -> Tensor:
         """Return stored values as numbers: integers times their scale."""
         return values.to(self.scale.dtype) * self.scale if "scale" in self._buffers else values
+
+
+class TracedPackedStack(Stack):
+    """Packed tables behind one lookup in plain arithmetic, for exporters. No size depends on the ids.
+
+    Bits are taken out by division, bytes of columns by a cumulative sum: the k-th column that is set has the k-th value of
+    its row. The last row and the last value are zeros, for rows without entries.
+    """
+
+    marks: Tensor
+    """`(ceil(N / 8),)`: a bit for each row, whether it has entries."""
+    before: Tensor
+    """`(ceil(N / 8),)`: the number of rows with entries before each byte of marks."""
+    starts: Tensor
+    """`(R + 1,)`: the place of the first value of each row that has entries."""
+    columns: Tensor
+    """`(R + 1, ceil(D / 8))`: a bit for each column of such a row."""
+    values: Tensor
+    """`(V + 1,)`."""
+    ones: Tensor
+    bits: Tensor
+    scales: Tensor
+    first_rows: Tensor
+
+    def __init__(self, tables: Sequence[PackedTable], lengths: Sequence[int]) -> None:
+        super().__init__(lengths)
+        self.width = tables[0].embedding_dim
+        marks, columns, counts, values, scales, rows = [], [], [], [], [], [0]
+        for table in tables:
+            parts = table.parts
+            every = parts.filled.view(torch.uint8)[: -(-table.num_embeddings // 8)]
+            marks.append(every)
+            rows.append(rows[-1] + 8 * len(every))
+            kept = _kept_columns(parts, self.width)
+            columns.append(pack_bits(kept))
+            counts.append(parts.offsets.long().diff())
+            values.append(parts.values.detach())
+            scales.append(torch.ones(()) if parts.values.is_floating_point() else table.scale)
+        bits = 1 << torch.arange(8)
+        ones = (torch.arange(256).unsqueeze(1) // bits % 2).sum(dim=1)  # set in a byte
+        filled = ones[torch.cat(marks).long()]
+        first_rows = torch.tensor(rows[:-1])[self.field_of_slot]
+        stored = {
+            "ones": ones,
+            "bits": bits,
+            "marks": torch.cat(marks),
+            "before": (filled.cumsum(0) - filled).int(),
+            "starts": F.pad(torch.cat(counts).cumsum(0), (1, 0)).int(),
+            "columns": F.pad(torch.cat(columns), (0, 0, 0, 1)),
+            "values": F.pad(torch.cat(values), (0, 1)),
+            "scales": torch.stack(scales)[self.field_of_slot].unsqueeze(-1),
+            "first_rows": first_rows,
+        }
+        for name, tensor in stored.items():
+            self.register_buffer(name, tensor)
+
+    def rows(self, ids: Tensor) -> Tensor:
+        """Return the rows, `(..., S)` to `(..., S, D)`."""
+        place = ids + self.first_rows
+        byte, bit = place // 8, self.bits[place % 8]
+        mark = self.marks[byte].long()
+        here = mark // bit % 2
+        row = self.before[byte] + self.ones[mark % bit]
+        row = torch.where(here == 1, row, len(self.starts) - 1)
+        kept = self.columns[row].long().unsqueeze(-1) // self.bits % 2  # (..., S, C, 8)
+        kept = kept.flatten(-2)[..., : self.width]
+        place = self.starts[row].unsqueeze(-1) + kept.cumsum(-1) - kept
+        return self.values[place].to(self.scales.dtype) * self.scales * kept
+
+    def split(self) -> list[AnyTable]:
+        """Raise: an exporter reads the stack and takes nothing out of it."""
+        raise NotImplementedError
+
+
+def _kept_columns(parts: Parts, width: int) -> Tensor:
+    """Return which columns of each row that is not empty have a value, `(R, D)`."""
+    if parts.has_bitmaps:
+        return unpack_bits(parts.columns)[:, :width]
+    lengths = parts.offsets.long().diff()
+    owner = torch.repeat_interleave(lengths)
+    kept = torch.zeros(len(lengths), width, dtype=torch.bool, device=owner.device)
+    return kept.index_put((owner, parts.columns.long()), torch.ones((), dtype=torch.bool))
 
 
 def _round(values: Tensor) -> tuple[Tensor, Tensor]:

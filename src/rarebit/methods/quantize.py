@@ -240,7 +240,12 @@ def pack(codes: Tensor) -> Tensor:
 
 def unpack(packed: Tensor, width: int) -> Tensor:
     """Return the codes of 4 bits, `(..., ceil(D / 2))` to `(..., D)`."""
-    both = torch.cat([packed & 0xF, packed >> HALF_BYTE], dim=-1)
+    if torch.compiler.is_compiling():  # bits have no form in ONNX
+        numbers = packed.int()
+        low, high = numbers % 16, numbers // 16
+    else:
+        low, high = packed & 0xF, packed >> HALF_BYTE
+    both = torch.cat([low, high], dim=-1)
     return both[..., :width].to(torch.int8) - ZERO_CODE
 
 

@@ -1,24 +1,78 @@
 """Score a raw log that a trained model has never seen."""
 
 import os
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, Protocol
 
+import numpy as np
 import torch
-from torch import Tensor, nn
+from numpy.typing import NDArray
+from torch import nn
 
 from rarebit.data.dataset import Dataset
+from rarebit.data.log_schema import LogSchema
 from rarebit.errors import DataError, ModelFileError, SettingsError, import_extra
 from rarebit.models._base import RankingModel
 from rarebit.storage.files import DISK, explain, hidden, leftovers
 from rarebit.training.metrics import Metrics, measure, predict
 
 if TYPE_CHECKING:
-    from rarebit.data.raw.chunks import RawChunk
-    from rarebit.data.raw.encoder import EncodedRows, LogEncoder
+    from rarebit.data.raw.chunks import BadRows, RawChunk
+    from rarebit.data.raw.encoder import LogEncoder
+
+
+@dataclass(frozen=True)
+class ScoredRows:
+    """The scores of some raw rows, without the malformed ones."""
+
+    scores: NDArray[np.float32]
+    """Chances of a click."""
+    logits: NDArray[np.float32]
+    """The same before the sigmoid: sure scores differ there that are both 1.0 as a chance."""
+    label: NDArray[np.uint8]
+    """Empty where the rows have no label."""
+    unknown: Mapping[str, int]
+    """For each field, values that the model has no id for."""
+    kept: NDArray[np.bool_] | None
+    """Which of the raw rows these are, where some were malformed."""
+
+
+class RowScorer(Protocol):
+    """Scores raw rows: a model with its vocabulary, or a file that was exported from one."""
+
+    schema: LogSchema
+
+    def columns_read(self, *, with_label: bool) -> list[str]:
+        """Return the columns that raw rows need."""
+
+    def score(self, chunk: "RawChunk", bad: "BadRows", *, with_label: bool) -> ScoredRows:
+        """Return the scores of the good rows of a chunk; malformed rows go to `bad`."""
+
+
+class ModelScorer:
+    """A model that scores raw rows with the vocabulary it was trained with."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model, self.encoder = model, _encoder_of(model)
+        self.schema, self.columns_read = self.encoder.schema, self.encoder.columns_read
+
+    def score(self, chunk: "RawChunk", bad: "BadRows", *, with_label: bool) -> ScoredRows:
+        """Encode the rows and score them."""
+        from rarebit.data.raw.encoder import unknown_values
+
+        encoded, fields = (
+            self.encoder.encode(chunk, bad, with_label=with_label),
+            self.encoder.fields,
+        )
+        data = Dataset(fields, encoded.ids, encoded.numeric)
+        logits = predict(self.model, data).cpu().float() if len(data) else torch.empty(0)
+        unknown = unknown_values(fields, encoded.ids)
+        scores = logits.sigmoid().numpy()
+        return ScoredRows(scores, logits.numpy(), encoded.label, unknown, encoded.kept)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,7 +90,7 @@ class Scored:
 
 
 def score_log(
-    model: nn.Module,
+    model: nn.Module | RowScorer,
     log: str | os.PathLike[str],
     *,
     out: str | os.PathLike[str] | None = None,
@@ -60,45 +114,45 @@ def score_log(
     (2, {'user': 1})
     """
     from rarebit.data.raw.chunks import BadRows
-    from rarebit.data.raw.encoder import unknown_values
     from rarebit.data.raw.readers import column_names, find_format, read_raw
 
     path, target = Path(log), None if out is None else Path(out)
-    encoder = _encoder_of(model)
-    written = find_format(path, encoder.schema.text)
-    with_label = encoder.schema.label in column_names(path, written)
+    scorer = ModelScorer(model) if isinstance(model, nn.Module) else model
+    schema = scorer.schema
+    written = find_format(path, schema.text)
+    with_label = schema.label in column_names(path, written)
     _check_out(path, target, bad_rows)
-    unknown = dict.fromkeys((field.name for field in encoder.fields.table_fields), 0)
-    logits: list[Tensor] = []
-    labels: list[Tensor] = []
+    unknown: Counter[str] = Counter()
+    logits: list[NDArray[np.float32]] = []
+    labels: list[NDArray[np.uint8]] = []
     rows = 0
     with _outputs(target) as (to_scores, to_bad_rows):
         bad = BadRows(bad_rows, to_bad_rows)
-        columns = encoder.columns_read(with_label=with_label)
-        missing = encoder.schema.missing
+        columns = scorer.columns_read(with_label=with_label)
         for chunk in read_raw(
-            path, columns, bad, format=written, missing=missing, progress=progress
+            path, columns, bad, format=written, missing=schema.missing, progress=progress
         ):
-            if with_label and not rows and chunk.frame[encoder.schema.label].is_null().all():
+            if with_label and not rows and chunk.frame[schema.label].is_null().all():
                 with_label = False  # a column for it, and nothing in it yet
-            encoded = encoder.encode(chunk, bad, with_label=with_label)
-            if bad.stops or not len(encoded.ids):
+            found = scorer.score(chunk, bad, with_label=with_label)
+            if bad.stops or not len(found.scores):
                 continue
-            found = predict(model, Dataset(encoder.fields, encoded.ids, encoded.numeric)).cpu()
-            for name, count in unknown_values(encoder.fields, encoded.ids).items():
-                unknown[name] += count
-            rows += len(found)
+            unknown.update(found.unknown)
+            rows += len(found.scores)
             if to_scores is not None:
-                _append(to_scores, chunk, encoded, found.sigmoid(), with_file=path.is_dir())
+                _append(to_scores, chunk, found, with_file=path.is_dir())
             if with_label:
-                logits.append(found)
-                labels.append(torch.tensor(encoded.label))
+                logits.append(found.logits)
+                labels.append(found.label)
         bad.close()
         bad.raise_if_any()
         if not rows:
             raise DataError(f"no row of {str(path)!r} could be read: {bad.summary()}")
-    metrics = measure(torch.cat(logits), torch.cat(labels).float()) if with_label else None
-    return Scored(rows=rows, bad_rows=bad.count, unknown=unknown, metrics=metrics)
+    metrics = None
+    if with_label:
+        every, clicked = (torch.from_numpy(np.concatenate(found)) for found in (logits, labels))
+        metrics = measure(every, clicked.float())
+    return Scored(rows=rows, bad_rows=bad.count, unknown=dict(unknown), metrics=metrics)
 
 
 def bad_rows_file(out: Path) -> Path:
@@ -132,15 +186,13 @@ def _encoder_of(model: nn.Module) -> "LogEncoder":
     return encoder_of(model)
 
 
-def _append(
-    path: Path, chunk: "RawChunk", encoded: "EncodedRows", scores: Tensor, *, with_file: bool
-) -> None:
+def _append(path: Path, chunk: "RawChunk", found: ScoredRows, *, with_file: bool) -> None:
     """Add the scores of a chunk, each with its line or row, and the file where there are several."""
     pl = import_extra("polars", "data", "reading raw logs")
     numbers = chunk.numbers()
-    kept = numbers if encoded.kept is None else numbers[encoded.kept]
+    kept = numbers if found.kept is None else numbers[found.kept]
     first = chunk.locate(0)
-    frame = pl.DataFrame({first.unit: kept, "score": scores.numpy()})
+    frame = pl.DataFrame({first.unit: kept, "score": found.scores})
     if with_file:
         frame = frame.select(pl.lit(first.file).alias("file"), pl.all())
     with path.open("ab") as file:

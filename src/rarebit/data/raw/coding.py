@@ -111,7 +111,7 @@ class CodedRows:
         return int(self.codes.shape[1] if self.codes.size else self.numbers.shape[1])
 
 
-class _Check(NamedTuple):
+class RowCheck(NamedTuple):
     """A reason to refuse a row: the column, the reason, and the rows it holds for."""
 
     column: str
@@ -124,7 +124,7 @@ class _Plan(NamedTuple):
     """What to compute from frames of these types, checks first. Most chunks of a log share them."""
 
     types: pl.Schema
-    checks: list[_Check]
+    checks: list[RowCheck]
     expressions: dict[str, pl.Expr]
 
 
@@ -149,6 +149,23 @@ class RowCoder:
 
     def code(self, chunk: RawChunk, bad: BadRows) -> CodedRows:
         """Return the good rows of a chunk as numbers."""
+        found, keep = self.good_rows(chunk, bad)
+        names, rows = found.columns, found.height
+        codes = [_as_codes(found[name]) for name in names if name.startswith("code:")]
+        numbers = [found[name].to_numpy() for name in names if name.startswith("number:")]
+        return CodedRows(
+            codes=np.stack(codes) if codes else np.empty((0, rows), np.int32),
+            numbers=np.stack(numbers) if numbers else np.empty((0, rows)),
+            label=found["label"].to_numpy() if self.with_label else np.empty(0, np.uint8),
+            key=found["key"].to_numpy() if self.with_key else np.empty(0),
+            cut=sum(int(found[name].sum()) for name in names if name.startswith("cut:")),
+            kept=keep,
+        )
+
+    def good_rows(
+        self, chunk: RawChunk, bad: BadRows
+    ) -> tuple[pl.DataFrame, NDArray[np.bool_] | None]:
+        """Return all outputs of the good rows of a chunk, and which rows these are; None for all."""
         frame = _plain_types(chunk.frame, self.schema.missing)
         if self._plan is None or self._plan.types != frame.schema:
             _refuse_types(frame.schema, self.schema)
@@ -163,25 +180,14 @@ class RowCoder:
         if self.with_label:
             label, wrong = self.schema.label, found["bad:0"]
             bad.count_labels(label, good["label"].to_numpy(), frame[label].filter(wrong))
-        found = good
-        names, rows = found.columns, found.height
-        codes = [_as_codes(found[name]) for name in names if name.startswith("code:")]
-        numbers = [found[name].to_numpy() for name in names if name.startswith("number:")]
-        return CodedRows(
-            codes=np.stack(codes) if codes else np.empty((0, rows), np.int32),
-            numbers=np.stack(numbers) if numbers else np.empty((0, rows)),
-            label=found["label"].to_numpy() if self.with_label else np.empty(0, np.uint8),
-            key=found["key"].to_numpy() if self.with_key else np.empty(0),
-            cut=sum(int(found[name].sum()) for name in names if name.startswith("cut:")),
-            kept=keep,
-        )
+        return good, keep
 
-    def _checks(self, types: pl.Schema) -> Iterator[_Check]:
+    def _checks(self, types: pl.Schema) -> Iterator[RowCheck]:
         """Yield each reason to refuse a row. Manifests of prepared logs store these reasons."""
         schema = self.schema
         if self.with_label:
             label = schema.label
-            yield _Check(label, "the label is not 0 or 1", _label(label, types[label]).is_null())
+            yield RowCheck(label, "the label is not 0 or 1", _label(label, types[label]).is_null())
         for column in schema.columns:
             name = column.name
             if column.kind != "numeric" or types[name].is_integer() or types[name] == pl.Boolean:
@@ -193,16 +199,24 @@ class RowCoder:
             # infinite, NaN, or too large for 32 bits: its square would overflow
             too_large = ~number.cast(pl.Float32, strict=False).is_finite()
             is_bad = (number.is_null() & is_there) | too_large
-            yield _Check(name, f"{name} is not a number", is_bad.fill_null(value=False))
+            yield RowCheck(name, f"{name} is not a number", is_bad.fill_null(value=False))
         if self.with_key and schema.split.kind in ("time", "given"):
             name = schema.split.column
             wanted = "a time" if schema.split.kind == "time" else "train, valid or test"
             known = KNOWN_TIMES if schema.split.kind == "time" else ", ".join(PART_NAMES)
             hint = f"{name} may be {known}."
-            yield _Check(name, f"{name} is not {wanted}", self._key(types).is_null(), hint)
+            yield RowCheck(name, f"{name} is not {wanted}", self._key(types).is_null(), hint)
 
     def _outputs(self, types: pl.Schema) -> Iterator[tuple[str, pl.Expr]]:
         """Yield everything that a row becomes, in order, by a name that tells what it is."""
+        yield from self._values(types)
+        if self.with_label:
+            yield "label", _label(self.schema.label, types[self.schema.label]).fill_null(0)
+        if self.with_key:
+            yield "key", self._key(types)
+
+    def _values(self, types: pl.Schema) -> Iterator[tuple[str, pl.Expr]]:
+        """Yield what the columns for the model become."""
         for number, column in enumerate(self.schema.columns):
             if column.kind == "numeric" and column.treatment == "log_square":
                 yield f"code:{number}", self._binned(column, types[column.name])
@@ -220,10 +234,6 @@ class RowCoder:
             elif column.kind == "multi":
                 for name, place in self._places(column, types[column.name]):
                     yield f"{name}:{number}", place
-        if self.with_label:
-            yield "label", _label(self.schema.label, types[self.schema.label]).fill_null(0)
-        if self.with_key:
-            yield "key", self._key(types)
 
     def _codes(self, column: Column, text: pl.Expr) -> pl.Expr:
         """Return the codes of one value per row; null is missing."""
@@ -267,7 +277,7 @@ class RowCoder:
     def _value(self, name: str, dtype: pl.DataType) -> pl.Expr:
         """Return the numbers of a column, null for those that mean a missing value."""
         number = _number(name, dtype)
-        missing = [found for found in map(_as_float, self.schema.missing) if found is not None]
+        missing = [found for found in map(as_float, self.schema.missing) if found is not None]
         return pl.when(~number.is_in(missing)).then(number) if missing else number
 
     def _key(self, types: pl.Schema) -> pl.Expr:
@@ -290,7 +300,7 @@ def _as_codes(found: pl.Series) -> NDArray[np.int32]:
 
 
 def _keep_good(
-    found: pl.DataFrame, checks: Sequence[_Check], chunk: RawChunk, bad: BadRows
+    found: pl.DataFrame, checks: Sequence[RowCheck], chunk: RawChunk, bad: BadRows
 ) -> NDArray[np.bool_] | None:
     """Add malformed rows to `bad` and return which rows are good; None where all are."""
     failed = [(check, flags) for check, flags in zip(checks, found, strict=True) if flags.any()]
@@ -323,7 +333,8 @@ def _number(name: str, dtype: pl.DataType) -> pl.Expr:
     return column.cast(pl.Float64, strict=False)
 
 
-def _as_float(text: str) -> float | None:
+def as_float(text: str) -> float | None:
+    """Return the number that a text is, None where it is none."""
     try:
         return float(text)
     except ValueError:

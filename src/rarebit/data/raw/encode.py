@@ -117,7 +117,7 @@ def encode_frame(
     if like is not None:
         if schema is not None or split is not None:
             raise SettingsError("rows like another data set's have its schema and are not split")
-        return _encode_like(rows, encoder_of(like))
+        return encode_like(rows, encoder_of(like))
     if schema is None:
         if label is None:
             raise SettingsError("which column is the label? Give label=, or a schema")
@@ -133,7 +133,8 @@ def encode_frame(
         return Dataset.open(place, verify=False).in_memory(LogEncoder.open(place / ENCODER))
 
 
-def _encode_like(rows: pl.DataFrame, encoder: LogEncoder) -> Dataset:
+def encode_like(rows: pl.DataFrame, encoder: LogEncoder) -> Dataset:
+    """Encode raw rows with the vocabulary of another data set."""
     bad = BadRows()
     with_label = encoder.schema.label in rows.columns
     columns = encoder.columns_read(with_label=with_label)

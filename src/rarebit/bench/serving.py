@@ -1,0 +1,434 @@
+"""From a trained model to scores: an exported file against eager torch, and the server against a hand-written one.
+
+The model is DCN-V2 on 39 columns of Criteo's shape, whose 967,795 values are texts. Both sides get the same raw rows and give the
+same scores, which is checked first.
+"""
+
+import itertools
+import json
+import os
+import re
+import selectors
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any, Self
+
+import numpy as np
+import torch
+
+from rarebit.bench._frame import BenchResult, Say, compare
+from rarebit.data.dataset import Batch
+from rarebit.data.log_schema import Column, LogSchema
+from rarebit.data.synthetic import PRESETS
+from rarebit.errors import import_extra
+from rarebit.export.export import export as export_model
+from rarebit.models import build_model
+from rarebit.models._base import RankingModel
+from rarebit.tables.apply import apply_, find_tables
+from rarebit.tables.table import Method
+from rarebit.technique import technique_class
+from rarebit.training.model_file import save_model
+
+DIM, HIDDEN = 16, (400, 400)
+STD = 0.3
+"""Of the rows, so that scores differ from row to row as those of a trained model."""
+UNKNOWN_SHARE = 0.01
+"""Of the values of a row."""
+PROGRAM = Path(__file__).with_name("_fastapi_program.py")
+ROWS, CONNECTIONS, REQUESTS = 100, 8, 64
+SERVER_CORE, CLIENT_CORE = 0, 1
+SOURCE = Path(__file__).resolve().parents[2]
+
+Row = dict[str, str]
+
+
+def criteo_model() -> RankingModel:
+    """Return DCN-V2 with random weights and the vocabulary of a log of Criteo's shape."""
+    from rarebit.data.raw.encoder import LogEncoder
+
+    pl = import_extra("polars", "data", "a vocabulary of texts")
+    drawn = PRESETS["criteo"]
+    columns = tuple(Column(name=column.name) for column in drawn)
+    values = {
+        column.name: pl.Series([f"{n * 2654435761 % 2**32:08x}" for n in range(column.num_values)])
+        for column in drawn
+    }
+    encoder = LogEncoder(schema=LogSchema(label="click", columns=columns), values=values)
+    torch.manual_seed(0)
+    settings = {"dim": DIM, "hidden": list(HIDDEN), "std": STD}
+    return build_model("dcn_v2", encoder.fields, settings).eval()
+
+
+def raw_rows(model: RankingModel, rows: int) -> list[Row]:
+    """Return rows with frequent and rare values, and some that are unknown."""
+    draw, columns = np.random.default_rng(0), {}
+    for name, values in model.schema.encoder.values.items():
+        places = (len(values) * draw.random(rows) ** 3).astype(np.int64)
+        unknown = draw.random(rows) < UNKNOWN_SHARE
+        texts = values.gather(places).to_list()
+        columns[name] = [
+            f"new {text}" if new else text for text, new in zip(texts, unknown, strict=True)
+        ]
+    return [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
+
+
+def vocabulary_of(model: RankingModel) -> dict[str, dict[str, int]]:
+    """Return the ids of all values as a hand-written server has them: a dict for each column."""
+    return {
+        name: {text: number for number, text in enumerate(values.to_list(), start=3)}
+        for name, values in model.schema.encoder.values.items()
+    }
+
+
+class EagerRows:
+    """The hand-written way: dicts for the values, and the model in eager torch."""
+
+    def __init__(self, model: RankingModel) -> None:
+        self.model, self.vocabulary = model, vocabulary_of(model)
+
+    @torch.no_grad()
+    def __call__(self, rows: Sequence[Row]) -> list[float]:
+        """Return the scores of rows."""
+        ids = torch.tensor(
+            [[known.get(row[name], 1) for name, known in self.vocabulary.items()] for row in rows]
+        )
+        batch = Batch(ids, torch.zeros(len(rows), 0), torch.zeros(0), self.model.schema)
+        scores: list[float] = self.model(batch).sigmoid().tolist()
+        return scores
+
+
+def export(say: Say, *, budget: float = 15.0) -> BenchResult:
+    """Scores of one raw row, and of 64 and 1,024, by the exported file and by eager torch, in one process.
+
+    `file` is ONNX Runtime with texts in; `eager` is a dict for each column and the model in eager torch: the way a server is
+    written by hand. `ids` is a file with ids in, against the model alone, `eager_ids`. All have one
+    thread, as a worker of a server has: threads of two libraries in one process would wait for each other.
+    """
+    runtime = import_extra("onnxruntime", "export", "bench export")
+    torch.set_num_threads(1)
+    model = criteo_model()
+    eager, rows = EagerRows(model), raw_rows(model, 1024)
+    figures: BenchResult = {}
+    with tempfile.TemporaryDirectory() as folder:
+        files = {"file": Path(folder) / "raw.onnx", "ids": Path(folder) / "ids.onnx"}
+        for name, path in files.items():
+            say(f"export: writing the file with {'texts' if name == 'file' else 'ids'} in")
+            start = time.perf_counter()
+            exported = export_model(model, path, ids=name == "ids" or None)
+            figures |= {
+                f"{name}_megabytes": exported.num_bytes / 1e6,
+                f"{name}_export_seconds": time.perf_counter() - start,
+                f"{name}_largest_difference": exported.largest_difference,
+            }
+        start, options = time.perf_counter(), runtime.SessionOptions()
+        options.intra_op_num_threads = 1
+        sessions = {name: runtime.InferenceSession(path, options) for name, path in files.items()}
+        figures["load_seconds"] = time.perf_counter() - start
+    ratios: dict[str, float] = {}
+    for size in (1, 64, 1024):
+        say(f"export: batches of {size}, {budget:.0f} s")
+        variants = _variants(model, sessions, eager, rows, size)
+        times, found = compare(variants, budget=budget, suffix=f"_{size}")
+        figures |= found
+        ratios |= {
+            f"ratio_{size}": times["file"] / times["eager"],
+            f"ratio_ids_{size}": times["ids"] / times["eager_ids"],
+        }
+    return {
+        "ratio": ratios["ratio_1"],
+        "ratio_of": "time of the file for one raw row / time of dicts and eager torch",
+        **ratios,
+        **figures,
+    }
+
+
+def _variants(
+    model: RankingModel, sessions: Any, eager: EagerRows, rows: Sequence[Row], size: int
+) -> dict[str, Callable[[], object]]:
+    starts = itertools.cycle(range(0, len(rows) - size + 1, size))
+    ids = torch.tensor(
+        [[known.get(row[name], 1) for name, known in eager.vocabulary.items()] for row in rows]
+    )
+
+    def some() -> list[Row]:
+        start = next(starts)
+        return list(rows[start : start + size])
+
+    def file() -> list[float]:
+        chosen = some()
+        inputs = {
+            name: np.array([row[name] for row in chosen], object) for name in eager.vocabulary
+        }
+        found: list[float] = sessions["file"].run(["score"], inputs)[0].tolist()
+        return found
+
+    def alone(score: Callable[[torch.Tensor], object]) -> Callable[[], object]:
+        def run() -> object:
+            start = next(starts)
+            return score(ids[start : start + size])
+
+        return run
+
+    @torch.no_grad()
+    def by_torch(chosen: torch.Tensor) -> object:
+        return model(Batch(chosen, torch.zeros(size, 0), torch.zeros(0), model.schema)).sigmoid()
+
+    first = rows[:size]
+    inputs = {name: np.array([row[name] for row in first], object) for name in eager.vocabulary}
+    [found] = sessions["file"].run(["score"], inputs)
+    assert np.abs(found - eager(first)).max() < 1e-5, "the two must score alike"
+    return {
+        "file": file,
+        "eager": lambda: eager(some()),
+        "ids": alone(lambda chosen: sessions["ids"].run(None, {"ids": chosen.numpy()})),
+        "eager_ids": alone(by_torch),
+    }
+
+
+def serve(say: Say, *, turns: int = 8, seconds: float = 3.0) -> BenchResult:
+    """Requests of 100 raw rows as JSON over 8 connections: our server, and one written by hand with FastAPI and eager torch.
+
+    Each has one core, and the clients have the other; they take turns. `ratio` is of requests per second. Then each is asked at
+    half of what the slower one can answer, for its 99th percentile. `megabytes` is the memory of all processes of a server that was
+    asked; ours also with tables of 8 bits and with tables hashed to a sixteenth of their rows.
+    """
+    import_extra("fastapi", "test", "bench serve")
+    import_extra("starlette", "serve", "bench serve")
+    model = criteo_model()
+    rows = raw_rows(model, ROWS * REQUESTS)
+    parts = [rows[start : start + ROWS] for start in range(0, len(rows), ROWS)]
+    load = Load([json.dumps({"rows": part}).encode() for part in parts])
+    load.wanted = [EagerRows(model)(part) for part in parts]
+    with ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        say("serve: exporting the model")
+        export_model(model, folder / "clicks.onnx")
+        save_model(model, folder / "model")
+        ours = ["-m", "rarebit", "serve", str(folder / "clicks.onnx")]
+        by_hand = [str(PROGRAM), str(folder / "model")]
+        servers = {
+            name: stack.enter_context(_server(command))
+            for name, command in {"ours": ours, "fastapi": by_hand}.items()
+        }
+        stack.enter_context(_on_core(CLIENT_CORE))
+        for name, server in servers.items():
+            load.wait_for(server)
+            load.many(server, 1.0)
+            say(f"serve: {name} answers, and as the model does")
+        rates: dict[str, list[float]] = {name: [] for name in servers}
+        for turn in range(turns):
+            for name in list(servers) if turn % 2 else list(servers)[::-1]:
+                rates[name].append(load.many(servers[name], seconds))
+        found = {name: statistics.median(values) for name, values in rates.items()}
+        half = min(found.values()) / 2
+        waits = {name: load.at(server, half, 4 * seconds) for name, server in servers.items()}
+        figures: BenchResult = {f"{name}_megabytes": s.megabytes() for name, s in servers.items()}
+    figures |= _memory_of_small_tables(say, load)
+    for name, times in waits.items():
+        figures[f"{name}_requests_per_second"] = found[name]
+        figures[f"{name}_p50_ms"] = 1000 * statistics.median(times)
+        figures[f"{name}_p99_ms"] = 1000 * float(np.quantile(times, 0.99))
+    return {
+        "ratio": found["ours"] / found["fastapi"],
+        "ratio_of": "requests per second of rarebit serve / of FastAPI with eager torch, one core each",
+        "rows_per_request": ROWS,
+        "connections": CONNECTIONS,
+        "half_load_requests_per_second": half,
+        **figures,
+    }
+
+
+def _memory_of_small_tables(say: Say, load: "Load") -> BenchResult:
+    """Return the memory of our server with smaller tables."""
+    figures: BenchResult = {}
+    for name, method in {"int8": "quantize", "hashed_16th": "hashing"}.items():
+        say(f"serve: memory with {name} tables")
+        model = criteo_model()
+        whole = [(info.rows, info.width) for info in find_tables(model)]
+        smaller = technique_class(method)
+        chosen = smaller.for_share(whole, 1 / 16) if method == "hashing" else smaller()
+        assert isinstance(chosen, Method)
+        apply_(model, chosen, verbose=False)
+        with tempfile.TemporaryDirectory() as folder:
+            export_model(model, Path(folder) / "clicks.onnx")
+            with _server(["-m", "rarebit", "serve", str(Path(folder) / "clicks.onnx")]) as server:
+                unchecked = Load(load.bodies)  # smaller tables score differently
+                unchecked.wait_for(server)
+                unchecked.many(server, 1.0)
+                figures[f"ours_{name}_megabytes"] = server.megabytes()
+    return figures
+
+
+class Server:
+    """A server process and its port."""
+
+    def __init__(self, process: "subprocess.Popen[bytes]", port: int) -> None:
+        self.process, self.port = process, port
+
+    def megabytes(self) -> float:
+        """Return the memory of the process and its children; pages that they share count once."""
+        pids, found = [self.process.pid], 0
+        for pid in pids:
+            children = Path(f"/proc/{pid}/task/{pid}/children")
+            pids += map(int, children.read_text().split())
+            rollup = Path(f"/proc/{pid}/smaps_rollup").read_text()
+            found += next(int(line.split()[1]) for line in rollup.splitlines() if "Pss:" in line)
+        return found / 1000
+
+
+@contextmanager
+def _server(command: Sequence[str]) -> Iterator[Server]:
+    """Start a server on one core and a free port, and stop it in the end."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    with _on_core(SERVER_CORE):  # children have the cores of their parent
+        process = subprocess.Popen(  # noqa: S603  # our own programs
+            [sys.executable, *command, "--port", str(port)],
+            env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(SOURCE)},
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+        )
+    try:
+        yield Server(process, port)
+    finally:
+        process.terminate()
+        process.wait(timeout=30)
+
+
+@contextmanager
+def _on_core(place: int) -> Iterator[None]:
+    """Run on one of the cores that this process may use."""
+    cores = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, {sorted(cores)[place % len(cores)]})
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, cores)
+
+
+class Load:
+    """Clients of a server that send prepared bodies to /score and check the answers."""
+
+    wanted: list[list[float]] | None = None
+    """The scores of each body, where they are checked."""
+
+    def __init__(self, bodies: Sequence[bytes]) -> None:
+        self.bodies = bodies
+        head = "POST /score HTTP/1.1\r\nhost: bench\r\ncontent-type: application/json\r\ncontent-length: {}\r\n\r\n"
+        self._requests = [head.format(len(body)).encode() + body for body in bodies]
+
+    def wait_for(self, server: Server, seconds: float = 120.0) -> None:
+        """Wait until a server answers."""
+        end = time.monotonic() + seconds
+        while True:
+            try:
+                self.many(server, 0.0)
+            except OSError:
+                if server.process.poll() is not None or time.monotonic() > end:
+                    raise
+                time.sleep(0.1)
+            else:
+                return
+
+    def many(self, server: Server, seconds: float) -> float:
+        """Keep all connections busy; return requests per second."""
+        numbers, start = itertools.count(), time.perf_counter()
+        with ExitStack() as stack:
+            connections = [
+                stack.enter_context(_Connection(server.port)) for _ in range(CONNECTIONS)
+            ]
+            selector = stack.enter_context(selectors.DefaultSelector())
+            for connection in connections:
+                selector.register(connection.socket, selectors.EVENT_READ, connection)
+                self._send(connection, next(numbers))
+            answered, waiting = 0, len(connections)
+            while waiting:
+                for key, _ in selector.select():
+                    if not key.data.receive():
+                        continue
+                    self._check(key.data)
+                    answered += 1
+                    if time.perf_counter() - start < seconds:
+                        self._send(key.data, next(numbers))
+                    else:
+                        waiting -= 1
+            return answered / (time.perf_counter() - start)
+
+    def at(self, server: Server, rate: float, seconds: float) -> list[float]:
+        """Send requests at a rate, whether or not earlier ones are answered; return how long each took."""
+        times: list[float] = []
+        with ExitStack() as stack:
+            free = [stack.enter_context(_Connection(server.port)) for _ in range(8 * CONNECTIONS)]
+            selector = stack.enter_context(selectors.DefaultSelector())
+            for connection in free:
+                selector.register(connection.socket, selectors.EVENT_READ, connection)
+            start, sent = time.perf_counter(), 0
+            total = int(rate * seconds)
+            while len(times) < total:
+                now = time.perf_counter() - start
+                if sent < total and now >= sent / rate and free:
+                    connection = free.pop()
+                    connection.due = start + sent / rate  # a late request has waited, too
+                    self._send(connection, sent)
+                    sent += 1
+                    continue
+                pause = max(sent / rate - now, 0.0) if sent < total and free else None
+                for key, _ in selector.select(pause):
+                    if key.data.receive():
+                        times.append(time.perf_counter() - key.data.due)
+                        self._check(key.data)
+                        free.append(key.data)
+        return times
+
+    def _send(self, connection: "_Connection", number: int) -> None:
+        connection.number = number % len(self._requests)
+        connection.send(self._requests[connection.number])
+
+    def _check(self, connection: "_Connection") -> None:
+        scores = json.loads(connection.body)["scores"]
+        if self.wanted is not None:
+            found = np.abs(np.subtract(scores, self.wanted[connection.number])).max()
+            assert found < 1e-5, f"the server must score as the model does, and differs by {found}"
+
+
+class _Connection:
+    """One connection that is kept open."""
+
+    def __init__(self, port: int) -> None:
+        self.socket = socket.create_connection(("127.0.0.1", port))
+        self.socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self.number, self.due, self.body, self._read = 0, 0.0, b"", b""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.socket.close()
+
+    def send(self, request: bytes) -> None:
+        """Send a request."""
+        self._read = b""
+        self.socket.sendall(request)
+
+    def receive(self) -> bool:
+        """Read some of the answer; return whether all of it is there."""
+        data = self.socket.recv(1 << 18)
+        if not data:
+            raise ConnectionError("the server closed the connection")
+        self._read += data
+        head, found, body = self._read.partition(b"\r\n\r\n")
+        if not found:
+            return False
+        status = head.split(None, 2)[1]
+        assert status == b"200", self._read[:500]
+        [length] = re.findall(rb"content-length: (\d+)", head, re.IGNORECASE)
+        self.body = body
+        return len(body) == int(length)

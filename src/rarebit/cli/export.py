@@ -1,0 +1,65 @@
+"""`rarebit export`: a trained model as a file that scores without Rarebit."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+from typer import Argument, Option
+
+from rarebit.cli import options as opt
+from rarebit.cli import screen
+from rarebit.errors import DataError, ModelFileError
+
+if TYPE_CHECKING:
+    from rarebit.data.dataset import Dataset
+
+FORMATS = {"onnx": ".onnx", "pt2": ".pt2", "triton": "-triton", "torch": "-torch"}
+"""Formats, and how the name of what is written ends if --out is not given."""
+
+
+def export_command(
+    run: Annotated[Path, Argument(help="Folder of a run, made by rarebit train.")],
+    to: Annotated[
+        str,
+        Option(
+            help="onnx (raw values in, scores out), triton (a model of a Triton repository), pt2 (a program of "
+            "torch.export, ids in), or torch (plain tables and the vocabulary).",
+            autocompletion=opt.complete(lambda: list(FORMATS)),
+        ),
+    ] = "onnx",
+    out: Annotated[
+        Path | None, Option(help="The file or folder to write. Default: the name of the run.")
+    ] = None,
+    ids: Annotated[
+        bool, Option("--ids", help="Take ids and numbers as inputs, not raw values.")
+    ] = False,
+) -> None:
+    """Export a trained model to a file, and check its scores in a fresh process without Rarebit."""
+    from rarebit.export.export import Format, choose_format, export
+    from rarebit.training.model_file import load_model
+
+    chosen: Format = choose_format(to)
+    model = load_model(run)
+    target = out or Path(f"{run.resolve().name}{FORMATS[chosen]}")
+    rows, facts = _rows_and_facts(run)
+    exported = export(model, target, to=chosen, ids=ids or None, rows=rows, facts=facts)
+    screen.line(str(exported))
+    if chosen == "onnx" and not ids:
+        screen.line(f"Serve it: rarebit serve {target}")
+
+
+def _rows_and_facts(run: Path) -> "tuple[Dataset | None, dict[str, Any]]":
+    """Return rows of the log that the model has not learned, where they are at hand, and what is known of the training."""
+    from rarebit.training.run import read_facts, read_run
+    from rarebit.training.settings import PreparedLog, load_splits
+
+    try:
+        settings, facts = read_run(run), read_facts(run)
+    except ModelFileError:
+        return None, {}  # a model that save_model wrote
+    if not isinstance(settings.data, PreparedLog):
+        return None, facts
+    try:
+        return load_splits(settings.data).test, facts
+    except DataError as error:
+        screen.line(f"The file is checked on generated rows, since the log is not at hand: {error}")
+        return None, facts
