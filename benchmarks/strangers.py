@@ -696,7 +696,7 @@ def kind_of(way: str) -> str:
 
 def table(cells: Sequence[Mapping[str, Any]]) -> str:
     """Return a table of Markdown: for each model how many methods work, and the largest difference."""
-    kinds = list(dict.fromkeys(map(kind_of, WAYS)))
+    kinds = list(dict.fromkeys(kind_of(one["method"]) for one in cells))
     lines = [
         f"| model | {' | '.join(kinds)} | refused | failed | largest difference |",
         "|---" * (len(kinds) + 4) + "|",

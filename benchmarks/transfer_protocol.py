@@ -48,6 +48,7 @@ from rarebit import Dataset, RunSettings, Training, evaluate, fit, predict
 from rarebit.callbacks import Callback, TrainingData, TrainingMethod
 from rarebit.data.order import batch_bounds, shuffled_order
 from rarebit.data.prepared import PreparedFolder
+from rarebit.ema import EMA
 from rarebit.errors import RarebitError
 from rarebit.machine import machine
 from rarebit.pruning import Ticket, prune
@@ -57,7 +58,6 @@ from rarebit.settings import require
 from rarebit.storage.files import read_json, write_json
 from rarebit.study.statistics import judge
 from rarebit.technique import parse_techniques
-from rarebit.training.ema import EMA
 from rarebit.training.fit import OPTIMIZER_SETTINGS
 from rarebit.training.metrics import auc
 from rarebit.training.optimizers import optimizer as build_optimizer

@@ -8,7 +8,7 @@ import pytest
 from rarebit.settings import read_toml
 from rarebit.study.plan import StudyPlan
 
-SLICES = {"mlet-adagrad", "multi-embedding", "pep"}
+SLICES = {"mlet-adagrad", "multi-embedding", "pep", "tail"}
 RECIPES = sorted((Path(__file__).resolve().parent.parent / "recipes").glob("*.toml"))
 
 

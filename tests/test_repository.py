@@ -33,6 +33,7 @@ FOLDERS = [
     "sets",
     "codes",
     "callbacks",
+    "ema",
     "transfer",
     "methods",
     "interactions",
@@ -71,6 +72,8 @@ EXTRA_PACKAGES = {
     "__main__": {"rich", "typer"},
     "data/raw": {"polars", "pyarrow"},
     "data/sources": {"polars"},
+    "export/raw.py": {"polars"},
+    "serving": {"orjson", "starlette", "uvicorn"},
 }
 # (file, package): an optional package that a function of a core file may import where it uses it.
 GUARDED_IMPORTS = {
@@ -80,7 +83,10 @@ GUARDED_IMPORTS = {
 }
 """Packages that a file does without where they are missing, or imports for a type checker."""
 LAZY_IMPORTS = {
+    ("bench/_fastapi_program.py", "fastapi"),
+    ("bench/_fastapi_program.py", "uvicorn"),
     ("bench/_pandas_program.py", "pandas"),
+    ("export/check.py", "onnxruntime"),  # a program that does without Rarebit
 }
 """Everything else that is optional is imported by `import_extra`."""
 
@@ -214,7 +220,7 @@ def method_violations(path: str, source: str) -> list[str]:
 
 
 def package_violations(path: str, source: str) -> list[str]:
-    folders = [Path(path).parts[0].removesuffix(".py"), Path(path).parent.as_posix()]
+    folders = [Path(path).parts[0].removesuffix(".py"), Path(path).parent.as_posix(), path]
     extra = {package for folder in folders for package in EXTRA_PACKAGES.get(folder, ())}
     allowed = sys.stdlib_module_names | CORE_PACKAGES | extra | {"rarebit"}
     return [
@@ -578,7 +584,9 @@ def test_setup_keeps_the_torch_that_is_there():
 
 def test_setup_knows_what_an_extra_includes():
     setup = runpy.run_path(str(ROOT / "tools" / "setup_environment.py"))
-    assert setup["with_implied"](["dev"]) == {"cli", "data", "dev", "plots", "study", "test"}
+    assert setup["with_implied"](["dev"]) == {
+        *("cli", "data", "dev", "export", "plots", "serve", "study", "test")
+    }
     with pytest.raises(SystemExit, match="unknown extra 'nonsense'"):
         setup["with_implied"](["nonsense"])
 

@@ -6,6 +6,8 @@ from rarebit.codes.packed import pack_
 from rarebit.data.dataset import Dataset
 from rarebit.data.prepare import prepare
 from rarebit.diagnosis.diagnose import diagnose
+from rarebit.ema import EMA
+from rarebit.export.export import export
 from rarebit.methods._counts import set_counts_
 from rarebit.methods.forgetting import Forgetting, forget_
 from rarebit.methods.harmless_transfer import HarmlessTransfer
@@ -15,6 +17,7 @@ from rarebit.methods.mlet import MLET
 from rarebit.methods.multi_embedding import MultiEmbedding
 from rarebit.methods.quantize import Quantize
 from rarebit.methods.shrinkage import Shrinkage
+from rarebit.methods.tail import Tail
 from rarebit.pruning.pep import PEP
 from rarebit.row_gradients.seam import RowGradients
 from rarebit.study.plan import StudyPlan
@@ -24,7 +27,6 @@ from rarebit.tables.apply import apply_, check_optimizer, find_tables, merge_
 from rarebit.tables.spectrum import information_abundance
 from rarebit.tables.table import Method, Table
 from rarebit.technique import Rank
-from rarebit.training.ema import EMA
 from rarebit.training.fit import fit
 from rarebit.training.metrics import evaluate, predict
 from rarebit.training.model_file import load_model, save_model
@@ -53,6 +55,7 @@ __all__ = [
     "StudyPlan",
     "StudyResult",
     "Table",
+    "Tail",
     "Training",
     "TrainingMethod",
     "__version__",
@@ -61,6 +64,7 @@ __all__ = [
     "clip_grad_norm_",
     "diagnose",
     "evaluate",
+    "export",
     "find_tables",
     "fit",
     "forget_",

@@ -4,7 +4,8 @@
     parameter_groups(groups)           change the groups of the optimizer that `fit` builds
     backward(loss)                     turn the loss into gradients in place of `loss.backward()`
     after_step(num_steps)              between two steps; return True to end training
-    between_epochs(epoch, optimizer)   after the validation of an epoch, before the first step of the next one
+    between_epochs(epoch, optimizer)   after the validation of an epoch, before the first step of the next one; return
+                                       the parameters whose average begins anew
     end()                              training is over, and the model has the weights of its best epoch
     state_dict(), load_state_dict()    part of every checkpoint
     report()                           plain values for the result of the run
@@ -16,11 +17,11 @@ compared, tuned and resumed like the others.
 """
 
 from abc import abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -30,7 +31,7 @@ from rarebit.data.dataset import Dataset
 from rarebit.errors import CheckpointError, SettingsError
 from rarebit.technique import Rank, Technique, technique_text
 
-__all__ = ["Callback", "TrainingData", "TrainingMethod", "started"]
+__all__ = ["Average", "Callback", "TrainingData", "TrainingMethod", "started"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,10 +43,20 @@ class TrainingData:
     batch_size: int
     steps_per_epoch: int
     seed: int
+    one_pass: bool = False
+    """Whether training is one pass over rows in order of time: what comes later must not be used."""
     folder: Path | None = None
     """The folder of the prepared log, where results computed from its rows may be kept for the next run."""
     checksum: str = ""
     """Identifies the log; empty where that is unknown."""
+
+
+class Average(NamedTuple):
+    """An average of the weights, which is evaluated and kept."""
+
+    decay: float
+    leave_out: tuple[nn.Parameter, ...] = ()
+    """Parameters that are not averaged."""
 
 
 class Callback:
@@ -64,6 +75,10 @@ class Callback:
 
     backward: Callable[[Tensor], object] | None = None
     """Turns the loss into gradients, in place of `loss.backward()`; known once `start` was called."""
+    average: "Average | None" = None
+    """How to average weights where the settings do not say; known once `start` was called."""
+    note: str = ""
+    """A line for whoever trains; known once `start` was called."""
 
     @property
     def name(self) -> str:
@@ -80,8 +95,11 @@ class Callback:
     def after_step(self, num_steps: int) -> bool | None:
         """Act between two steps; `num_steps` were made since training began. True ends training."""
 
-    def between_epochs(self, epoch: int, optimizer: Optimizer) -> None:
-        """Act before the first step of an epoch, from the second one on."""
+    def between_epochs(self, epoch: int, optimizer: Optimizer) -> Collection[nn.Parameter] | None:
+        """Act before the first step of an epoch, from the second one on.
+
+        Return the parameters whose average, where weights are averaged, shall not remember what they were before.
+        """
 
     def end(self) -> None:
         """Act after training: the model has the weights of its best epoch."""
@@ -121,10 +139,17 @@ class TrainingMethod(Technique):
 class Callbacks(Callback):
     """Several callbacks as one."""
 
-    def __init__(self, callbacks: Mapping[str, Callback], settings: Mapping[str, str]) -> None:
+    def __init__(
+        self, callbacks: Mapping[str, Callback], settings: Mapping[str, str], patience: int = 0
+    ) -> None:
         self.callbacks = dict(callbacks)
         self.settings = dict(settings)
         """Name and settings of each, which a checkpoint must agree with."""
+        self.patience = patience
+        """The patience that the techniques among them ask for."""
+        self.notes = [one.note for one in self.callbacks.values() if one.note]
+        averages = [one.average for one in self.callbacks.values() if one.average is not None]
+        self.average = averages[0] if averages else None
         with_backward = [name for name, one in self.callbacks.items() if one.backward is not None]
         if len(with_backward) > 1:
             raise SettingsError(
@@ -132,6 +157,13 @@ class Callbacks(Callback):
             )
         if with_backward:
             self.backward = self.callbacks[with_backward[0]].backward
+
+    def joined(self, callback: Callback) -> "Callbacks":
+        """Return these and another one that has started."""
+        name = callback.name
+        return Callbacks(
+            {**self.callbacks, name: callback}, {**self.settings, name: name}, self.patience
+        )
 
     def parameter_groups(self, groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
         for callback in self.callbacks.values():
@@ -142,9 +174,9 @@ class Callbacks(Callback):
         wanted = [callback.after_step(num_steps) for callback in self.callbacks.values()]  # all act
         return any(wanted)
 
-    def between_epochs(self, epoch: int, optimizer: Optimizer) -> None:
-        for callback in self.callbacks.values():
-            callback.between_epochs(epoch, optimizer)
+    def between_epochs(self, epoch: int, optimizer: Optimizer) -> list[nn.Parameter]:
+        begun = [one.between_epochs(epoch, optimizer) for one in self.callbacks.values()]  # all act
+        return [parameter for parameters in begun for parameter in parameters or ()]
 
     def end(self) -> None:
         for callback in self.callbacks.values():
@@ -199,7 +231,8 @@ def started(
                 callback.start(model, data)
                 stack.callback(callback.close)
                 found[name], settings[name] = callback, text
-        yield Callbacks(found, settings)
+        asked = [one.patience for one in callbacks if isinstance(one, Technique)]
+        yield Callbacks(found, settings, max(asked, default=0))
 
 
 def _listed(settings: Mapping[str, str]) -> str:

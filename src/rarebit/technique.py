@@ -48,7 +48,7 @@ from rarebit.settings import (
 )
 
 if TYPE_CHECKING:
-    from torch import nn
+    from torch import Tensor, nn
 
     from rarebit.callbacks import Callback
     from rarebit.data.dataset import Dataset
@@ -65,6 +65,7 @@ __all__ = [
     "needed_modules",
     "parse_techniques",
     "refusal",
+    "suggestions",
     "technique_class",
     "technique_from_mapping",
     "technique_name",
@@ -145,8 +146,9 @@ class Technique(ABC):  # noqa: B024  # every hook has a default; subclasses add 
     """Techniques of the same rank that it may follow."""
     training_only: ClassVar[bool] = False
     """Whether its tables are merged when training ends."""
-    needs_epochs: ClassVar[bool] = False
-    """Whether it needs more epochs than plain training."""
+    patience: ClassVar[int] = 0
+    """The patience it asks for, where the settings of training name none: epochs without improvement before training
+    stops. 0: it needs no more than plain training."""
     num_sets: int = 1
     """Embedding sets that it gives a model."""
 
@@ -198,6 +200,12 @@ class Technique(ABC):  # noqa: B024  # every hook has a default; subclasses add 
     def hint(self, techniques: Sequence["Technique"]) -> str:
         """Return a warning for a run with all these techniques, or nothing."""
         del techniques
+        return ""
+
+    @classmethod
+    def suggestion(cls, counts: "Mapping[str, Tensor]") -> str:
+        """Return a line for a run without methods on a log with these counts that it may help, or nothing."""
+        del counts
         return ""
 
     def drive(self, job: "TrainingJob") -> "Trained | None":
@@ -272,6 +280,12 @@ def technique_class(name: str) -> type[Technique]:
             )
         raise SettingsError(f"unknown method {name!r}{advice}")
     return imported[0]
+
+
+def suggestions(counts: "Mapping[str, Tensor]") -> list[str]:
+    """Return what the techniques on offer suggest for a log with these counts."""
+    lines = [technique_class(name).suggestion(counts) for name in technique_names()]
+    return [line for line in lines if line]
 
 
 def needed_modules(techniques: Iterable[Technique]) -> list[str]:

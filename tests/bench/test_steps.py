@@ -110,6 +110,12 @@ def test_the_figures_of_shrinkage(log, quick):
     assert figures["ratio_row_rate"] == pytest.approx(figures["row_rate_ms"] / figures["plain_ms"])
 
 
+def test_the_figures_of_the_tail(log, quick):
+    figures = quietly(steps.tail)
+    assert figures["ratio"] == pytest.approx(figures["tail_ms"] / figures["plain_ms"])
+    assert figures["ratio_rows"] == pytest.approx(figures["rows_ms"] / figures["plain_ms"])
+
+
 def test_an_epoch_has_so_many_steps_and_one_forgetting(log, quick):
     figures = quietly(steps.forgetting)
     assert figures["steps_of_an_epoch"] == 245  # of 4096 rows, out of a million

@@ -11,7 +11,7 @@ import torch
 from capabilities import needs_package
 
 import rarebit as rb
-from rarebit.training.ema import EMA
+from rarebit.ema import EMA
 
 ROOT = Path(__file__).resolve().parents[2]
 pytestmark = needs_package("scipy")

@@ -19,6 +19,7 @@ from stored import tensors_file
 import rarebit as rb
 from rarebit.cli import options as opt
 from rarebit.cli.train import epoch_hint
+from rarebit.training.run import read_run
 
 SMALL = ["--rows", "3000", "--epochs", "1"]
 
@@ -128,7 +129,7 @@ def test_the_same_seed_gives_the_same_run_and_another_one_another(call):
 
 @pytest.mark.parametrize(
     ("best", "epochs", "words"),
-    [(1, 1, ""), (2, 3, ""), (None, 3, ""), (3, 3, "--epochs"), (1, 3, "shrinkage+forgetting")],
+    [(1, 1, ""), (2, 3, ""), (None, 3, ""), (3, 3, "--epochs"), (1, 3, "overfit rare rows")],
 )
 def test_the_best_epoch_may_suggest_something(best, epochs, words):
     hint = epoch_hint(best, epochs)
@@ -136,9 +137,21 @@ def test_the_best_epoch_may_suggest_something(best, epochs, words):
     assert bool(hint) == bool(words)
 
 
-def test_what_a_run_does_already_is_not_suggested():
-    assert epoch_hint(1, 3, needs_epochs=True) == ""
-    assert epoch_hint(3, 3, needs_epochs=True) == epoch_hint(3, 3)
+def test_a_log_with_a_tail_suggests_the_method_for_it_unless_a_run_has_methods(call):
+    options = ("--model", "fm", *SMALL, "--out")
+    _, out, _ = call("train", *options, "plain")
+    assert "of ids seen less than 30 times: try --methods tail." in " ".join(out.split())
+    _, out, _ = call("train", "--methods", "tail", *options, "tail")
+    assert "try --methods" not in " ".join(out.split())
+
+
+def test_one_pass_scores_all_rows_and_shows_every_tenth(call):
+    code, out, err = call("train", "--model", "fm", "--rows", "2000", "--one-pass", "--out", "once")
+    assert code == 0, err
+    assert "in one pass over the built-in click log" in out
+    [shown] = re.findall(r"before training on it: ([\d., ]+)\.", " ".join(out.split()))
+    assert len(shown.split(", ")) == 10
+    assert read_run("once").training.one_pass
 
 
 def test_a_run_whose_last_epoch_was_the_best_says_so(call):

@@ -18,7 +18,9 @@ STORED = ROOT / "benchmarks" / "results" / "study-compression-ml-1m.json"
 NOT_INSTALLED = """
 from importlib.machinery import PathFinder
 
-find, optional = PathFinder.find_spec, {"matplotlib", "pandas", "polars", "pyarrow"}
+find, optional = PathFinder.find_spec, {
+    *("matplotlib", "onnxruntime", "orjson", "pandas", "polars", "pyarrow", "starlette", "uvicorn")
+}
 
 def find_spec(name, path=None, target=None):
     return None if name.partition(".")[0] in optional else find(name, path, target)
@@ -48,6 +50,8 @@ WALK = {
     "diagnose run": "",
     "diagnose run --out figures --no-plots": "",
     "diagnose run --out figures": "plots",
+    "export run --ids --out run.onnx": "export",
+    "export run --ids --to pt2 --out run.pt2": "",
     "methods": "",
     f"compare --show {STORED}": "",
     "data prepare log.csv --label click --out log": "data",
@@ -55,6 +59,7 @@ WALK = {
     "data schema log.csv --label click": "data",
     "data show nothing": "none",
     "bench data": "data",
+    "serve nothing.onnx": "serve",
 }
 """Commands in this order, and the extra that each needs."""
 SLOW = {
@@ -80,7 +85,7 @@ def walk(folder, python, before, commands):
     assert done.returncode == 0, done.stderr
     for words, code, err in json.loads(done.stdout):
         assert code == (2 if commands[words] else 0), (words, err)
-        if commands[words] in ("data", "plots"):
+        if commands[words] in ("data", "export", "plots", "serve"):
             message = rf"rarebit: .* needs the package '\w+', which is not installed; .*\[{commands[words]}\]'\n"
             assert re.fullmatch(message, err), (words, err)
 

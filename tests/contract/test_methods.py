@@ -37,6 +37,11 @@ class Line:
 
 
 METHODS = {
+    "adam-ar": Line(
+        settings={"alpha": 0.05},
+        stored=lambda rows, width: rows * width,
+        bad=(({"alpha": 1.5}, "alpha must be from 0 to 1, got alpha=1.5"),),
+    ),
     "aligned-sets": Line(
         settings={"num_sets": 3, "weight": 0.5},
         stored=lambda rows, width: 3 * rows * width,
@@ -64,9 +69,10 @@ METHODS = {
         ),
     ),
     "fresh-tables": Line(
-        settings={"keep": 0.25},
+        settings={"keep": 0.25, "sets": 2},
         stored=lambda rows, width: rows * width,
         bad=(
+            ({"sets": -1}, "sets must be 0 or more, got sets=-1"),
             ({"keep": -0.1}, "keep must be from 0 to 1, got keep=-0.1"),
             ({"keep": 1.5}, "keep must be from 0 to 1, got keep=1.5"),
         ),
@@ -241,6 +247,23 @@ METHODS = {
             ({"c": "best"}, "c must be .*, got 'best'"),
             ({"prior": "median"}, "prior must be 'mean' or 'zero', got 'median'"),
             ({"prior": "parent"}, "got 'parent'; 'parent' was removed: no study used it"),
+        ),
+    ),
+    "tail": Line(
+        settings={
+            "counts": 7,
+            "c": 3.0,
+            "prior": "mean",
+            "forget": 5.0,
+            "memory": 0.5,
+            "average": "rows-anew",
+        },
+        stored=lambda rows, width: (rows + 1) * width,
+        bad=(
+            ({"c": "best"}, "c must be .*, got 'best'"),
+            ({"forget": 0.0}, "forget must be above 0 and finite, got forget=0.0"),
+            ({"memory": float("inf")}, "memory must be finite, got inf"),
+            ({"average": "rows"}, "average must be one of 'network', 'all', .*, got 'rows'"),
         ),
     ),
 }

@@ -1,6 +1,7 @@
 """The generated click log: the same bits everywhere, long tails, dials that do what they say."""
 
 import hashlib
+import itertools
 from collections import Counter
 
 import numpy as np
@@ -214,7 +215,7 @@ def test_progress_ends_at_the_last_row():
 
 @pytest.mark.parametrize("rows", [20, 20_000])
 @pytest.mark.parametrize(
-    "column", [c for c in synthetic._PRESETS["default"] if c.num_values], ids=lambda c: c.name
+    "column", [c for c in synthetic.PRESETS["default"] if c.num_values], ids=lambda c: c.name
 )
 def test_unknown_is_decided_by_training_counts_alone(column, rows):
     counters = np.arange(rows, dtype=np.uint64)
@@ -266,3 +267,41 @@ MISTAKES = [
 def test_settings_out_of_range_are_told(settings, message):
     with pytest.raises(SettingsError, match=message):
         SyntheticLog(**settings)
+
+
+def test_clicks_drift_from_one_teacher_to_another():
+    rows = 20_000
+    still, drifting, other = (
+        torch.cat([part.probability for part in generate(SyntheticLog(rows=rows, **dials))])
+        for dials in ({}, {"drift": 1.0}, {"drift": 0.5})
+    )
+    tenths = [slice(start, start + rows // 10) for start in range(0, rows, rows // 10)]
+
+    def agreement(chances):
+        pairs = [torch.stack([still[part], chances[part]]) for part in tenths]
+        return [float(torch.corrcoef(pair)[0, 1]) for pair in pairs]
+
+    whole, half = agreement(drifting), agreement(other)
+    assert whole[0] > 0.95  # a twentieth of the way
+    assert abs(whole[-1]) < 0.3  # nothing of the first effects is left
+    assert all(later < earlier for earlier, later in itertools.pairwise(whole[::3]))
+    assert half[0] > 0.95
+    assert 0.5 < half[-1] < 0.9  # half of each
+    assert drifting.std() == pytest.approx(float(still.std()), rel=0.1)
+
+
+def test_a_row_between_two_teachers_by_hand():
+    columns = [DrawnColumn("user", 50)]
+    counters = np.arange(2000, dtype=np.uint64)
+    rows = {"user": draw_column(columns[0], 0, counters, draw_topics(0, counters))}
+    first, later = (
+        Teacher(draw_effects(columns, **DIALS | {"num_patterns": 0, "seed": seed}), rows, noise=0.0)
+        for seed in (0, 1)
+    )
+    share = np.full(2000, 0.25)
+    mixed = (0.75 * first._scores(rows) + 0.25 * later._scores(rows)) / (0.75**2 + 0.25**2) ** 0.5
+    expected = logistic(0.75 * first._bias + 0.25 * later._bias + mixed)
+    np.testing.assert_allclose(first.probability(rows, later, share), expected)
+    np.testing.assert_array_equal(
+        first.probability(rows, later, 0 * share), first.probability(rows)
+    )

@@ -136,7 +136,7 @@ def test_a_value_cannot_smuggle_in_another():
         ("low-rnk", "unknown method 'low-rnk'; did you mean 'low-rank'"),
         ("low_rnk", "unknown method 'low_rnk'; did you mean 'low-rank'"),
         ("basline", "unknown method 'basline'; did you mean 'baseline'"),
-        ("xyzzy", "unknown method 'xyzzy'; known: aligned-sets, baseline, forgetting"),
+        ("xyzzy", "unknown method 'xyzzy'; known: adam-ar, aligned-sets, baseline"),
         ("_counts", "unknown method '_counts'"),
         ("low-rank:rnak=4", "method low-rank: unknown setting 'rnak'; did you mean 'rank'"),
         ("low-rank:rank=four", "method low-rank: rank must be int, got 'four'"),

@@ -251,6 +251,7 @@ SMALL = {
     "row-rate": rb.research.RowRate(),
     "shared-sets": rb.research.SharedSets(num_sets=2),
     "shrinkage": rb.Shrinkage(),
+    "tail": rb.Tail(),
 }
 OF_SETS = {"aligned-sets", "multi-embedding", "shared-sets"}
 
@@ -271,7 +272,8 @@ def test_an_allowed_pair_trains_whatever_the_order(name, is_first):
 
 def test_all_pairs_are_tried():
     tried = {*SMALL, "pep", TRANSFER}
-    neighbours = {"forgetting", "frequency-decay", "fresh-tables", "group-stopping", "id-dropout"}
+    neighbours = {"adam-ar", "forgetting", "frequency-decay", "fresh-tables", "group-stopping"}
+    neighbours |= {"id-dropout"}
     names = {technique_name(technique_class(name)) for name in technique_names()}
     assert names - neighbours == tried
 

@@ -168,3 +168,26 @@ def test_where_all_is_kept_the_optimizer_goes_on():
 def test_what_cannot_be_done_is_refused():
     with pytest.raises(UnsupportedTableError, match="no table of this model stores rows"):
         FreshTables().start(nn.Linear(2, 2), training_data(rows_of(64)))
+
+
+def test_tables_take_turns_and_come_back_as_they_were_left():
+    model = padded()
+    fresh = FreshTables(sets=3).start(model, training_data(rows_of(64)))
+    optimizer = torch.optim.SGD(model.parameters())
+    left: list[dict[str, Tensor]] = []
+    for epoch in range(1, 8):
+        now = {name: weights(model)[name] for name in table_parameters(model)}
+        if epoch > 3:
+            assert all(torch.equal(now[name], left[epoch - 4][name]) for name in now)
+        elif epoch > 1:
+            assert not any(torch.equal(now[name], left[epoch - 2][name]) for name in now)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.add_(torch.randn_like(parameter))  # as training would
+        left.append({name: weights(model)[name] for name in table_parameters(model)})
+        fresh.between_epochs(epoch + 1, optimizer)
+    fresh.close()
+
+
+def test_one_table_that_takes_all_turns_is_plain_training():
+    assert steps_before_changes(deepfm(), FreshTables(sets=1).callback()) == []

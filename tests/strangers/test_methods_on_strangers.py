@@ -44,6 +44,7 @@ TABLE_METHODS = [
     rb.Quantize(),
     rb.Quantize(bits=4),
     rb.Shrinkage(counts=3),
+    rb.Tail(counts=3),
     RowRate(counts=3),
     ProductStart(inner_dim=8),
     Masked(),
@@ -52,6 +53,7 @@ TABLE_METHODS = [
 SETS = [rb.MultiEmbedding(num_sets=2), SharedSets(num_sets=2), AlignedSets(num_sets=2)]
 AROUND = [
     rb.Forgetting(),
+    rb.research.AdamAR(),
     rb.HarmlessTransfer(loss="mmd", select="frequency", fields="table"),
     FreshTables(),
     FrequencyDecay(),

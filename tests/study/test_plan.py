@@ -11,7 +11,7 @@ from rarebit.data.synthetic import SyntheticLog
 from rarebit.errors import SettingsError
 from rarebit.settings import read_toml
 from rarebit.study.plan import StudyPlan, StudySettings
-from rarebit.training.settings import PreparedLog, RunSettings
+from rarebit.training.settings import PreparedLog, RunSettings, Training
 
 TOML = """
 methods = ["baseline", "low-rank", "hashing:buckets=1_000+low-rank"]
@@ -42,6 +42,15 @@ def plan_of(**values):
     return StudyPlan.from_mapping({"methods": "baseline", **values})
 
 
+@pytest.mark.parametrize(
+    ("methods", "given", "patience"),
+    [("baseline,low-rank", {}, 2), ("baseline,tail", {}, 6), ("tail", {"patience": 3}, 3)],
+)
+def test_all_variants_have_the_patience_of_the_method_that_asks_for_most(methods, given, patience):
+    plan = plan_of(methods=methods, model=["fm", "deepfm"], training=given)
+    assert [run.training.patience for run in plan.runs] == [patience, patience]
+
+
 def test_a_file_is_every_model_on_every_log(tmp_path):
     (tmp_path / "study.toml").write_text(TOML)
     plan = StudyPlan.from_mapping(read_toml(tmp_path / "study.toml"))
@@ -61,7 +70,7 @@ def test_a_file_is_every_model_on_every_log(tmp_path):
 def test_a_study_has_defaults():
     plan = plan_of()
     assert plan.settings == StudySettings()
-    assert plan.runs == (RunSettings(),)
+    assert plan.runs == (RunSettings(training=Training(patience=2)),)
 
 
 @pytest.mark.parametrize("methods", ["baseline,low-rank", ["baseline", "low-rank"]])

@@ -322,12 +322,27 @@ def test_a_side_that_was_cut_off_has_no_verdict(record, side):
     best = [(2, 2, 2, 2), (2, 2, 2, 2)]
     best[side] = (10, 10, 2, 10)
     name = ("mlet", "baseline")[side]
-    assert verdict(compared(record, best_epochs=best)) == (
-        "cut off",
-        f"no verdict, cut off: {name} is best in its last epoch in 3 of 4 runs; allow more epochs",
+    found, summary = verdict(compared(record, best_epochs=best))
+    assert found == "cut off"
+    assert summary == (
+        f"no verdict, cut off: {name} is best in its last epoch, or still rises, in 3 of 4 runs; "
+        "allow more epochs, or more patience"
     )
     best[side] = (10, 10, 2, 2)  # not in most of them
     assert verdict(compared(record, best_epochs=best))[0] == "helps"
+
+
+def test_runs_that_were_stopped_while_they_rose_have_no_verdict(record):
+    cell = compared(record)
+    runs = {True: 3, False: 2}
+    for rising, number in runs.items():
+        changed = [
+            dataclasses.replace(run, still_rising=place < number)
+            for place, run in enumerate(cell.variants[0].runs)
+        ]
+        first = dataclasses.replace(cell.variants[0], runs=tuple(changed))
+        found = dataclasses.replace(cell, variants=(first, *cell.variants[1:]))
+        assert (verdict(found)[0] == "cut off") is rising
 
 
 def test_one_epoch_is_a_protocol(record):

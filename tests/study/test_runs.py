@@ -12,6 +12,7 @@ from capabilities import needs_package
 
 from rarebit.data.synthetic import SyntheticLog
 from rarebit.errors import StudyError
+from rarebit.methods.forgetting import Forgetting
 from rarebit.methods.hashing import Hashing
 from rarebit.methods.low_rank import LowRank
 from rarebit.storage.files import write_json
@@ -41,6 +42,7 @@ OTHER_TRAINING = {
     "patience": 9,
     "plateau_factor": 0.5,
     "plateau_patience": 9,
+    "one_pass": True,
     "checkpoint_minutes": 0.5,
     "seed": 9,
 }
@@ -52,6 +54,7 @@ OTHER_LOG = {
     "redundancy": 0.5,
     "num_patterns": 9,
     "noise": 0.5,
+    "drift": 0.5,
 }
 
 
@@ -80,13 +83,25 @@ KEYS = {
             {"method": "harmless_transfer", "loss": "mmd"},
         ],
     },
-    "d2208b98edf73e686089": {"methods": [{"method": "shrinkage"}, {"method": "forgetting"}]},
+    "d2208b98edf73e686089": {
+        "training": {"patience": 2},
+        "methods": [{"method": "shrinkage"}, {"method": "forgetting"}],
+    },
 }
 
 
 @pytest.mark.parametrize(("key", "values"), KEYS.items(), ids=["model", "log", "sets", "tail"])
 def test_keys_stay_the_same_so_that_existing_studies_resume(key, values):
     assert run_key(RunSettings.from_mapping(values)) == key
+
+
+def test_the_patience_that_methods_ask_for_is_part_of_the_key():
+    def key(patience, *methods):
+        training = dataclasses.replace(BASE.training, patience=patience)
+        return run_key(dataclasses.replace(BASE, training=training, methods=methods))
+
+    assert key("auto") == key(2) != key(6)
+    assert key("auto", Forgetting()) == key(6, Forgetting()) != key(2, Forgetting())
 
 
 def test_an_average_that_began_at_the_initial_weights_is_another_run():
@@ -118,7 +133,7 @@ def others():
 
 def test_each_setting_changes_the_key():
     keys = [run_key(BASE), *map(run_key, others())]
-    assert len(set(keys)) == len(keys) == 1 + 22 + 7 + 4 + 2 + 3
+    assert len(set(keys)) == len(keys) == 1 + 23 + 8 + 4 + 2 + 3
 
 
 def test_what_changes_nothing_is_not_in_the_key():

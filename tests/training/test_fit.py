@@ -190,6 +190,53 @@ def test_without_patience_all_epochs_run_and_the_best_is_kept():
     assert evaluate(model, valid).overall == history.epochs[history.best_epoch - 1].valid
 
 
+class Path(rb.Callback):
+    """Gives the model one score per epoch, whatever training does; the closer to 1, the lower the loss."""
+
+    def __init__(self, scores):
+        self.scores = scores
+
+    def start(self, model, data):
+        self.model, self.steps = model, data.steps_per_epoch
+
+    def after_step(self, num_steps):
+        with torch.no_grad():
+            for parameter in self.model.parameters():
+                parameter.zero_()
+            score = self.scores[(num_steps - 1) // self.steps]
+            self.model.wide.tables.stacks[0].embedding.weight[1] = score
+
+
+class Said(Silence):
+    def __init__(self):
+        self.lines = []
+
+    def say(self, line):
+        self.lines.append(line)
+
+
+@pytest.mark.parametrize(
+    ("scores", "patience", "is_rising"),
+    [
+        ((1, 5, 3, 4), 2, True),  # one lucky epoch, and the others rise
+        ((1, 5, 4, 3), 2, False),  # past its best
+        ((5, 5.1, 4.9, 4.8, 4.7, 4.8), 4, False),  # past its best, with noise
+        ((1, 5, 4, 4.5, 4.2, 4.9), 4, True),
+        ((5, 1), 1, False),  # too short to see
+    ],
+)
+def test_a_run_that_patience_ends_says_if_validation_was_still_rising(scores, patience, is_rising):
+    rows, said = users([1] * 8 + [0] * 2, [1] * 8 + [0, 1]), Said()
+    options = {"monitor": "logloss", "patience": patience, "epochs": 9, "progress": said}
+    callbacks = [Path([score / 10 for score in scores])]
+    history = fit(FM(ONE, dim=2), rows, rows, callbacks=callbacks, **options)
+    assert len(history.epochs) == len(scores)
+    assert history.still_rising is is_rising
+    found = [line for line in said.lines if "still rising" in line]
+    assert len(found) == is_rising
+    assert all(line.endswith(f"a patience above {patience} may be better") for line in found)
+
+
 def test_auc_picks_the_highest_and_the_first_of_equals():
     train = users([0, 1] * 8, [0, 1] * 8)
     backwards = users([0, 1] * 8, [1, 0] * 8)

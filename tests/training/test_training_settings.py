@@ -29,7 +29,7 @@ from rarebit.errors import SettingsError
         ("monitor", "loss", "monitor must be one of 'auc', 'logloss', got 'loss'"),
         ("epochs", 2.5, "epochs must be int, got 2.5"),
         ("lr", "0.1", "lr must be float, got '0.1'"),
-        ("patience", True, "patience must be int or none, got True"),
+        ("patience", True, "patience must be int or 'auto' or none, got True"),
     ],
 )
 def test_a_wrong_value_is_refused_at_construction(name, value, message):

@@ -19,12 +19,14 @@ from rarebit.bench._frame import BenchResult, Say, compare, measure, ratios
 from rarebit.data.dataset import Batch, Dataset
 from rarebit.data.order import shuffled_order
 from rarebit.data.synthetic import SyntheticLog, generate
+from rarebit.ema import EMA
 from rarebit.machine import OtherLoad
 from rarebit.methods.forgetting import forget_
 from rarebit.methods.harmless_transfer import HarmlessTransfer
 from rarebit.methods.mlet import MLET
 from rarebit.methods.multi_embedding import MultiEmbedding
 from rarebit.methods.shrinkage import Shrinkage
+from rarebit.methods.tail import Tail
 from rarebit.models import build_model, model_class, model_names
 from rarebit.models.deepfm import DeepFM
 from rarebit.pruning.pep import PEP, set_threshold_
@@ -32,7 +34,6 @@ from rarebit.research.row_rate import RowRate
 from rarebit.row_gradients.seam import RowGradients, sum_losses
 from rarebit.tables.apply import apply_
 from rarebit.tables.table import Method
-from rarebit.training.ema import EMA
 from rarebit.training.optimizers import TableMode, optimizer
 from rarebit.training.step import TrainingStep
 
@@ -280,6 +281,21 @@ def shrinkage(say: Say, *, budget: float = 30.0) -> BenchResult:
     meaning = "time of a step of shrunk tables / time of a plain step, both with lazy Adam"
     by_rate = ("row_rate", "plain")
     return ratios(steps, "shrunk", "plain", meaning, budget=budget, load="steps", row_rate=by_rate)
+
+
+def tail(say: Say, *, budget: float = 30.0) -> BenchResult:
+    """`Tail()` in every step: shrunk tables and the average of the network; and with the rows averaged as well."""
+    data = criteo_log()
+    say(f"tail: three variants, {budget:.0f} s")
+    methods = {"tail": Tail(), "rows": Tail(average="rows-anew")}
+    steps = {"plain": deepfm_step(data)}
+    for name, method in methods.items():
+        step = steps[name] = deepfm_step(data, method)
+        epoch = EPOCH // BATCH_SIZE
+        method.start(step.model, step.optimizer, data.counts(), steps_per_epoch=epoch)
+    meaning = "time of a step with the tail method / time of a plain step, both with lazy Adam"
+    rows = ("rows", "plain")
+    return ratios(steps, "tail", "plain", meaning, budget=budget, load="steps", rows=rows)
 
 
 def transfer(say: Say, *, budget: float = 30.0) -> BenchResult:

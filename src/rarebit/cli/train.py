@@ -30,6 +30,13 @@ def train(  # noqa: PLR0917  # typer calls it by name
         str | None,
         Option(help="Rows that a step updates: all (dense) or those in the batch (rowwise)."),
     ] = None,
+    one_pass: Annotated[
+        bool,
+        Option(
+            "--one-pass",
+            help="Train once over all rows in file order; score each batch before training on it.",
+        ),
+    ] = False,
     seed: opt.Seed = None,
     set_: opt.Set = None,
     device: opt.Device = "auto",
@@ -46,6 +53,7 @@ def train(  # noqa: PLR0917  # typer calls it by name
     else:
         values = read_toml(config) if config is not None else {}
     training = opt.given(epochs=epochs, batch_size=batch_size, lr=lr, tables=tables, seed=seed)
+    training |= {"one_pass": True} if one_pass else {}
     opt.override_run(values, model=model, data=data, training=training, assignments=set_)
     opt.override(values, "data", "rows", rows)
     if methods is not None:
@@ -71,24 +79,27 @@ def train(  # noqa: PLR0917  # typer calls it by name
         "bytes of tables": size(result.table_bytes),
         "training speed": f"{result.history.samples_per_second:,.0f} samples/s",
     }
-    screen.figures(f"{settings.model} on the test split of {name}", figures)
-    best, trained = result.history.best_epoch, len(result.history.epochs)
-    screen.console.print(f"Weights of epoch {best} of {trained}, the best on the validation split.")
-    needs_epochs = any(method.needs_epochs for method in settings.methods)
-    hint = epoch_hint(best, trained, needs_epochs=needs_epochs)
-    if hint:
-        screen.console.print(hint)
+    if settings.training.one_pass:
+        screen.figures(f"{settings.model} in one pass over {name}", figures)
+        aucs = result.history.reports["one-pass"]["auc"]
+        shown = ", ".join("-" if auc is None else f"{auc:.4f}" for auc in aucs)
+        screen.console.print(f"AUC of each tenth of the rows, before training on it: {shown}.")
+    else:
+        screen.figures(f"{settings.model} on the test split of {name}", figures)
+        best, trained = result.history.best_epoch, len(result.history.epochs)
+        screen.console.print(
+            f"Weights of epoch {best} of {trained}, the best on the validation split."
+        )
+        for hint in filter(None, (epoch_hint(best, trained), *result.hints)):
+            screen.console.print(hint)
     screen.line(f"\nSaved in {result.folder}. To score data with it:")
     screen.command("predict", "--model", str(result.folder))
 
 
-def epoch_hint(best: int | None, epochs: int, *, needs_epochs: bool = False) -> str:
-    """Return what the best epoch suggests, or nothing; `needs_epochs`: a method of the run needs many."""
+def epoch_hint(best: int | None, epochs: int) -> str:
+    """Return what the best epoch suggests, or nothing."""
     if epochs > 1 and best == epochs:
         return "The last epoch was the best: more epochs may be better (--epochs)."
-    if epochs > 1 and best == 1 and not needs_epochs:
-        return (
-            "The first epoch was the best: later ones may overfit rare rows. "
-            "Try --methods shrinkage+forgetting."
-        )
+    if epochs > 1 and best == 1:
+        return "The first epoch was the best: later ones may overfit rare rows."
     return ""

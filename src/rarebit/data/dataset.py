@@ -460,6 +460,33 @@ class Splits(NamedTuple):
     valid: Dataset
     test: Dataset
 
+    def in_one_pass(self) -> "Splits":
+        """Return all rows in their order for training in one pass, and its halves for validation and testing.
+
+        >>> data = Dataset.from_columns({"user": [0, 1, 2, 3]}, label=[0, 1, 0, 1])
+        >>> data.divide([2, 1, 1], None)
+        >>> [len(part) for part in data.splits.in_one_pass()]
+        [4, 2, 2]
+        """
+        whole = _trusted(
+            self.train.schema,
+            *(
+                torch.cat([getattr(part, name) for part in self])
+                for name in ("ids", "numeric", "label")
+            ),
+        )
+        chances = [part.probability for part in self if part.probability is not None]
+        whole.probability = torch.cat(chances) if len(chances) == len(self) else None
+        half = len(whole) // 2
+        return Splits(whole, *(_rows(whole, rows) for rows in (slice(half), slice(half, None))))
+
+
+def _rows(data: Dataset, rows: slice) -> Dataset:
+    """Return some rows in the memory of a data set."""
+    found = _trusted(data.schema, data.ids[rows], data.numeric[rows], data.label[rows])
+    found.probability = None if data.probability is None else data.probability[rows]
+    return found
+
 
 def _trusted(schema: Schema, ids: Tensor, numeric: Tensor, label: Tensor) -> Dataset:
     """Return a data set of arrays that were checked before."""

@@ -24,6 +24,9 @@ the bias are measured on a sample of rows, so that click rate and signal hardly 
 The effect of a rare value is `s * its parent's + sqrt(1 - s * s) * its own`: the tail similarity s is
 their correlation. Redundant values have no effect in any group.
 
+**Drift.** With drift d, the score of row t of N is ((1 - x) s + x s') / sqrt(x² + (1 - x)²), x = d t / N, where s' has other
+effects: what a model learns grows old.
+
 `Dataset.probability` keeps the probability: its AUC is the ceiling of any model. Rows are split 8:1:1
 in memory order. A value with fewer than MIN_COUNT training rows becomes UNKNOWN in all three splits.
 
@@ -46,6 +49,8 @@ from rarebit.data.order import bell, random_bits, stream_key, uniform
 from rarebit.data.schema import FIRST_VALUE, MISSING, PADDING, UNKNOWN, Field, Schema
 from rarebit.settings import check_types, require
 
+_LATER_SEED = 1_000_003
+"""From the seed of the first effects to that of those that clicks drift to."""
 _MAX_TOPICS = 256
 _VALUES_PER_TOPIC = 20  # at least, so that every topic has four frequent values
 # The lower 11 of the 64 random bits do not enter u, so coins can be cut from them.
@@ -197,9 +202,22 @@ class Teacher:
         self._spreads = [_spread(total) for total in sums]
         self._bias = _bias(self._scores(sample))
 
-    def probability(self, rows: Rows) -> NDArray[np.float64]:
-        """Return the probability of a click for each row, `(n,)`."""
-        chance = logistic(self._bias + self._scores(rows))
+    def probability(
+        self,
+        rows: Rows,
+        later: "Teacher | None" = None,
+        share: NDArray[np.float64] | None = None,
+    ) -> NDArray[np.float64]:
+        """Return the probability of a click for each row, `(n,)`; a `share` of its score is that of a `later` teacher."""
+        scores = self._scores(rows)
+        if later is None or share is None:
+            scores = self._bias + scores
+        else:
+            both = np.sqrt(share * share + (1 - share) * (1 - share))  # keeps the spread
+            mixed = (1 - share) * scores + share * later._scores(rows)  # noqa: SLF001  # its own class
+            bias = (1 - share) * self._bias + share * later._bias  # noqa: SLF001  # its own class
+            scores = bias + mixed / both
+        chance = logistic(scores)
         return (1 - self._noise) * chance + self._noise * CLICK_RATE
 
     def _scores(self, rows: Rows) -> NDArray[np.float64]:
@@ -300,7 +318,7 @@ _CRITEO_CARDINALITIES = (
 )
 _CRITEO_NAMES = (*(f"I{i}" for i in range(1, 14)), *(f"C{i}" for i in range(1, 27)))
 
-_PRESETS: dict[str, tuple[DrawnColumn, ...]] = {
+PRESETS: dict[str, tuple[DrawnColumn, ...]] = {
     "default": (
         DrawnColumn("user", 12_000, power=12),
         DrawnColumn("item", 2_500, power=8),
@@ -315,6 +333,7 @@ _PRESETS: dict[str, tuple[DrawnColumn, ...]] = {
     ),
     "criteo": tuple(map(DrawnColumn, _CRITEO_NAMES, _CRITEO_CARDINALITIES)),
 }
+"""The columns of each preset."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -339,6 +358,8 @@ class SyntheticLog:
     """Independent interactions between groups of fields; 0 makes all effects additive."""
     noise: float = 0.0
     """Share of the labels that are coin flips at the click rate, whatever the row."""
+    drift: float = 0.0
+    """How far clicks drift to other effects from the first row to the last: 0 not at all, 1 completely."""
 
     def __post_init__(self) -> None:
         check_types(self)
@@ -348,7 +369,7 @@ class SyntheticLog:
             0 <= self.num_patterns <= 100,
             f"num_patterns must lie between 0 and 100, got num_patterns={self.num_patterns}",
         )
-        for name in ("tail_similarity", "redundancy", "noise"):
+        for name in ("tail_similarity", "redundancy", "noise", "drift"):
             value = getattr(self, name)
             require(0 <= value <= 1, f"{name} must lie between 0 and 1, got {name}={value}")
 
@@ -388,17 +409,25 @@ class _Log:
     """A log's arrays. Threads fill them, a chunk of rows each."""
 
     def __init__(self, settings: SyntheticLog) -> None:
-        self.columns, self.seed = _PRESETS[settings.preset], settings.seed
+        self.columns, self.seed = PRESETS[settings.preset], settings.seed
         self.schema = Schema(tuple(column.field for column in self.columns))
-        effects = draw_effects(
-            self.columns,
-            seed=settings.seed,
-            tail_similarity=settings.tail_similarity,
-            redundancy=settings.redundancy,
-            num_patterns=settings.num_patterns,
-        )
         counters = np.arange(_SAMPLE_ROWS, dtype=np.uint64) + np.uint64(_SAMPLE_START)
-        self.teacher = Teacher(effects, self._rows(counters), noise=settings.noise)
+        sample = self._rows(counters)
+        self.drift = settings.drift
+        self.teacher, self.later = (
+            Teacher(
+                draw_effects(
+                    self.columns,
+                    seed=seed,
+                    tail_similarity=settings.tail_similarity,
+                    redundancy=settings.redundancy,
+                    num_patterns=settings.num_patterns,
+                ),
+                sample,
+                noise=settings.noise,
+            )
+            for seed in (settings.seed, settings.seed + (_LATER_SEED if self.drift else 0))
+        )
         self.ids = np.empty((settings.rows, self.schema.num_slots), np.int32)
         self.numeric = np.empty((settings.rows, len(self.schema.numeric_fields)), np.float32)
         self.label, self.probability = np.empty((2, settings.rows), np.float32)
@@ -412,7 +441,9 @@ class _Log:
     def draw(self, chunk: slice) -> None:
         counters = np.arange(chunk.start, chunk.stop, dtype=np.uint64)
         rows = self._rows(counters)
-        probability = self.teacher.probability(rows)
+        later = self.later if self.drift else None
+        share = self.drift * counters.astype(np.float64) / len(self.ids)
+        probability = self.teacher.probability(rows, later, share)
         self.probability[chunk] = probability
         u = uniform(random_bits(stream_key(self.seed, "label"), counters))
         self.label[chunk] = u < probability

@@ -33,6 +33,8 @@ T = TypeVar("T")
 Counts: TypeAlias = int | Tensor | Mapping[str, Tensor]
 """One number for all rows, one per row of a table `(N,)`, or these by name."""
 
+GROWING_C = 1.0
+"""The c of a rule in training in one pass: the counts that it needs are not known yet."""
 UNKNOWN = -1
 """The count of every row until counts are set."""
 
@@ -138,6 +140,8 @@ class Evidence(nn.Module):
     def __init__(self, counts: Tensor, strength: Tensor, *, is_known: bool) -> None:
         super().__init__()
         self.is_known = is_known
+        self.is_growing = False
+        """Whether each lookup in training is counted, from zero on: training in one pass knows no other counts."""
         self.register_buffer("counts", counts)  # n, (N,) of int64: half precision ends at 65,504
         self.register_buffer("strength", strength)  # c, (F,)
 
@@ -147,6 +151,13 @@ class Evidence(nn.Module):
         counts = torch.full((base.num_embeddings,), UNKNOWN, device=home_of(base))
         strength = next(base.parameters()).detach().new_full((1,), c)
         return cls(counts, strength, is_known=False)
+
+    def grow_(self, c: float | None) -> None:
+        """Count lookups in training from now on, from zero, with this c where a rule would take it from all rows."""
+        self.counts.zero_()
+        self.is_known = self.is_growing = True
+        if c is not None:
+            self.strength.fill_(c)
 
     def split(self, sizes: Sequence[int]) -> list["Evidence"]:
         """Return the evidence of each table; memory is shared, not copied."""
@@ -160,6 +171,10 @@ class Evidence(nn.Module):
         """
         exact = torch.promote_types(self.strength.dtype, torch.float32)
         c = F.embedding(fields, self.strength.to(exact).unsqueeze(-1))  # (..., 1)
+        if self.is_growing and self.training and torch.is_grad_enabled():
+            # before the row is weighed: else the first lookup of an id would teach it nothing
+            places = rows.reshape(-1)
+            self.counts.index_add_(0, places, torch.ones_like(places, dtype=self.counts.dtype))
         n = self.counts.index_select(0, rows.reshape(-1)).view(*rows.shape, 1)
         if not self.is_known:
             # no error without gradients: load_model applies all methods before it reads the counts
@@ -193,6 +208,10 @@ class CountedTable(Table):
         self.evidence.counts.copy_(counts)
         self.evidence.is_known = True
 
+    def start_pass_(self) -> None:
+        """Count lookups in training from zero on: training in one pass knows no counts."""
+        self.evidence.grow_(_growing_c(self.method))
+
     @property
     def num_weights(self) -> int:
         """Stored numbers, without counts and strengths."""
@@ -221,9 +240,17 @@ class CountedStack(Stack):
         first_rows = torch.tensor([0, *accumulate(self.sizes)][:-1])
         self.register_buffer("offsets", first_rows[self.field_of_slot], persistent=False)
 
+    def start_pass_(self) -> None:
+        """Count lookups in training from zero on: training in one pass knows no counts."""
+        self.evidence.grow_(_growing_c(self.method))
+
     def weights(self, ids: Tensor) -> Tensor:
         """Return n / (n + c) of the rows of each field."""
         return self.evidence.weights(ids + self.offsets, self.field_of_slot)
+
+
+def _growing_c(method: Method) -> float | None:
+    return GROWING_C if isinstance(getattr(method, "c", None), str) else None
 
 
 def counted_in(table: AnyTable) -> list[CountedTable]:

@@ -41,6 +41,8 @@ __all__ = ["Forgetting"]
 
 C = 30.0
 """How often training must see an id in an epoch to keep half of its row."""
+PATIENCE = 6
+"""Epochs without improvement before training stops: rows relearn what they forget, and validation rises in a zigzag."""
 LEAST = 1e-6
 """A row that keeps no more of itself has forgotten everything."""
 
@@ -64,7 +66,7 @@ class Forgetting(TrainingMethod):
         "before validation says so"
     )
     knobs: ClassVar[Mapping[str, tuple[object, ...]]] = {"c": (C, 10.0, 100.0, 0.0)}
-    needs_epochs: ClassVar[bool] = True
+    patience: ClassVar[int] = PATIENCE
     excludes: ClassVar[Mapping[str, str]] = {
         "pep": "learned thresholds would cut what is forgotten; prune first"
     }
@@ -98,12 +100,12 @@ def forget_(model: nn.Module, optimizer: Optimizer, counts: Counts, *, c: float 
     _check(c)
     rows = stored_rows(model, "forget_")
     check_optimizer(model, optimizer)
-    _forget_(rows, [each.counts(counts) for each in rows], c)
+    forget_rows_(rows, [each.counts(counts) for each in rows], c)
     restart_(optimizer, rows)
 
 
 @torch.no_grad()
-def _forget_(tables: Sequence["StoredRows"], seen: Sequence[Tensor], c: float) -> None:
+def forget_rows_(tables: Sequence["StoredRows"], seen: Sequence[Tensor], c: float) -> None:
     if c == 0:
         return
     lost = [
@@ -216,5 +218,5 @@ class _Forgetting(Callback):
 
     def between_epochs(self, epoch: int, optimizer: Optimizer) -> None:
         del epoch
-        _forget_(self.rows, self.seen, self.c)
+        forget_rows_(self.rows, self.seen, self.c)
         restart_(optimizer, self.rows)

@@ -43,7 +43,7 @@ __all__ = ["Shrinkage", "ShrunkTable"]
 Strength: TypeAlias = float | Mapping[str, float] | str
 """One c for all tables, one per table by name, or the name of a rule that finds one per table."""
 
-RULES = ("typical", "auto")
+RULES = ("typical", "rare", "auto")
 PRIORS = ("mean", "zero")
 REMOVED = {
     **dict.fromkeys(
@@ -53,6 +53,8 @@ REMOVED = {
 }
 """Forms of c and of the prior that earlier versions had, and why they are gone."""
 
+MOST = 100.0
+"""The largest c of the rule "rare"."""
 START = 10.0
 """The c of a rule until counts are set."""
 
@@ -84,7 +86,8 @@ class Shrinkage(CountedMethod):
 
     c: Strength = "auto"
     """How often training must see an id to give its row half of the weight: a number; one per table, by name; or
-    "typical", the median count of the table's ids, without those never seen. "auto" is "typical"."""
+    "typical", the median count of the table's ids, without those never seen; or "rare", the same but at most 100, so
+    that the rows of a table whose ids are all frequent stay as they are. "auto" is "typical"."""
     prior: str = "mean"
     """What rows are shrunk toward: "mean", a learned row of the table that starts at zero; or "zero"."""
 
@@ -181,9 +184,11 @@ class ShrunkTable(CountedTable):
     def set_counts_(self, counts: Tensor) -> None:
         """Replace the counts `(N,)`, in place, and the c that comes from them."""
         super().set_counts_(counts)
-        if isinstance(self.method, Shrinkage) and self.method.c == "typical":
+        rule = self.method.c if isinstance(self.method, Shrinkage) else None
+        if isinstance(rule, str):
             seen = counts[counts > 0]
-            self.evidence.strength.fill_(float(seen.median()) if seen.numel() else 1.0)
+            c = float(seen.median()) if seen.numel() else 1.0
+            self.evidence.strength.fill_(min(c, MOST) if rule == "rare" else c)
 
     def rows(self, ids: Tensor) -> Tensor:
         """Return w_i v_i + (1 - w_i) p."""

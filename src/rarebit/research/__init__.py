@@ -2,6 +2,7 @@
 
 from rarebit.diagnosis.measure import reweighting
 from rarebit.research._reweighting import UpdateSplit, factorized_tables, update_split
+from rarebit.research.adam_ar import AdamAR
 from rarebit.research.aligned_sets import AlignedSets
 from rarebit.research.frequency_decay import FrequencyDecay
 from rarebit.research.fresh_tables import FreshTables
@@ -12,6 +13,7 @@ from rarebit.research.row_rate import RowRate
 from rarebit.research.shared_sets import SharedSets
 
 __all__ = [
+    "AdamAR",
     "AlignedSets",
     "FrequencyDecay",
     "FreshTables",

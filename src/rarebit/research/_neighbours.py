@@ -28,8 +28,8 @@ class Neighbour(TrainingMethod):
 
     @classmethod
     def refuses(cls, other: type[Technique]) -> str | None:
-        """Refuse another neighbour and forgetting: each is compared by itself."""
-        if issubclass(other, Neighbour) or technique_name(other) == "forgetting":
+        """Refuse another neighbour, forgetting and tail: each is compared by itself."""
+        if issubclass(other, Neighbour) or technique_name(other) in ("forgetting", "tail"):
             return "both treat rare rows in training, and a study compares one at a time; use one"
         return super().refuses(other)
 

@@ -6,6 +6,10 @@ https://arxiv.org/abs/2305.19531
 
     keep   `FreshTables.keep`: 0 redraws rows completely, 1 leaves them unchanged
 
+**Several sets.** With `sets` = K the rows of K epochs ago come back, in place of fresh ones: K tables, each of which is trained in every
+K-th epoch, and one network for all of them. So MEDA trains on data that keeps coming (Fan et al., https://arxiv.org/abs/2407.01607):
+no table meets the same rows twice until K epochs are over.
+
 In a second epoch the network finds tables that remember the labels, and learns to trust them. With fresh tables every epoch is
 the first one for the tables.
 
@@ -15,10 +19,10 @@ prior, continue. An average of the weights mixes fresh rows with trained ones. O
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from rarebit.callbacks import Callback, TrainingData
@@ -38,7 +42,7 @@ class FreshTables(Neighbour):
     """Redraw the rows of all tables before every epoch, fully or in part.
 
     >>> FreshTables(keep=0.5)
-    FreshTables(keep=0.5)
+    FreshTables(keep=0.5, sets=0)
     """
 
     title: ClassVar[str] = "rows redrawn before every epoch; the network is kept"
@@ -61,19 +65,24 @@ class FreshTables(Neighbour):
 
     keep: float = 0.0
     """How much of a row stays; the rest is fresh."""
+    sets: int = 0
+    """Tables that take turns, an epoch each; 0: no rows come back."""
 
     def __post_init__(self) -> None:
         check_types(self)
+        require(self.sets >= 0, f"sets must be 0 or more, got sets={self.sets}")
         require(0 <= self.keep <= 1, f"keep must be from 0 to 1, got keep={self.keep}")
 
     def callback(self) -> "_Refreshing":
         """Return the callback that redraws rows."""
-        return _Refreshing(self.keep)
+        return _Refreshing(self.keep, self.sets)
 
 
 class _Refreshing(Callback):
-    def __init__(self, keep: float) -> None:
-        self.keep = keep
+    def __init__(self, keep: float, sets: int) -> None:
+        self.keep, self.sets = keep, sets
+        self.resting: dict[str, Tensor] = {}
+        """The rows of the sets that wait, by set and table."""
 
     def start(self, model: nn.Module, data: TrainingData) -> None:
         self.rows, self.seed = stored_rows(model, "fresh-tables"), data.seed
@@ -82,8 +91,17 @@ class _Refreshing(Callback):
 
     @torch.no_grad()
     def between_epochs(self, epoch: int, optimizer: Optimizer) -> None:
-        if self.keep == 1:
+        if self.keep == 1 or self.sets == 1:
             return
+        if self.sets:
+            last, now = (epoch - 2) % self.sets, (epoch - 1) % self.sets
+            for place, table in enumerate(self.rows):
+                self.resting[f"{last}.{place}"] = table.weight.clone()
+            if f"{now}.0" in self.resting:
+                for place, table in enumerate(self.rows):
+                    table.weight.copy_(self.resting.pop(f"{now}.{place}"))
+                restart_(optimizer, self.rows)
+                return
         draw = torch.Generator(self.rows[0].weight.device)
         draw.manual_seed(self.seed + STRIDE * (epoch - 1))
         for table, (mean, std) in zip(self.rows, self.starts, strict=True):
@@ -95,3 +113,9 @@ class _Refreshing(Callback):
             if table.padding is not None:
                 table.weight[table.padding] = 0.0
         restart_(optimizer, self.rows)
+
+    def state_dict(self) -> dict[str, Any]:
+        return dict(self.resting)
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.resting = {name: rows.clone() for name, rows in state.items()}

@@ -10,6 +10,9 @@ A step that moves u_i moves e(i) by w_i times as much, whatever the optimizer: e
 on the gradient would do so under SGD only: Adam divides it out again. An id never seen has a rate of zero. Weight decay acts
 on u_i, so it decays rare rows more strongly than a learning rate per row would, and as strongly as shrinkage does.
 
+A learning rate by frequency is also what Qiu et al. (https://arxiv.org/abs/2505.05605) use against overfitting in later epochs.
+NOTE[DIFF]: their rate has another form, which their abstract does not give; here it is the weight of shrinkage, for the comparison.
+
 Shrinkage compared with this method shows the effect of its prior; this method compared with plain tables shows that of slower
 rare rows. Only for comparisons.
 """

@@ -5,7 +5,7 @@ A plan is a TOML file, or the same values by name; `docs/studies.md` shows one.
 
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from rarebit.data.synthetic import SyntheticLog
@@ -87,9 +87,15 @@ class StudyPlan:
         for key in values:
             if key not in known:
                 raise SettingsError(f"study: unknown setting {key!r}{suggest(key, known)}")
+        expressions = _expressions(methods)
+        parts = [part for expression in expressions for part in expression.parts]
+        # all variants have the patience of the method that asks for most
+        asked = max((part.technique.patience for part in parts), default=0)
         return cls(
-            methods=_expressions(methods),
-            runs=tuple(_runs(sections)),
+            methods=expressions,
+            runs=tuple(
+                replace(run, training=run.training.with_patience(asked)) for run in _runs(sections)
+            ),
             settings=from_mapping(StudySettings, values, where="study"),
         )
 

@@ -68,9 +68,12 @@ class VariantResult:
 
     @property
     def cut_off(self) -> int:
-        """Runs whose best epoch is the last one allowed. One epoch is a protocol, and cuts nothing off."""
+        """Runs whose best epoch is the last one allowed, or that patience ended while validation was still rising.
+
+        One epoch is a protocol, and cuts nothing off.
+        """
         allowed = self.settings.get("training", {}).get("epochs", 1)
-        return sum(run.best_epoch >= allowed > 1 for run in self.runs)
+        return sum(run.best_epoch >= allowed > 1 or run.still_rising for run in self.runs)
 
     def figures(self, figure: Figure) -> dict[int, float]:
         """Return one figure of every run that has it, by seed."""
@@ -156,8 +159,8 @@ class CellResult:
         for one in (method, control):
             if one.cut_off > len(one.runs) / 2:
                 return "cut off", (
-                    f"{one.name} is best in its last epoch in {one.cut_off} of {len(one.runs)} runs; allow "
-                    "more epochs"
+                    f"{one.name} is best in its last epoch, or still rises, in {one.cut_off} of {len(one.runs)} "
+                    "runs; allow more epochs, or more patience"
                 )
         for one in (method, control):
             if one.edge:

@@ -71,6 +71,8 @@ class RunRecord:
     """Mean information abundance of the tables, or of their embedding sets."""
     whole_abundance: float | None = None
     """The same of whole tables, all sets side by side: to compare with a plain table of that width."""
+    still_rising: bool = False
+    """Whether patience ended it while validation was still rising."""
     reports: Mapping[str, Any] = field(default_factory=dict)
     """Reports of the methods that acted around training, by name."""
 
@@ -132,7 +134,9 @@ def run_key(settings: RunSettings) -> str:
         data = {"checksum": log.checksum}
     else:
         data = _changed(log, SyntheticLog())
-    training = _changed(settings.training, Training())
+    asked = max((method.patience for method in settings.methods), default=0)
+    # the patience that it has, whoever chose it; keys are older than "auto", and leave out that of plain training
+    training = _changed(settings.training.with_patience(asked), Training().with_patience(0))
     training.pop("checkpoint_minutes", None)  # does not change the result
     if "ema_decay" in training:
         training["ema_start"] = "unbiased"  # older runs averaged from the initial weights on

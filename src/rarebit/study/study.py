@@ -42,7 +42,7 @@ from rarebit.study.variants import MeasuredRates, Variant, start_size, variants_
 from rarebit.technique import needed_modules, technique_text
 from rarebit.training.metrics import evaluate_scores
 from rarebit.training.run import STAGE
-from rarebit.training.settings import PreparedLog, RunSettings, load_splits
+from rarebit.training.settings import PreparedLog, RunSettings, study_splits
 
 MEMBER_SEEDS = 1_000_000
 """The distance between the seeds of an ensemble's models; the first has the seed of the ensemble."""
@@ -162,7 +162,7 @@ class Cell:
         )
         self.name = f"{self.model_name} on {self.log_name}"
         self.base = identify(base)
-        splits = load_splits(self.base.data)
+        splits = study_splits(self.base)
         if not len(splits.valid):
             raise DataError(
                 f"a study picks on validation rows, and {self.log_name} has none; prepare it again with some"

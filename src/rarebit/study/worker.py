@@ -40,7 +40,7 @@ from rarebit.training.fit import EpochRecord, Silence
 from rarebit.training.metrics import evaluate, evaluate_scores, predict
 from rarebit.training.model_file import save_model
 from rarebit.training.run import STAGE, finish_model, num_parameters, train_model
-from rarebit.training.settings import RunSettings, load_splits
+from rarebit.training.settings import RunSettings, study_splits
 
 Tell: TypeAlias = Callable[[Mapping[str, Any]], None]
 
@@ -54,7 +54,7 @@ class Log(NamedTuple):
 
 def open_log(settings: RunSettings, device: torch.device) -> Log:
     """Load the log of a run to the device: once for all runs on it."""
-    splits = load_splits(settings.data)
+    splits = study_splits(settings)
     counts = splits.train.counts()
     splits = Splits(*(part.to(device) for part in splits))
     return Log(splits, {name: count.to(device) for name, count in counts.items()})
@@ -75,12 +75,13 @@ def make_run(
     `pruning` is the folder of a first stage that it shares with other runs.
     """
     train, valid, test = log.splits
+    one_pass = settings.training.one_pass
     methods = settings.methods
     sharing = [method for method in methods if method.shared_stage(methods) is not None]
     model, history = train_model(
         settings,
         train,
-        valid,
+        None if one_pass else valid,
         folder=folder.checkpoints,
         resume=True,
         device=device,
@@ -91,9 +92,13 @@ def make_run(
     best = history.best_epoch
     assert best is not None, "a study trains with validation rows"
     kept = history.epochs[best - 1].valid
-    if finish_model(settings, model, say=lambda _: None):
-        kept = evaluate(model, valid).overall
-    scores = predict(model, test)
+    changed = finish_model(settings, model, say=lambda _: None)
+    if history.scores is not None:
+        kept = evaluate_scores(history.scores[: len(valid)], valid).overall
+        scores = history.scores[len(valid) :]
+    else:
+        kept = evaluate(model, valid).overall if changed else kept
+        scores = predict(model, test)
     measured = evaluate_scores(scores, test, counts=log.counts)
     if measured.auc is None or kept is None or kept.auc is None:
         raise DataError("AUC needs rows of both classes in the validation and the test split")
@@ -109,6 +114,7 @@ def make_run(
         device=torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
         torch=str(torch.__version__),
         commit=commit(),
+        still_rising=history.still_rising,
         reports=shortened(history.reports),
         **abundances(model),
         **RunRecord.test_figures(measured),

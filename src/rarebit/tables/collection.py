@@ -317,6 +317,11 @@ class Stack(nn.Module, ABC):
     def split(self) -> list[AnyTable]:
         """Return the tables one by one."""
 
+    def traced(self) -> "Stack | None":
+        """Return the stack in operations that every exporter knows; None where it, or what it wraps, has no others."""
+        tables = [table for table in self.split() if isinstance(table, Table)]
+        return tables[0].method.traced(tables, self.lengths) if tables else None
+
     def forward(self, ids: Tensor) -> Tensor:
         """Return the rows in the tables' own precision, whatever autocast says."""
         with torch.autocast(ids.device.type, enabled=False):

@@ -267,6 +267,11 @@ class Method(Technique):
 
         return LoopStack(tables, lengths)
 
+    def traced(self, tables: Sequence[Table], lengths: Sequence[int]) -> "Stack | None":
+        """Return these tables as a stack in operations that every exporter knows; None where a lookup has no others."""
+        del tables, lengths
+        return None
+
     def unsuited(self, rows: int, width: int) -> str | None:
         """Return why a table of this shape should be skipped, or None."""
         del rows, width

@@ -18,7 +18,7 @@ import os
 import random
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, closing, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
@@ -30,14 +30,16 @@ from torch.nn import functional as F
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
-from rarebit.callbacks import Callback, Callbacks, TrainingData, TrainingMethod, started
+from rarebit.callbacks import Callback, Callbacks, TrainingData, started
 from rarebit.data.dataset import Dataset
 from rarebit.data.order import batch_bounds
+from rarebit.ema import EMA
 from rarebit.errors import CheckpointError, DataError, NotFiniteError, TrainingError
 from rarebit.settings import check_types, from_mapping, require, updated
 from rarebit.storage.files import check_tensors
 from rarebit.tables.apply import check_optimizer
 from rarebit.tables.collection import is_watched, row_gradients_kept
+from rarebit.technique import Technique
 from rarebit.training.checkpoints import (
     CheckpointFolder,
     Checkpoints,
@@ -45,7 +47,6 @@ from rarebit.training.checkpoints import (
     map_tensors,
     stop_requests,
 )
-from rarebit.training.ema import EMA
 from rarebit.training.memory import estimate_memory
 from rarebit.training.metrics import (
     Forward,
@@ -55,6 +56,7 @@ from rarebit.training.metrics import (
     device_of,
     evaluate,
 )
+from rarebit.training.one_pass import ProgressiveScores
 from rarebit.training.optimizers import Kind, fitting_state
 from rarebit.training.optimizers import optimizer as build_optimizer
 from rarebit.training.settings import Training
@@ -80,6 +82,8 @@ REPORT_EVERY = 10
 """Steps between two updates of the progress bar."""
 CHECK_EVERY = 100
 """Steps between two checks whether the loss is still finite: a check waits for the device."""
+SMOOTHED = 3
+"""Epochs over which validation is smoothed, to see whether it still rises."""
 WORDS = 624
 """32-bit words of a Mersenne twister, which Python and numpy share."""
 
@@ -110,14 +114,30 @@ class History:
     """The epoch whose weights the model has, from 1; None without validation data."""
     stopped_early: bool = False
     """Whether training ended before its last step."""
+    still_rising: bool = False
+    """Whether patience ended training while validation, smoothed over epochs, was still getting better."""
     reports: dict[str, Any] = field(default_factory=dict)
     """The reports of callbacks, by name."""
+    scores: Tensor | None = None
+    """In one pass, the score of each row before training on it."""
 
     @property
     def samples_per_second(self) -> float:
         """Median over the epochs, training steps only."""
         speeds = sorted(record.samples_per_second for record in self.epochs)
         return speeds[len(speeds) // 2]
+
+
+def is_rising(values: Sequence[float]) -> bool:
+    """Return whether a curve that is noisy from epoch to epoch still rises at its end.
+
+    It does if its last three values have the highest mean of any three in a row, and the last is above the one before.
+
+    >>> is_rising([0.70, 0.73, 0.72, 0.725]), is_rising([0.70, 0.73, 0.72, 0.715])
+    (True, False)
+    """
+    means = [sum(values[i : i + SMOOTHED]) for i in range(len(values) - SMOOTHED + 1)]
+    return len(means) > 1 and means[-1] > max(means[:-1]) and values[-1] > values[-2]
 
 
 class Progress(Protocol):
@@ -178,7 +198,7 @@ def fit(
     loss: Loss = F.binary_cross_entropy_with_logits,
     forward: Forward | None = None,
     backward: Backward | None = None,
-    callbacks: Sequence[Callback | TrainingMethod] = (),
+    callbacks: Sequence[Callback | Technique] = (),
     folder: str | os.PathLike[str] | None = None,
     resume: bool = False,
     progress: Progress | bool = True,
@@ -188,7 +208,7 @@ def fit(
 
     Any setting of `Training` can be given by name. With validation data the weights of the best epoch are kept.
     `forward=lambda model, batch: ...` calls a model that does not take a batch; `backward=rows.backward` trains with
-    row gradients. `callbacks` act around training (`Callback`, or the settings of a `TrainingMethod`), and their state
+    row gradients. `callbacks` act around training (`Callback`, or a method such as `Tail()`), and their state
     is part of the checkpoints. With a `folder`, checkpoints are written there, Ctrl-C and SIGTERM stop after the step
     with nothing lost, and `resume=True` resumes from the newest one, to the same bits as without the interruption.
 
@@ -211,12 +231,7 @@ def fit(
     require(not resume or folder is not None, "resume=True needs the folder of the checkpoints")
     check_data(model, train, valid, settings, loss)
     with started(callbacks, model, training_data(settings, train, valid)) as given:
-        group = given
-        if backward is not None:
-            own = _Backward(backward)
-            group = Callbacks(
-                {**given.callbacks, own.name: own}, {**given.settings, own.name: own.name}
-            )
+        group = given if backward is None else given.joined(_Backward(backward))
         return fit_started(
             model,
             train,
@@ -264,6 +279,7 @@ def training_data(settings: Training, train: Dataset, valid: Dataset | None) -> 
         batch_size=settings.batch_size,
         steps_per_epoch=len(batch_bounds(len(train), settings.batch_size)),
         seed=settings.seed,
+        one_pass=settings.one_pass,
     )
 
 
@@ -308,26 +324,31 @@ def fit_started(
     """Train with callbacks that have started, and let them end."""
     if isinstance(progress, bool):
         progress = LineProgress() if progress else Silence()
+    scores = _progressive_scores(model, train, valid, settings, forward)
+    if scores is not None:
+        callbacks, settings = callbacks.joined(scores), replace(settings, epochs=1)
+    settings = settings.with_patience(callbacks.patience)
+    left_out: tuple[nn.Parameter, ...] = ()
+    if callbacks.average is not None and settings.average_decay(1) is None:
+        left_out = callbacks.average.leave_out
+        settings = replace(settings, ema_decay=callbacks.average.decay)
     if callbacks.backward is None and any(is_watched(module) for module in model.modules()):
         raise TrainingError(
             "the model has row gradients, which need their own backward: fit(..., "
             "backward=rows.backward), or rows.close() first"
         )
-    estimate = estimate_memory(
+    from_host = _check_memory(
         model,
         train,
         valid,
         settings=settings,
         optimizer=optimizer,
+        progress=progress,
         checkpoints=folder is not None,
+        not_averaged=left_out,
     )
-    from_host = not estimate.fits and estimate.with_training_data_elsewhere().fits
-    if from_host:
-        estimate = estimate.with_training_data_elsewhere()
-    progress.say(estimate.line())
-    estimate.check()
-    if from_host:
-        progress.say(f"the training data does not fit on {estimate.device}: copied batch by batch")
+    for note in callbacks.notes:
+        progress.say(note)
     with row_gradients_kept(model):
         if optimizer is None:
             options = {name: getattr(settings, name) for name in OPTIMIZER_SETTINGS}
@@ -354,10 +375,12 @@ def fit_started(
             averaging: AbstractContextManager[EMA | None] = nullcontext()
             decay = settings.average_decay(len(batch_bounds(len(train), settings.batch_size)))
             if decay is not None:
-                averaging = closing(EMA(model, optimizer, decay))
+                averaging = closing(EMA(model, optimizer, decay, leave_out=left_out))
             with averaging as ema:
                 steps = _steps(step, train, settings, progress)
                 loop = TrainingLoop(steps, valid, settings, progress, ema=ema, callbacks=callbacks)
+                if scores is not None:
+                    scores.ema, loop.scores, step.before_update = ema, scores, scores.score
                 if folder is None:
                     history = loop.run()
                 else:
@@ -366,12 +389,59 @@ def fit_started(
             step.release()
     callbacks.end()
     history.reports = callbacks.report()
+    history.scores = None if scores is None else scores.scores
     return measured(model, history, valid) if callbacks.changes_model_at_end else history
+
+
+def _progressive_scores(
+    model: nn.Module,
+    train: Dataset,
+    valid: Dataset | None,
+    settings: Training,
+    forward: Forward | None,
+) -> ProgressiveScores | None:
+    """Return what scores the rows of training in one pass, and let counts grow; None for other training."""
+    if not settings.one_pass:
+        return None
+    require(
+        valid is None, "training in one pass scores the rows it trains on; give no validation rows"
+    )
+    for module in model.modules():
+        start: Callable[[], None] | None = getattr(module, "start_pass_", None)
+        if start is not None:  # a table that keeps counts
+            start()
+    scores = ProgressiveScores(forward)
+    scores.start(model, training_data(settings, train, valid))
+    return scores
+
+
+def _check_memory(
+    model: nn.Module,
+    train: Dataset,
+    valid: Dataset | None,
+    *,
+    settings: Training,
+    optimizer: Optimizer | None,
+    progress: Progress,
+    **options: Any,
+) -> bool:
+    """Report the memory that training takes, or raise; return whether the training data stays on the host."""
+    estimate = estimate_memory(
+        model, train, valid, settings=settings, optimizer=optimizer, **options
+    )
+    from_host = not estimate.fits and estimate.with_training_data_elsewhere().fits
+    if from_host:
+        estimate = estimate.with_training_data_elsewhere()
+    progress.say(estimate.line())
+    estimate.check()
+    if from_host:
+        progress.say(f"the training data does not fit on {estimate.device}: copied batch by batch")
+    return from_host
 
 
 def _steps(step: TrainingStep, train: Dataset, settings: Training, progress: Progress) -> Steps:
     """Return how to run the steps: as a CUDA graph on a GPU, one by one elsewhere."""
-    if train.device.type != "cuda" or not settings.cuda_graph:
+    if train.device.type != "cuda" or not settings.cuda_graph or settings.one_pass:
         return Steps(step, train)
     reason = why_not_recorded(step.optimizer)
     if reason is not None:
@@ -488,6 +558,8 @@ class TrainingLoop:
         self.progress, self.ema, self.callbacks = progress, ema, callbacks or Callbacks({}, {})
         self.bounds = batch_bounds(len(steps.train), settings.batch_size)
         self.best = Best(self.step.model, self.step.optimizer, settings)
+        self.scores: ProgressiveScores | None = None
+        """In one pass, what scores each batch."""
         self.history = History()
         self.epoch, self.batch = 1, 0
         """The next batch to train on, and its epoch, from 1."""
@@ -521,7 +593,7 @@ class TrainingLoop:
         while not self.is_finished:
             self.progress.start_epoch(self.epoch, self.settings.epochs, len(self.steps.train))
             if self.epoch > 1 and self.batch == 0:
-                self.callbacks.between_epochs(self.epoch, self.step.optimizer)
+                self._between_epochs()
             self.progress.advance(self.bounds[self.batch - 1][1] if self.batch else 0)
             self._train_epoch(checkpoints)
             self._finish_epoch()
@@ -530,13 +602,31 @@ class TrainingLoop:
         if self.ema is not None:
             self.ema.copy_to(self.step.model)
         self.history.best_epoch = self.best.restore()
+        if self.history.still_rising:
+            patience = self.settings.patience
+            self.progress.say(
+                f"stopped after {patience} epochs without improvement, while validation was still rising "
+                f"over the last epochs; a patience above {patience} may be better"
+            )
         return self.history
+
+    def _between_epochs(self) -> None:
+        """Let callbacks act; the averages cover the weights as they were, and begin anew where a callback says so."""
+        if self.ema is not None:
+            self.ema.bring_up_to_date()
+        begun = self.callbacks.between_epochs(self.epoch, self.step.optimizer)
+        if self.ema is not None and begun:
+            self.ema.restart(begun)
 
     def _train_epoch(self, checkpoints: Checkpoints | None) -> None:
         self.step.model.train()
         train, settings = self.steps.train, self.settings
         begin, before, unreported = time.perf_counter(), self.seconds, 0
-        self.steps.start_epoch(train.order(seed=settings.seed, epoch=self.epoch))
+        self.steps.start_epoch(
+            torch.arange(len(train), device=train.device)
+            if settings.one_pass
+            else train.order(seed=settings.seed, epoch=self.epoch)
+        )
         while self.batch < len(self.bounds) and not self.history.stopped_early:
             start, stop = self.bounds[self.batch]
             self.steps(start, stop)
@@ -575,14 +665,26 @@ class TrainingLoop:
         self.epoch, self.batch, self.seconds = self.epoch + 1, 0, 0.0
 
     def _validate(self) -> Metrics | None:
-        if self.valid is None:
+        if self.valid is None and self.scores is None:
             return None
         with nullcontext() if self.ema is None else self.ema.applied():
-            metrics = evaluate(self.step.model, self.valid, forward=self.step.forward).overall
+            if self.scores is not None:
+                metrics = self.scores.metrics()
+            else:
+                assert self.valid is not None
+                metrics = evaluate(self.step.model, self.valid, forward=self.step.forward).overall
             value = getattr(metrics, self.settings.monitor)
             stalled = self.best.has_stalled(self.epoch, value)
+            if stalled and self.epoch < self.settings.epochs:
+                self.history.still_rising = is_rising([*self._validated, self.best.sign * value])
             self.history.stopped_early = self.history.stopped_early or stalled
         return metrics
+
+    @property
+    def _validated(self) -> list[float]:
+        """The metric that picks the best epoch, so far: more is better."""
+        name, records = self.settings.monitor, self.history.epochs
+        return [self.best.sign * getattr(r.valid, name) for r in records if r.valid is not None]
 
     def state(self) -> dict[str, Any]:
         """Return everything that decides how training continues; the best weights are kept apart."""
@@ -598,6 +700,7 @@ class TrainingLoop:
             "history": {
                 "epochs": [dataclasses.asdict(record) for record in self.history.epochs],
                 "stopped_early": self.history.stopped_early,
+                "still_rising": self.history.still_rising,
             },
             "random": random_state(),
             "callbacks": self.callbacks.state_dict(),
@@ -618,10 +721,13 @@ class TrainingLoop:
         position = from_mapping(Position, state["position"])
         records = [from_mapping(EpochRecord, record) for record in state["history"]["epochs"]]
         epochs, stopped_early = [r.epoch for r in records], state["history"]["stopped_early"]
-        is_whole = all((record.valid is None) == (self.valid is None) for record in records)
+        still_rising = state["history"].get("still_rising", False)
+        has_figures = self.valid is not None or self.settings.one_pass
+        is_whole = all((record.valid is not None) == has_figures for record in records)
         if epochs != list(range(1, position.epoch)) or position.batch > len(self.bounds):
             raise TrainingError(f"it has the epochs {epochs} and stands at {position}")
-        if not is_whole or type(stopped_early) is not bool or not _is_finite(state["history"]):
+        are_bools = type(stopped_early) is type(still_rising) is bool
+        if not is_whole or not are_bools or not _is_finite(state["history"]):
             raise TrainingError("its history is not that of a training")
         model.load_state_dict(state["model"])
         raise_if_weights_are_not_finite(model)
@@ -634,7 +740,7 @@ class TrainingLoop:
             state = {**state, "callbacks": _older_states(state.get("others", []), self.callbacks)}
         device = self.steps.device
         self.callbacks.load_state_dict(map_tensors(state["callbacks"], lambda t: t.to(device)))
-        self.history = History(records, stopped_early=stopped_early)
+        self.history = History(records, stopped_early=stopped_early, still_rising=still_rising)
         self.epoch, self.batch, self.seconds = dataclasses.astuple(position)
         set_random_state(state["random"])
 
@@ -665,8 +771,8 @@ class Best:
             self._keep(self.model.state_dict())
         if self.plateau is not None:
             self.plateau.step(value)
-        waited = epoch - (self.epoch or 0)
-        return self.settings.patience is not None and waited >= self.settings.patience
+        waited, patience = epoch - (self.epoch or 0), self.settings.patience
+        return isinstance(patience, int) and waited >= patience
 
     def restore(self) -> int | None:
         """Give the model the best epoch's weights and return which epoch that was."""

@@ -165,10 +165,12 @@ def estimate_memory(
     settings: Training = Training(),
     optimizer: Optimizer | None = None,
     checkpoints: bool = False,
+    not_averaged: Iterable[nn.Parameter] = (),
 ) -> MemoryEstimate:
     """Return what `fit` with these arguments will take in memory, without taking it.
 
-    `checkpoints` counts the copy of weights and state that is made to write one.
+    `checkpoints` counts the copy of weights and state that is made to write one; `not_averaged` are parameters that an
+    average of the weights leaves out.
 
     >>> model = nn.Sequential(nn.Embedding(1000, 16, device="meta"))
     >>> data = Dataset.from_columns({"user": [0, 1, 2]}, label=[0, 1, 0])
@@ -185,7 +187,9 @@ def estimate_memory(
     tables = table_bytes(model)
     parameters = sum(parameter.nbytes for parameter in model.parameters())
     buffers = sum(buffer.nbytes for buffer in model.buffers())
-    averages = _bytes(trained) + 4 * sum(len(p) for p in trained if id(p) in rows)
+    left_out = {id(parameter) for parameter in not_averaged}
+    followed = [parameter for parameter in trained if id(parameter) not in left_out]
+    averages = _bytes(followed) + 4 * sum(len(p) for p in followed if id(p) in rows)
     # each slot of a batch is taken to be looked up once among the tables of each width
     lookups = min(settings.batch_size, len(train)) * train.schema.num_slots  # T
     row_bytes = sum(

@@ -33,10 +33,10 @@ from rarebit.storage import files
 from rarebit.storage.files import file_lock, write_json
 from rarebit.tables.apply import apply_, end_training_, find_tables, table_bytes, table_parameters
 from rarebit.tables.table import Method
-from rarebit.technique import SharedStage, Technique
+from rarebit.technique import SharedStage, Technique, suggestions
 from rarebit.training.fit import History, Progress, check_data, fit_started, training_data
 from rarebit.training.memory import check_building
-from rarebit.training.metrics import Evaluation, evaluate
+from rarebit.training.metrics import Evaluation, evaluate, evaluate_scores
 from rarebit.training.model_file import save_model
 from rarebit.training.settings import PreparedLog, RunSettings, Training, load_splits
 
@@ -183,6 +183,8 @@ class RunResult:
     """Bytes of its tables."""
     folder: Path | None
     """Where it was written."""
+    hints: tuple[str, ...] = ()
+    """What methods suggest for a run without any."""
 
 
 def run(
@@ -223,10 +225,12 @@ def run(
             values = {"settings": stored_settings(settings)}
             write_json(out / RUN_FILE, values, error=ModelFileError)
         splits = prepared or load_splits(settings.data, progress=data_progress)
+        one_pass = settings.training.one_pass
+        splits = splits.in_one_pass() if one_pass else splits
         model, history = train_model(
             settings,
             splits.train,
-            splits.valid if len(splits.valid) else None,
+            splits.valid if len(splits.valid) and not one_pass else None,
             folder=None if out is None else out / CHECKPOINTS,
             resume=resume,
             device=device,
@@ -235,17 +239,22 @@ def run(
             shared=shared,
         )
         finish_model(settings, model, say=say)
+        counts = splits.train.counts()
         result = RunResult(
             model=model,
             history=history,
-            test=evaluate(model, splits.test, counts=splits.train.counts()),
+            test=evaluate(model, splits.test, counts=counts)
+            if history.scores is None
+            else evaluate_scores(history.scores, splits.train, counts=counts),
             num_parameters=num_parameters(model),
             table_bytes=table_bytes(model),
             folder=out,
+            hints=() if settings.methods else tuple(suggestions(counts)),
         )
         if out is not None:
             save_model(model, out)
-            history_values = asdict(history)
+            history_values = asdict(replace(history, scores=None))
+            history_values.pop("scores")  # one per row
             described = {
                 "settings": stored_settings(settings),
                 "test": asdict(result.test),
@@ -273,6 +282,21 @@ def read_reports(folder: str | os.PathLike[str]) -> dict[str, Any]:
     """Return the reports of the callbacks of a run, by name; none from an older run."""
     with _reading(folder) as values:
         return dict(values.get("reports", {}))
+
+
+def read_facts(folder: str | os.PathLike[str]) -> dict[str, Any]:
+    """Return what a finished run is known by: model, methods, log, test AUC and the versions it was made with."""
+    settings = read_run(folder)
+    with _reading(folder) as values:
+        log = settings.data
+        return {
+            "model": settings.model,
+            "methods": [str(method) for method in settings.methods],
+            "log": getattr(log, "checksum", None) or str(log),
+            "best_epoch": values.get("history", {}).get("best_epoch"),
+            "test_auc": values.get("test", {}).get("overall", {}).get("auc"),
+            "versions": values.get("versions"),
+        }
 
 
 @contextmanager

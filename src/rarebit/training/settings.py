@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from rarebit.data.dataset import Dataset, Splits
@@ -23,6 +23,9 @@ from rarebit.technique import Technique, technique_from_mapping, technique_to_ma
 from rarebit.training.optimizers import Kind, TableMode
 
 Precision = Literal["float32", "bfloat16"]
+
+PATIENCE = 2
+"""Epochs without improvement before plain training stops."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,12 +73,15 @@ class Training:
     """On a GPU, capture the step as a CUDA graph and replay it."""
     monitor: Literal["auc", "logloss"] = "auc"
     """The validation metric that picks the best epoch."""
-    patience: int | None = 2
-    """Stop early after so many epochs without improvement; None: never."""
+    patience: int | Literal["auto"] | None = "auto"
+    """Stop early after so many epochs without improvement; None: never. "auto": what the methods ask for, at least 2."""
     plateau_factor: float = 1.0
     """Multiply the learning rate by this after `plateau_patience` epochs without improvement."""
     plateau_patience: int = 1
     """Epochs without improvement before the learning rate is reduced."""
+    one_pass: bool = False
+    """Train once over all rows in the order of the file, and score each batch before training on it (progressive
+    validation). Sort the log by time first. Epochs and patience do not matter."""
     checkpoint_minutes: float = 10.0
     """Minutes between two checkpoints, where there is a folder for them. An epoch that ends later than a sixtieth of
     this after the last checkpoint writes one as well."""
@@ -103,13 +109,21 @@ class Training:
             f"ema_decay={self.ema_decay} and ema_epochs={self.ema_epochs} are two decays of one average; give one",
         )
         require(
-            self.patience is None or self.patience >= 1,
+            not isinstance(self.patience, int) or self.patience >= 1,
             f"patience must be at least 1, got patience={self.patience}",
         )
         require(
             0.0 < self.plateau_factor <= 1.0,
             f"plateau_factor must lie in (0, 1], got plateau_factor={self.plateau_factor}",
         )
+
+    def with_patience(self, asked: int) -> "Training":
+        """Return the settings with a patience, that which methods ask for where none is given.
+
+        >>> Training().with_patience(6).patience, Training(patience=3).with_patience(6).patience
+        (6, 3)
+        """
+        return replace(self, patience=max(asked, PATIENCE)) if self.patience == "auto" else self
 
     def average_decay(self, steps_per_epoch: int) -> float | None:
         """Return the decay of the weights' average; None: no average.
@@ -207,6 +221,15 @@ class RunSettings:
             "training": to_mapping(self.training),
             "methods": [technique_to_mapping(method) for method in self.methods],
         }
+
+
+def study_splits(settings: "RunSettings") -> Splits:
+    """Return the rows that a study trains on, picks settings on, and compares on.
+
+    Training in one pass picks on the scores of the first half of the log, and compares on those of the second.
+    """
+    splits = load_splits(settings.data)
+    return splits.in_one_pass() if settings.training.one_pass else splits
 
 
 def load_splits(

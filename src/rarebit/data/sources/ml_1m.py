@@ -15,7 +15,7 @@ from typing import ClassVar
 
 import polars as pl
 
-from rarebit.data.log_schema import Column, LogSchema
+from rarebit.data.log_schema import Column, LogSchema, Split
 from rarebit.data.raw.chunks import BadRows, RawChunk
 from rarebit.data.raw.readers import FileProgress
 from rarebit.data.sources._base import (
@@ -91,6 +91,7 @@ class ML1MWithIds(ML1M):
     protocols: ClassVar[dict[str, LogSchema]] = {
         "clean": WITH_IDS,
         "mlet": with_numbers(WITH_IDS, "age"),
+        "in-order": replace(WITH_IDS, split=Split(kind="order")),
     }
 
 

@@ -11,11 +11,15 @@ For d = 1 it is the plain mean of the weights after each step, and share = (t - 
 
 So each row of a table keeps the step its average was last brought up to. It is brought up to date
 with its old weight just before the optimizer changes it, and all rows once before they are used.
+
+`restart` lets the average of a parameter begin anew at a step r: then t and s count from r, and the weights before have no
+share. The averages of other parameters continue.
 """
 
+import itertools
 import math
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -35,8 +39,8 @@ CHUNK = 1 << 18
 class EMA:
     """The unbiased exponential moving average of every trained parameter, for evaluating and saving.
 
-    With `decay=1` it is their plain mean. It follows the optimizer by hooks, so the loop stays as it is. Tables with sparse gradients cost what their batch
-    costs. Only the optimizer's steps may change weights. Buffers, such as the statistics of batch normalisation, are not
+    With `decay=1` it is their plain mean. Parameters that are left out stay as the last step left them. It follows the optimizer by hooks, so the loop stays as it is. Tables with sparse gradients cost what their batch
+    costs. Only the optimizer's steps may change weights; `bring_up_to_date` before any other change. Buffers, such as the statistics of batch normalisation, are not
     averaged. The memory is one copy of the weights, and 4 bytes per row of each table with sparse gradients.
 
     >>> model = nn.Linear(1, 1, bias=False)
@@ -53,20 +57,43 @@ class EMA:
     -6.0
     """
 
-    def __init__(self, model: nn.Module, optimizer: Optimizer, decay: float = 0.999) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer,
+        decay: float = 0.999,
+        *,
+        leave_out: Iterable[nn.Parameter] = (),
+    ) -> None:
         require(0.0 <= decay <= 1.0, f"decay must lie in [0, 1], got decay={decay}")
         self.model, self.decay = model, decay
         # the powers of the smallest number vanish as those of 0 do
         self._rate = math.log(max(decay, sys.float_info.min))
-        parameters = _trained_parameters(model, optimizer)
+        parameters = _trained_parameters(model, optimizer, {id(p) for p in leave_out})
         # one count per device, so that a step never waits for another one
         self._counts = {
             device: torch.zeros((), dtype=torch.int32, device=device)
             for device in {parameter.device for parameter in parameters.values()}
         }
+        # the steps at which averages began, side by side: all shares of a step are one operation
+        self._starts = {
+            device: torch.zeros(
+                sum(p.device == device for p in parameters.values()),
+                dtype=torch.int32,
+                device=device,
+            )
+            for device in self._counts
+        }
+        places = {device: itertools.count() for device in self._counts}
         self._averages = {
-            name: _Average(parameter, self._counts[parameter.device], self._rate)
-            for name, parameter in parameters.items()
+            name: _Average(
+                p,
+                self._counts[p.device],
+                self._starts[p.device],
+                next(places[p.device]),
+                self._rate,
+            )
+            for name, p in parameters.items()
         }
         self._is_applied = False
         self._hooks = [
@@ -80,19 +107,47 @@ class EMA:
         return int(next(iter(self._counts.values())))
 
     @contextmanager
-    def applied(self) -> Iterator[None]:
-        """Put the averages into the model for the time of a `with` block, then the weights again."""
-        self._bring_up_to_date()
-        self._exchange()
+    def applied(self, *, to_gradients: bool = False) -> Iterator[None]:
+        """Put the averages into the model for the time of a `with` block, then the weights again.
+
+        With `to_gradients`, between backward and step, of tables only the rows that have a gradient: what the batch
+        looks up. It costs what the batch costs.
+        """
+        self._refuse_when_applied()
+        self._refuse_exchanged()
+        rows = {
+            name: average.rows_of_gradient() if to_gradients else None
+            for name, average in self._averages.items()
+        }
+        self._exchange(rows)
         try:
             yield
         finally:
-            self._exchange()
+            self._exchange(rows)
+
+    def bring_up_to_date(self) -> None:
+        """Let the averages cover all steps so far: call it before anything but a step changes weights."""
+        self._refuse_when_applied()
+        self._refuse_exchanged()
+        for average in self._averages.values():
+            average.bring_up_to_date()
+
+    @torch.no_grad()
+    def restart(self, parameters: Iterable[nn.Parameter] | None = None) -> None:
+        """Begin the averages of these parameters anew with the next step; None: of all of them.
+
+        Until that step they are the weights. Call it after a change of weights that the average shall not remember.
+        """
+        self._refuse_when_applied()
+        chosen = None if parameters is None else {id(parameter) for parameter in parameters}
+        for average in self._averages.values():
+            if chosen is None or id(average.weight) in chosen:
+                average.restart()
 
     @torch.no_grad()
     def copy_to(self, model: nn.Module) -> None:
         """Overwrite the weights of a model, this one or one like it, by the averages."""
-        self._bring_up_to_date()
+        self.bring_up_to_date()
         targets = dict(model.named_parameters())
         self._check_same(targets)
         for name, average in self._averages.items():
@@ -100,7 +155,7 @@ class EMA:
 
     def state_dict(self) -> dict[str, Tensor]:
         """Return the averages by name, up to date. As in torch, training keeps changing them."""
-        self._bring_up_to_date()
+        self.bring_up_to_date()
         return {name: average.value for name, average in self._averages.items()}
 
     @torch.no_grad()
@@ -113,6 +168,7 @@ class EMA:
             count.fill_(num_steps)
         for name, average in self._averages.items():
             average.value.copy_(state[name])
+            average.start.zero_()
             if average.behind is not None:
                 average.behind.copy_(average.count)
 
@@ -129,6 +185,7 @@ class EMA:
         return {
             "num_steps": next(iter(self._counts.values())),
             "values": {name: average.value for name, average in averages},
+            "starts": {name: average.start for name, average in averages},
             "behind": {n: a.behind for n, a in averages if a.behind is not None},
             "following": sum(average.behind is None for average in self._averages.values()),
             "by_rows": sum(a.behind is not None and a.behind.dim() > 0 for _, a in averages),
@@ -144,8 +201,10 @@ class EMA:
                 "did; train again from the start"
             )
         values, behind = state["values"], state.get("behind", {})
+        begun = {name: average.start for name, average in self._averages.items()}
+        starts = state.get("starts") or {n: torch.zeros_like(start) for n, start in begun.items()}
         self._check_same(values)
-        for name in (*values, *behind):
+        for name in (*values, *behind, *starts):
             if name not in self._averages:
                 raise TrainingError(
                     f"there is an average of {name!r}, which is not trained here; use the same "
@@ -158,8 +217,9 @@ class EMA:
             )
         given, count = state["num_steps"], next(iter(self._counts.values()))
         check_tensors({"num_steps": count}, {"num_steps": given}, "the averages")
+        check_tensors(begun, starts, "the averages")
         for name, average in self._averages.items():
-            average.check_raw(name, values[name], behind.get(name), int(given))
+            average.check_raw(name, values[name], behind.get(name), int(starts[name]), int(given))
         by_rows = sum(step.dim() > 0 for step in behind.values())
         if state.get("by_rows", by_rows) != by_rows:
             raise TrainingError(f"{by_rows} averages say by row how far they are behind the steps")
@@ -167,6 +227,7 @@ class EMA:
             count.copy_(given)
         for name, average in self._averages.items():
             average.value.copy_(values[name])
+            average.start.copy_(starts[name])
             step = behind.get(name)
             average.behind = None if step is None else step.to(average.count, copy=True)
 
@@ -177,7 +238,7 @@ class EMA:
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
-        self._bring_up_to_date()
+        self.bring_up_to_date()
         for average in self._averages.values():
             average.behind = None  # for good: no step moves them any more
 
@@ -220,18 +281,15 @@ class EMA:
         moving = [average for average in self._averages.values() if average.behind is None]
         if moving:
             values, weights = [a.value for a in moving], [a.weight.detach() for a in moving]
-            counts = {(a.count.device, a.value.dtype): a.count for a in moving}
-            shares = {
-                (device, dtype): _share(count, count - 1, self._rate).to(dtype)
-                for (device, dtype), count in counts.items()
-            }
-            torch._foreach_lerp_(values, weights, [shares[v.device, v.dtype] for v in values])
+            torch._foreach_lerp_(values, weights, self._shares_of_last_step(moving))
 
-    def _bring_up_to_date(self) -> None:
-        self._refuse_when_applied()
-        self._refuse_exchanged()
-        for average in self._averages.values():
-            average.bring_up_to_date()
+    def _shares_of_last_step(self, moving: list["_Average"]) -> list[Tensor]:
+        """Return the share of the newest weight in each of these averages."""
+        shares: dict[tuple[torch.device, torch.dtype], tuple[Tensor, ...]] = {}
+        for device, dtype in {(a.value.device, a.value.dtype) for a in moving}:
+            steps = self._counts[device] - self._starts[device]
+            shares[device, dtype] = _share(steps, steps - 1, self._rate).to(dtype).unbind()
+        return [shares[a.value.device, a.value.dtype][a.place] for a in moving]
 
     def _check_same(self, given: Mapping[str, Tensor]) -> None:
         for name, average in self._averages.items():
@@ -252,9 +310,14 @@ class EMA:
                 )
 
     @torch.no_grad()
-    def _exchange(self) -> None:
-        for average in self._averages.values():
-            average.exchange()
+    def _exchange(self, rows: Mapping[str, Tensor | None]) -> None:
+        for name, average in self._averages.items():
+            own = rows[name]
+            if not self._is_applied and own is None:
+                average.bring_up_to_date()
+            elif not self._is_applied and own is not None:
+                average.bring_rows_up_to_date(own)
+            average.exchange(own)
         self._is_applied = not self._is_applied
 
     def _refuse_when_applied(self) -> None:
@@ -268,22 +331,30 @@ class EMA:
 class _Average:
     """The average of one parameter, and how far it is behind the steps."""
 
-    def __init__(self, weight: nn.Parameter, count: Tensor, rate: float) -> None:
+    def __init__(
+        self, weight: nn.Parameter, count: Tensor, starts: Tensor, place: int, rate: float
+    ) -> None:
         self.weight, self.count, self.rate = weight, count, rate
+        self.start, self.place = starts[place], place
+        """The step it began at: a view of those of all averages."""
         self.value = torch.zeros_like(weight, requires_grad=False)
         self.behind: Tensor | None = torch.zeros_like(count)
         """The step it was brought up to, one for all or one per row; None: it follows every step."""
 
-    def check_raw(self, name: str, value: Tensor, behind: Tensor | None, count: int) -> None:
-        """Raise where these cannot be the average after `count` steps and how far it is behind."""
+    def check_raw(
+        self, name: str, value: Tensor, behind: Tensor | None, start: int, count: int
+    ) -> None:
+        """Raise where these cannot be the average from `start` to `count` steps and how far it is behind."""
         check_tensors({name: self.value}, {name: value}, "the averages")
         if not bool(torch.isfinite(value.sum(dtype=torch.float64))):
             raise TrainingError(f"the average of {name!r} is not finite; use an older state")
+        if not 0 <= start <= count:
+            raise TrainingError(f"the average of {name!r} cannot begin at step {start} of {count}")
         if behind is None:
             return
         shapes = {spell_tensor(self.count), spell_tensor(self.count.expand(len(self)))}
         fits = spell_tensor(behind) in shapes
-        if not fits or bool(((behind < 0) | (behind > count)).any()):
+        if not fits or bool(((behind < start) | (behind > count)).any()):
             raise TrainingError(
                 f"the average of {name!r} has {len(self)} rows and was brought up to one of {count} steps, the "
                 f"one given has the steps {spell_tensor(behind)}; use the same model on both sides"
@@ -301,6 +372,13 @@ class _Average:
             self._refuse_in_recording()
             self.bring_up_to_date()
             self.behind = None
+
+    def restart(self) -> None:
+        """Begin anew with the next step; until then it is the weight."""
+        self.start.copy_(self.count)
+        self.value.copy_(self.weight)
+        if self.behind is not None:
+            self.behind.copy_(self.count)
 
     @torch.no_grad()
     def bring_up_to_date(self) -> None:
@@ -323,8 +401,20 @@ class _Average:
         self.value.index_copy_(0, rows, value.lerp_(weight, share))
         self.behind.index_copy_(0, rows, self.count.expand(rows.shape))
 
-    def exchange(self) -> None:
-        """Swap weights and averages, in place: whoever holds the memory of a weight sees it."""
+    def rows_of_gradient(self) -> Tensor | None:
+        """Return the rows that a sparse gradient moves; None for all of the parameter."""
+        gradient = self.weight.grad
+        lazy = self.behind is not None and gradient is not None and gradient.is_sparse
+        return lookups_of(gradient)[0].unique() if lazy and gradient is not None else None
+
+    def exchange(self, rows: Tensor | None = None) -> None:
+        """Swap weights and averages, of some rows or all, in place: whoever holds the memory of a weight sees it."""
+        if rows is not None:
+            weight, value = self.weight.detach(), self.value
+            held = weight.index_select(0, rows)
+            weight.index_copy_(0, rows, value.index_select(0, rows))
+            value.index_copy_(0, rows, held)
+            return
         for value, weight in zip(*self._chunks(), strict=True):
             held = weight.clone()
             weight.copy_(value)
@@ -340,7 +430,7 @@ class _Average:
 
     def _share(self, step: Tensor, like: Tensor) -> Tensor:
         """Return the weight's share as a column next to the rows."""
-        share = _share(self.count, step, self.rate)
+        share = _share(self.count - self.start, step - self.start, self.rate)
         return share.to(like.dtype).view(-1, *[1] * (like.dim() - 1))
 
     def _chunks(self) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
@@ -358,9 +448,11 @@ def _share(count: Tensor, step: Tensor, rate: float) -> Tensor:
     return share.masked_fill_(step == 0, 1.0)  # also before the first step, where it is 0 / 0
 
 
-def _trained_parameters(model: nn.Module, optimizer: Optimizer) -> dict[str, nn.Parameter]:
+def _trained_parameters(
+    model: nn.Module, optimizer: Optimizer, left_out: set[int]
+) -> dict[str, nn.Parameter]:
     """Return the parameters that this optimizer moves; another optimizer needs its own EMA."""
-    held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    held = {id(p) for group in optimizer.param_groups for p in group["params"]} - left_out
     found = {
         name: parameter
         for name, parameter in model.named_parameters()

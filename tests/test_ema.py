@@ -13,8 +13,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import rarebit as rb
+from rarebit.ema import EMA
 from rarebit.errors import OptimizerError, SettingsError, TrainingError
-from rarebit.training.ema import EMA
 from rarebit.training.optimizers import RowwiseAdam
 from rarebit.training.step import recording
 
@@ -749,3 +749,103 @@ def test_averages_cannot_start_in_a_recording():
         recording(graph, torch.cuda.Stream()),
     ):
         optimizer.step()
+
+
+class RestartedEMA(NaiveEMA):
+    """The same, with parameters whose earlier weights have no share."""
+
+    def __init__(self, model, decay):
+        super().__init__(model, decay)
+        self.begun = dict.fromkeys(self.start, 0)
+
+    def restart(self, *names):
+        self.begun |= dict.fromkeys(names, len(self.steps))
+        now = {name: p.detach().clone().double() for name, p in self.model.named_parameters()}
+        self.start |= {name: now[name] for name in names}
+
+    @property
+    def averages(self):
+        found = {}
+        for name, first in self.begun.items():
+            steps = [step[name] for step in self.steps[first:]]
+            powers = [self.decay**age for age in range(len(steps))][::-1]
+            total = sum(power * step for power, step in zip(powers, steps, strict=True))
+            found[name] = total / sum(powers) if steps else self.start[name]
+        return found
+
+
+@pytest.mark.parametrize("decay", [0.0, 0.5, 0.9999, 1.0])
+@pytest.mark.parametrize(
+    ("build", "sparse"), [(adam, False), (sgd_with_momentum, True), (rowwise_adam, True)]
+)
+def test_a_restarted_average_has_only_later_weights_and_the_others_continue(build, sparse, decay):
+    model = Net(sparse=sparse)
+    optimizer = build(model)
+    ema, naive = EMA(model, optimizer, decay=decay), RestartedEMA(model, decay)
+    for names in (["often.weight"], ["often.weight", "seldom.weight"], [], ["scale"]):
+        train(model, optimizer, naive)
+        ema.bring_up_to_date()
+        with torch.no_grad():
+            model.often.weight.mul_(0.5)  # as rows that are forgotten
+        ema.restart(model.get_parameter(name) for name in names)
+        naive.restart(*names)
+        assert_averages(ema, naive)
+    train(model, optimizer, naive)
+    assert_averages(ema, naive)
+    ema.restart()
+    naive.restart(*naive.begun)
+    assert_averages(ema, naive)
+    train(model, optimizer, naive)
+    assert_averages(ema, naive)
+
+
+def test_a_restart_by_hand():
+    table = nn.Embedding(2, 3, sparse=True)
+    nn.init.constant_(table.weight, 8.0)
+    optimizer = torch.optim.SGD(table.parameters(), lr=4.0)
+    ema = EMA(table, optimizer, decay=0.5)
+    for row in (0, 1, 1):
+        optimizer.zero_grad()
+        table(torch.tensor([row])).sum().backward()
+        optimizer.step()
+        if row == 0:
+            ema.restart()
+    # row 0 stays at 4; row 1: 4, 0 with the shares 1, 2 of 3
+    found = ema.state_dict()["weight"]
+    torch.testing.assert_close(found, torch.tensor([[4.0] * 3, [4 / 3] * 3]), rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize(("build", "sparse"), [(adam, False), (rowwise_adam, True)])
+def test_a_restarted_average_resumes_to_the_same_bits(build, sparse):
+    torch.manual_seed(0)
+    model = Net(sparse=sparse, dtype=torch.float32)
+    optimizer = build(model)
+    ema = EMA(model, optimizer, decay=0.9)
+    train(model, optimizer, steps=5)
+    ema.restart([model.often.weight])
+    train(model, optimizer, steps=3)
+    twin, state = copy.deepcopy(model), copy.deepcopy(ema.training_state())
+    other = build(twin)
+    other.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    resumed = EMA(twin, other, decay=0.9)
+    resumed.load_training_state(state)
+    for one, its in ((model, optimizer), (twin, other)):
+        torch.manual_seed(1)
+        train(one, its, steps=5)
+    ours, theirs = resumed.state_dict(), ema.state_dict()
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+    wrong = {**state, "starts": {**state["starts"], "scale": torch.tensor(99, dtype=torch.int32)}}
+    with pytest.raises(TrainingError, match="'scale' cannot begin at step 99 of 8"):
+        resumed.load_training_state(wrong)
+
+
+def test_a_state_from_before_averages_could_restart_is_read():
+    model = Net(sparse=False)
+    optimizer = adam(model)
+    ema, naive = EMA(model, optimizer, decay=0.9), NaiveEMA(model, 0.9)
+    train(model, optimizer, naive)
+    older = {key: value for key, value in ema.training_state().items() if key != "starts"}
+    older = copy.deepcopy(older)
+    ema.restart()
+    ema.load_training_state(older)
+    assert_averages(ema, naive)
