@@ -8,7 +8,8 @@ from rarebit.data.prepare import prepare
 from rarebit.diagnosis.diagnose import diagnose
 from rarebit.ema import EMA
 from rarebit.export.export import export
-from rarebit.methods._counts import set_counts_
+from rarebit.methods._counts import count_lookups, set_counts_
+from rarebit.methods.evidence_coding import EvidenceCoding, compress_, measure_sensitivity
 from rarebit.methods.forgetting import Forgetting, forget_
 from rarebit.methods.harmless_transfer import HarmlessTransfer
 from rarebit.methods.hashing import Hashing
@@ -41,6 +42,7 @@ __all__ = [
     "PEP",
     "Callback",
     "Dataset",
+    "EvidenceCoding",
     "Forgetting",
     "HarmlessTransfer",
     "Hashing",
@@ -62,6 +64,8 @@ __all__ = [
     "apply_",
     "check_optimizer",
     "clip_grad_norm_",
+    "compress_",
+    "count_lookups",
     "diagnose",
     "evaluate",
     "export",
@@ -70,6 +74,7 @@ __all__ = [
     "forget_",
     "information_abundance",
     "load_model",
+    "measure_sensitivity",
     "merge_",
     "optimizer",
     "pack_",

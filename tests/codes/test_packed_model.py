@@ -6,7 +6,7 @@ from torch import Tensor, nn
 from torch.testing import assert_close
 
 import rarebit as rb
-from rarebit.codes.packed import Pack, PackedTable, pack_, take_packed_
+from rarebit.codes.packed import Pack, PackedTable, pack_, take_parts_
 from rarebit.errors import ModelFileError, SettingsError, UnsupportedTableError
 from rarebit.models.fm import FM
 from rarebit.tables.apply import table_bytes
@@ -175,7 +175,7 @@ def test_a_fresh_model_takes_the_parts_of_a_stored_one():
     rb.apply_(fresh, Pack(), verbose=False)
     stored = model.state_dict()
     assert stored["user.values"].shape != fresh["user"].values.shape
-    take_packed_(fresh, stored)
+    take_parts_(fresh, stored)
     assert [t.shape for t in fresh.state_dict().values()] == [t.shape for t in stored.values()]
     fresh.load_state_dict(stored)
     for name, table in model.items():
@@ -184,4 +184,4 @@ def test_a_fresh_model_takes_the_parts_of_a_stored_one():
     with pytest.raises(
         ModelFileError, match="packed table 'user' is damaged: its offsets go from 1"
     ):
-        take_packed_(fresh, wild)
+        take_parts_(fresh, wild)

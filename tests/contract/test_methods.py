@@ -51,6 +51,16 @@ METHODS = {
             ({"weight": float("inf")}, "weight must be finite, got inf"),
         ),
     ),
+    "evidence-coding": Line(
+        settings={"size": 0.9, "counts": 7, "sensitivity": None},
+        stored=lambda rows, width: rows * width,
+        bad=(
+            ({"size": 1.5}, "size must be a share above 0 and at most 1, got size=1.5"),
+            ({"size": "1/0"}, "size must be a share above 0 and at most 1, got size='1/0'"),
+            ({"size": "0 MB"}, "size must be above 0, got size='0 MB'"),
+            ({"size": "small"}, 'size must be like "1/16", "2 MB" or 0.05, got size=\'small\''),
+        ),
+    ),
     "forgetting": Line(
         settings={"c": 3.0},
         stored=lambda rows, width: rows * width,

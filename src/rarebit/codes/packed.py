@@ -38,7 +38,7 @@ from collections.abc import Mapping, Sequence
 from ctypes import c_float, c_int, c_int64, c_void_p
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, Literal, NamedTuple, NoReturn
+from typing import Any, ClassVar, Literal, NamedTuple, NoReturn, Protocol, runtime_checkable
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -785,14 +785,23 @@ def _wrong_bits(parts: Parts, width: int) -> str | None:
     return None
 
 
-def take_packed_(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
-    """Load the packed tables of a model from the tensors of a file, once those are checked."""
+@runtime_checkable
+class TakesParts(Protocol):
+    """A module whose stored tensors may have any size."""
+
+    def take(self, tensors: Mapping[str, Tensor]) -> str | None:
+        """Take over the tensors of a file, by their names below the module; or return what is wrong with them."""
+
+
+def take_parts_(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
+    """Load packed and coded tables of a model from the tensors of a file, once those are checked."""
     for name, module in model.named_modules():
-        if isinstance(module, PackedTable):
+        if isinstance(module, TakesParts):
             problem = module.take(_below(f"{name}." if name else "", tensors))
             if problem is not None:
+                kind = "packed" if isinstance(module, PackedTable) else "coded"
                 raise ModelFileError(
-                    f"the packed table {name!r} is damaged: {problem}; save the model again or use "
+                    f"the {kind} table {name!r} is damaged: {problem}; save the model again or use "
                     "an older copy"
                 )
 

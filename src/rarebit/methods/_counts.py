@@ -10,7 +10,7 @@ in their tables; `forgetting` and the methods of `research/` only read them.
 """
 
 from abc import abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from typing import Any, ClassVar, Self, TypeAlias, TypeVar
@@ -24,11 +24,12 @@ from rarebit.errors import DataError, NoTableError, warn
 from rarebit.methods.hashing import HashedTable
 from rarebit.sets.sets import SplitSetsTable
 from rarebit.settings import check_types, require
-from rarebit.tables.apply import find_sites
+from rarebit.tables.apply import FieldSite, Site, find_sites
 from rarebit.tables.collection import Stack, stack_tables
 from rarebit.tables.table import AnyTable, Method, Table, field_of, home_of, num_weights, wrap
 
 T = TypeVar("T")
+Batch = TypeVar("Batch")
 
 Counts: TypeAlias = int | Tensor | Mapping[str, Tensor]
 """One number for all rows, one per row of a table `(N,)`, or these by name."""
@@ -98,6 +99,56 @@ def counts_by_table(tables: Mapping[str, AnyTable], counts: Counts) -> dict[str,
         name: counts_of_rows(table, counts_of_table(name, table.num_embeddings, counts))
         for name, table in tables.items()
     }
+
+
+@torch.no_grad()
+def count_lookups(
+    model: nn.Module,
+    batches: Iterable[Batch],
+    call: Callable[[nn.Module, Batch], object] | None = None,
+) -> dict[str, Tensor]:
+    """Return how often each row of each table is looked up when a model scores these batches, by name.
+
+    `call(model, batch)` runs the model on a batch; by default it is `model(batch)`. Where all batches of the training data
+    are given once, these are the counts that `Shrinkage`, `Tail` and `compress_` take. Padding is not counted.
+
+    >>> model = nn.ModuleDict({"user": nn.Embedding(3, 8)})
+    >>> count_lookups(model, [torch.tensor([0, 2, 2])], lambda model, ids: model["user"](ids))
+    {'user': tensor([1, 0, 2])}
+    """
+    found: dict[str, Tensor] = {}
+    watched: dict[nn.Module, list[Site]] = {}
+    for site in find_sites(model):
+        found[site.info.name] = torch.zeros(site.info.rows, dtype=torch.int64)
+        module = site.collection if isinstance(site, FieldSite) else site.module
+        watched.setdefault(module, []).append(site)
+
+    def count(module: nn.Module, given: tuple[Any, ...], named: dict[str, Any]) -> None:
+        ids = given[0] if given else next(iter(named.values()))
+        for site in watched[module]:
+            own = ids
+            if isinstance(site, FieldSite):
+                lengths = [field.max_length for field in site.collection.fields]
+                own = ids.split(lengths, dim=1)[site.index]
+            seen = torch.bincount(own.reshape(-1).long(), minlength=site.info.rows).cpu()
+            if site.table.padding_idx is not None:
+                seen[site.table.padding_idx] = 0
+            found[site.info.name] += seen
+
+    hooks = [module.register_forward_pre_hook(count, with_kwargs=True) for module in watched]
+    was_training = model.training
+    model.eval()
+    try:
+        for batch in batches:
+            if call is None:
+                model(batch)
+            else:
+                call(model, batch)
+    finally:
+        model.train(was_training)
+        for hook in hooks:
+            hook.remove()
+    return found
 
 
 @torch.no_grad()

@@ -169,7 +169,7 @@ class Cell:
             )
         self.train, self.test, self.counts = splits.train, splits.test, splits.train.counts()
         rates = MeasuredRates(folder / "rates.json", splits.train)
-        self.variants = variants_of(plan, self.base, splits.train.schema, rates)
+        self.variants = variants_of(plan, self.base, splits.train.schema, rates, self.train)
         for variant in self.variants:
             needed_modules(variant.start.methods)  # reports what workers cannot import
         first = self.settings.first_seed

@@ -83,14 +83,16 @@ def variants_of(
     base: RunSettings,
     schema: Schema,
     rate: Callable[[RunSettings], float] | None = None,
+    train: Dataset | None = None,
 ) -> list[Variant]:
     """Return the variants of a plan on one model and log: the baseline, then controls, then methods.
 
-    `rate` returns how much faster the methods of a run move rows than plain training does.
+    `rate` returns how much faster the methods of a run move rows than plain training does. Methods that code trained
+    tables by their counts need the training data.
     """
     if plan.settings.control not in (OWN, *CONTROLS, *_controls_of_methods()):
         _parse_control(plan.settings.control)  # reports a mistake before anything is built
-    study = _Study(plan.settings, base, schema, rate)
+    study = _Study(plan.settings, base, schema, rate, train)
     found = {BASELINE: study.baseline}
     for expression in plan.methods:
         run = study.sized(expression)
@@ -133,6 +135,7 @@ class _Study:
     base: RunSettings
     schema: Schema
     rate: Callable[[RunSettings], float] | None
+    train: Dataset | None = None
 
     def __post_init__(self) -> None:
         model = self.build(self.base)
@@ -145,7 +148,7 @@ class _Study:
         """Return the model of a run with its methods applied; the caller's random state is kept, and the run warns."""
         with torch.random.fork_rng(devices=[]), warnings.catch_warnings(action="ignore"):
             model = start_model(run, self.schema, say=lambda _: None)
-            finish_model(run, model, say=lambda _: None)
+            finish_model(run, model, self.train, say=lambda _: None)
             return model
 
     def sized(self, expression: Expression) -> RunSettings:

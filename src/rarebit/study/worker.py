@@ -92,7 +92,7 @@ def make_run(
     best = history.best_epoch
     assert best is not None, "a study trains with validation rows"
     kept = history.epochs[best - 1].valid
-    changed = finish_model(settings, model, say=lambda _: None)
+    changed = finish_model(settings, model, train, say=lambda _: None)
     if history.scores is not None:
         kept = evaluate_scores(history.scores[: len(valid)], valid).overall
         scores = history.scores[len(valid) :]

@@ -501,7 +501,9 @@ def check_rows(sites: Sequence[Site], tables: Sequence[AnyTable], method: Method
             raise UnsupportedTableError(
                 f"{method} makes rows of {site.info.name!r} that are not finite; use other settings"
             )
-        if not before.numel() or tells_ids_apart(table, EQUAL * float(before.abs().max())):
+        if method.may_join_rows or not before.numel():
+            continue
+        if tells_ids_apart(table, EQUAL * float(before.abs().max())):
             continue
         empty = method.masks_entries and not any(bool(rows.any()) for rows in row_chunks(table))
         if empty or tells_ids_apart(site.table):

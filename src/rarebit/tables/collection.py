@@ -478,11 +478,11 @@ class TableCollection(nn.Module):
 
         Returns the rows of unchanged plain tables that moved, so that an optimizer's state can.
         """
-        before = self._plain_rows()
+        before = self.plain_rows()
         self._arrange(
             [tables.get(index, table) for index, table in enumerate(self.tables())], set(tables)
         )
-        after = self._plain_rows()
+        after = self.plain_rows()
         kept = [index for index in before if index in after and index not in tables]
         moves = [RowMove(*before[index], *after[index]) for index in kept]
         return [move for move in moves if move.source is not move.target]
@@ -546,7 +546,7 @@ class TableCollection(nn.Module):
             self.slot_order = torch.cat([slots[i] for members in self.members for i in members])
             self.slot_place = torch.argsort(self.slot_order)
 
-    def _plain_rows(self) -> dict[int, tuple[Tensor, slice]]:
+    def plain_rows(self) -> dict[int, tuple[Tensor, slice]]:
         """For each field that lies in a plain stack: the parameter and its rows there."""
         found = {}
         for members, stack in zip(self.members, self._stacks(), strict=True):

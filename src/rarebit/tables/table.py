@@ -17,7 +17,7 @@ import re
 from abc import ABC, abstractmethod
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from itertools import chain
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -28,6 +28,7 @@ from rarebit.errors import UnsupportedTableError
 from rarebit.technique import Technique
 
 if TYPE_CHECKING:
+    from rarebit.data.dataset import Dataset
     from rarebit.tables.apply import TableChanges
     from rarebit.tables.collection import Stack
 
@@ -248,6 +249,8 @@ class Method(Technique):
     """Narrower tables are skipped: first-order weights have width 1."""
     masks_entries: ClassVar[bool] = False
     """Whether it keeps or cuts each entry by itself, so that embedding sets do not matter to it."""
+    may_join_rows: ClassVar[bool] = False
+    """Whether it may store all rows of a table as one where they do not earn their bytes: no reason to warn."""
 
     @abstractmethod
     def wrap(self, base: AnyTable) -> Table:
@@ -256,6 +259,11 @@ class Method(Technique):
     def serve(self, table: Table) -> "AnyTable":
         """Return one of its tables for inference: what only training needs is merged."""
         return table.merge() if self.training_only else table
+
+    def fitted(self, model: nn.Module, train: "Dataset") -> Self:
+        """Return the method with what it needs to know of the training data; a run calls it for trained tables."""
+        del model, train
+        return self
 
     def wrap_all(self, tables: Mapping[str, AnyTable]) -> list[Table]:
         """Return tables of a model, by their names, with this method; override where names matter."""

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rarebit.codes.packed import take_packed_
+from rarebit.codes.packed import take_parts_
 from rarebit.data.prepared import ENCODER, StoredEncoder
 from rarebit.data.schema import Schema
 from rarebit.errors import ModelFileError, SettingsError
@@ -124,7 +124,7 @@ def load_model(
         if sizes is not None:
             _check_weights(folder, sizes, tensors)
     model = _restored(folder, description, tensors, into)
-    take_packed_(model, tensors)
+    take_parts_(model, tensors)
     _load_weights(folder, model, tensors)
     if ENCODER in description["parts"] and isinstance(model, RankingModel):
         encoder = StoredEncoder(folder / description["parts"][ENCODER])

@@ -148,15 +148,18 @@ def train_model(
     return job.fit(job.start(methods), methods, folder=job.folder)
 
 
-def finish_model(settings: RunSettings, model: nn.Module, *, say: Say = print) -> bool:
+def finish_model(
+    settings: RunSettings, model: nn.Module, train: Dataset | None = None, *, say: Say = print
+) -> bool:
     """Make a trained model ready for inference; return whether its scores changed.
 
-    What only training needs is merged; then come the methods for trained tables.
+    What only training needs is merged; then come the methods for trained tables, which may look at the training data.
     """
     end_training_(model)
     last = [m for m in settings.methods if isinstance(m, Method) and m.after_training]
     for method in last:
-        say(str(apply_(model, method, verbose=False)))
+        known = method if train is None else method.fitted(model, train)
+        say(str(apply_(model, known, verbose=False)))
     return bool(last)
 
 
@@ -238,7 +241,7 @@ def run(
             say=say,
             shared=shared,
         )
-        finish_model(settings, model, say=say)
+        finish_model(settings, model, splits.train, say=say)
         counts = splits.train.counts()
         result = RunResult(
             model=model,

@@ -1,0 +1,644 @@
+"""Coded tables: each row has as many bits as its class, and is looked up without decoding the others.
+
+    e(i) = m_c + Σ_j (q_ij - 2^(b_cj - 1) + 1/2) s_cj u_j        c the class of row i
+
+    m_c     the mean row of the class
+    q_ij    an integer of b_cj bits, 0 to 8
+    s_cj    its step
+    u_j     the j-th direction of the table; a class may use some of them or none
+
+`methods/evidence_coding.py` chooses classes, directions, bits and steps. Everything that a table stores is one list of
+bytes, so that a file holds what it says and little else:
+
+    16 bytes     rows N, width D, directions r, classes C, runs R
+    u            r x D of float16, unit vectors          m    C x D of float16
+    b            C x r bytes                             s    C x r bytes: s = 2^(byte / 8 - 24)
+    classes      of runs of rows: R first rows of 4 bytes and R bytes; with R = 0 half a byte per row
+    q            the bits of all rows, in order of their ids, without a gap
+
+Ids that are sorted by their counts have as many runs as classes, and their classes cost next to nothing.
+
+    id ─► run ─► class c ─► first bit = bits before the run + (id - first row of the run) x bits of a row ─► q ─► row
+
+A lookup adds up in float32 in the order of the directions, so that plain torch, on any device and in exported models, and
+the C++ kernel (`coded_kernel.cpp`, compiled on first use) give the same bits. What comes from a file may be anything:
+`Layout.read` checks it once, and after that no lookup reads beyond the list.
+
+Shapes: N rows, D width, C classes, r directions, F tables of a stack, S its slots, U ids.
+"""
+
+import ctypes
+import functools
+import logging
+import os
+import struct
+from abc import abstractmethod
+from collections.abc import Mapping, Sequence
+from ctypes import c_int, c_int64, c_void_p
+from dataclasses import dataclass
+from itertools import accumulate
+from pathlib import Path
+from typing import Any, Self
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+from torch.jit import is_tracing  # type: ignore[attr-defined]  # it is, but torch does not say so
+
+from rarebit.tables.collection import Stack
+from rarebit.tables.compiler import is_plain, is_switched_off, load_compiled
+from rarebit.tables.table import CHUNK, AnyTable, Method, Table
+
+HEADER = struct.Struct("<IHHII")
+"""Rows, width, directions, classes and runs."""
+MOST_BITS = 8
+HALF_BYTE = 16
+"""Classes of a table that keeps half a byte per row."""
+BLOCK = 64
+"""Rows whose bits are counted from one place."""
+STEPS_PER_OCTAVE, LEAST_OCTAVE = 8, -24
+SOURCE = Path(__file__).with_name("coded_kernel.cpp")
+
+Bytes = NDArray[np.uint8]
+
+_log = logging.getLogger(__name__)
+
+
+def step_of(codes: NDArray[Any]) -> NDArray[np.float64]:
+    """Return steps from their bytes.
+
+    >>> step_of(np.array([192, 200])).tolist()
+    [1.0, 2.0]
+    """
+    steps: NDArray[np.float64] = np.exp2(codes.astype(np.float64) / STEPS_PER_OCTAVE + LEAST_OCTAVE)
+    return steps
+
+
+def code_of_step(steps: NDArray[np.float64]) -> Bytes:
+    """Return the bytes of the nearest steps."""
+    octaves = np.log2(np.maximum(steps, 2.0**LEAST_OCTAVE)) - LEAST_OCTAVE
+    codes: Bytes = np.clip(np.rint(octaves * STEPS_PER_OCTAVE), 0, 255).astype(np.uint8)
+    return codes
+
+
+@dataclass(frozen=True)
+class Layout:
+    """What a coded table stores, without the bits of its rows."""
+
+    rows: int
+    basis: NDArray[np.float16]
+    """u, `(r, D)`."""
+    means: NDArray[np.float16]
+    """m, `(C, D)`."""
+    bits: Bytes
+    """b, `(C, r)`."""
+    steps: Bytes
+    """s as bytes, `(C, r)`."""
+    classes: Bytes
+    """The class of each run, or of each row."""
+    starts: NDArray[np.uint32] | None
+    """The first row of each run; None where each row has its class."""
+
+    @staticmethod
+    def of(
+        classes: Bytes, basis: NDArray[Any], means: NDArray[Any], bits: Bytes, steps: Bytes
+    ) -> "Layout":
+        """Return the layout of a table whose rows have these classes `(N,)`, in the smaller of both forms."""
+        starts = np.flatnonzero(np.diff(classes, prepend=-1)).astype(np.uint32)
+        by_row = len(means) <= HALF_BYTE and len(classes) / 2 < 5 * len(starts)
+        return Layout(
+            rows=len(classes),
+            basis=np.ascontiguousarray(basis, np.float16),
+            means=np.ascontiguousarray(means, np.float16),
+            bits=np.ascontiguousarray(bits, np.uint8),
+            steps=np.ascontiguousarray(steps, np.uint8),
+            classes=classes if by_row else classes[starts],
+            starts=None if by_row else starts,
+        )
+
+    @property
+    def width(self) -> int:
+        """D."""
+        return int(self.means.shape[1])
+
+    @property
+    def bits_of_row(self) -> NDArray[np.int64]:
+        """Bits of a row of each class, `(C,)`."""
+        return np.asarray(self.bits.sum(axis=1, dtype=np.int64))
+
+    @property
+    def lengths(self) -> NDArray[np.int64]:
+        """The number of rows of each run; 1 where each row has its class."""
+        if self.starts is None:
+            return np.ones(self.rows, np.int64)
+        return np.asarray(np.diff(self.starts.astype(np.int64), append=self.rows), np.int64)
+
+    @property
+    def class_of_rows(self) -> Bytes:
+        """The class of each row, `(N,)`."""
+        return np.repeat(self.classes, self.lengths)
+
+    @property
+    def num_bits(self) -> int:
+        """Bits of all rows."""
+        return int(self.lengths @ self.bits_of_row[self.classes])
+
+    def write(self, codes: Bytes) -> Tensor:
+        """Return all of it as one list of bytes, the bits of the rows last."""
+        runs = 0 if self.starts is None else len(self.starts)
+        header = HEADER.pack(self.rows, self.width, len(self.basis), len(self.means), runs)
+        if self.starts is None:
+            pairs = np.pad(self.classes, (0, self.rows % 2)).reshape(-1, 2)
+            index = [np.asarray(pairs[:, 0] | (pairs[:, 1] << 4), np.uint8)]
+        else:
+            index = [self.starts.view(np.uint8), self.classes]
+        parts = [
+            np.frombuffer(header, np.uint8),
+            self.basis.view(np.uint8),
+            self.means.view(np.uint8),
+        ]
+        parts += [self.bits, self.steps, *index, codes]
+        return torch.from_numpy(np.concatenate([part.reshape(-1) for part in parts]))
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the list."""
+        return self.num_bytes_before_codes + -(-self.num_bits // 8)
+
+    @property
+    def num_bytes_before_codes(self) -> int:
+        """Where the bits of the rows begin in the list."""
+        index = -(-self.rows // 2) if self.starts is None else 5 * len(self.starts)
+        small = 2 * (self.basis.size + self.means.size) + 2 * self.bits.size
+        return HEADER.size + small + index
+
+    @staticmethod
+    def read(blob: Tensor, rows: int, width: int) -> "tuple[Layout, int]":
+        """Return the layout at the head of a list of bytes, and how many bytes its table takes; raise `ValueError`."""
+        data = blob.detach().cpu().numpy()
+        if data.dtype != np.uint8 or data.ndim != 1 or len(data) < HEADER.size:
+            raise ValueError(f"it is a list of {data.dtype} of shape {data.shape}")
+        found_rows, found_width, num_directions, num_classes, num_runs = HEADER.unpack(
+            data[: HEADER.size].tobytes()
+        )
+        if (found_rows, found_width) != (rows, width):
+            raise ValueError(
+                f"it holds a table of {found_rows} x {found_width}, not {rows} x {width}"
+            )
+        if num_directions > width or not 1 <= num_classes <= 256 or num_runs > rows:
+            raise ValueError(
+                f"it has {num_directions} directions, {num_classes} classes and {num_runs} runs"
+            )
+        place = HEADER.size
+
+        def take(number: int, dtype: Any, shape: tuple[int, ...]) -> NDArray[Any]:
+            nonlocal place
+            size = number * np.dtype(dtype).itemsize
+            if place + size > len(data):
+                raise ValueError("it is shorter than it says")
+            part = np.frombuffer(data[place : place + size].tobytes(), dtype)
+            place += size
+            return part.reshape(shape)
+
+        small = (num_classes, num_directions)
+        basis = take(num_directions * width, "<f2", (num_directions, width))
+        means = take(num_classes * width, "<f2", (num_classes, width))
+        bits, steps = (take(num_classes * num_directions, "u1", small) for _ in range(2))
+        starts = None
+        if num_runs:
+            starts = take(num_runs, "<u4", (num_runs,))
+            classes = take(num_runs, "u1", (num_runs,))
+        else:
+            pairs = take(-(-rows // 2), "u1", (-1,))
+            classes = np.stack([pairs & 15, pairs >> 4], axis=1).reshape(-1)[:rows]
+        layout = Layout(rows, basis, means, bits, steps, classes, starts)
+        layout.check()
+        if layout.num_bytes > len(data):
+            raise ValueError(f"it has {len(data)} of {layout.num_bytes} bytes")
+        return layout, layout.num_bytes
+
+    def check(self) -> None:
+        """Raise `ValueError` where a lookup could go astray."""
+        if not (np.isfinite(self.basis).all() and np.isfinite(self.means).all()):
+            raise ValueError("its rows are not finite")
+        if self.bits.size and int(self.bits.max()) > MOST_BITS:
+            raise ValueError(f"it has integers of {int(self.bits.max())} bits")
+        if len(self.classes) and int(self.classes.max()) >= len(self.means):
+            raise ValueError(f"it names a class beyond its {len(self.means)}")
+        starts = self.starts
+        if starts is not None and (
+            int(starts[0]) != 0
+            or bool((np.diff(starts.astype(np.int64)) <= 0).any())
+            or int(starts[-1]) >= self.rows
+        ):
+            raise ValueError("its runs are not in order")
+        if starts is None and self.rows and len(self.means) > HALF_BYTE:
+            raise ValueError(f"half a byte cannot name one of {len(self.means)} classes")
+
+
+class Decoder(nn.Module):
+    """Finds and decodes the rows of F tables in a list of bytes. Nothing of it is stored: it is read off the layouts."""
+
+    bits: Tensor
+    """`(C, r)`, of all tables one after the other."""
+    before: Tensor
+    """`(C, r)`: the bits of a row before those of a direction."""
+    powers: Tensor
+    """`(C, r)`: 2^b."""
+    shifts: Tensor
+    """`(8,)`: powers of two."""
+    terms: Tensor
+    """`(C, r, D)`: s u, what one unit of q adds."""
+    base: Tensor
+    """`(C, D)`: the row with q = 0."""
+    bits_of_row: Tensor
+    """`(C,)`."""
+    run_rows: Tensor
+    """`(F, R)`: the first row of each run; beyond the last run, the largest number."""
+    run_class: Tensor
+    run_bit: Tensor
+    """`(F, R)`: where the bits of the run begin in the list."""
+    row_class: Tensor
+    """`(N,)`, for one table whose rows have classes of their own; else empty."""
+    row_bit: Tensor
+    """`(N,)`: the bits between the begin of a row's block and the row."""
+    block_bit: Tensor
+    """`(ceil(N / 64),)`: where the bits of a block of rows begin in the list."""
+    num_rows: Tensor
+    """`(F,)`."""
+
+    def __init__(self, layouts: Sequence[Layout], first_bytes: Sequence[int]) -> None:
+        super().__init__()
+        width, most = layouts[0].width, max(len(layout.basis) for layout in layouts)
+        self.width, self.num_directions = width, most
+        bits, terms, base = [], [], []
+        for layout in layouts:
+            extra = most - len(layout.basis)
+            own = np.pad(layout.bits.astype(np.int64), ((0, 0), (0, extra)))
+            step = np.pad(step_of(layout.steps), ((0, 0), (0, extra)))
+            basis = np.pad(layout.basis.astype(np.float64), ((0, extra), (0, 0)))
+            term = (np.where(own > 0, step, 0.0)[:, :, None] * basis).astype(np.float32)
+            middle = np.where(own > 0, 0.5 - 2.0 ** (own - 1), 0.0)[:, :, None]
+            bits.append(own)
+            terms.append(term)
+            base.append(layout.means.astype(np.float64) + (middle * term).sum(axis=1))
+        joined = np.concatenate(bits)
+        self._keep("bits", joined)
+        self._keep("before", np.cumsum(joined, axis=1) - joined)
+        self._keep("powers", 2**joined)
+        self._keep("shifts", 2 ** np.arange(8))
+        self._keep("bits_of_row", joined.sum(axis=1))
+        self.terms = torch.from_numpy(np.concatenate(terms))
+        self.base = torch.from_numpy(np.concatenate(base).astype(np.float32))
+        self._keep("num_rows", np.array([layout.rows for layout in layouts]))
+        self._index(layouts, first_bytes)
+
+    def _apply(self, *arguments: Any, **options: Any) -> Self:
+        """Go to another device; what is added up stays in float32, and rows are converted afterwards."""
+        super()._apply(*arguments, **options)  # type: ignore[no-untyped-call]  # torch leaves it untyped
+        self.terms, self.base = (part.to(self.bits.device) for part in (self.terms, self.base))
+        return self
+
+    def _keep(self, name: str, values: NDArray[Any]) -> None:
+        self.register_buffer(name, torch.from_numpy(np.ascontiguousarray(values)), persistent=False)
+
+    def _index(self, layouts: Sequence[Layout], first_bytes: Sequence[int]) -> None:
+        first_class = [0, *accumulate(len(layout.means) for layout in layouts)]
+        runs = max([0 if layout.starts is None else len(layout.starts) for layout in layouts])
+        shape = (len(layouts), runs)
+        rows = np.full(shape, np.iinfo(np.int64).max)
+        classes, places = np.zeros(shape, np.int64), np.zeros(shape, np.int64)
+        of_row, of_block, in_block = (np.zeros(0, kind) for kind in (np.uint8, np.int64, np.int32))
+        for table, (layout, first) in enumerate(zip(layouts, first_bytes, strict=True)):
+            begin = 8 * (first + layout.num_bytes_before_codes)
+            if layout.starts is None:
+                assert len(layouts) == 1, "such tables are not joined"
+                of_row = layout.classes.copy()
+                lengths = layout.bits_of_row[of_row]
+                starts = begin + np.cumsum(lengths) - lengths
+                of_block = starts[::BLOCK].copy()
+                in_block = (starts - np.repeat(of_block, BLOCK)[: len(starts)]).astype(np.int32)
+                continue
+            own = slice(0, len(layout.starts))
+            rows[table, own] = layout.starts
+            classes[table, own] = layout.classes.astype(np.int64) + first_class[table]
+            used = layout.lengths * layout.bits_of_row[layout.classes]
+            places[table, own] = begin + np.cumsum(used) - used
+        self._keep("run_rows", rows)
+        self._keep("run_class", classes)
+        self._keep("run_bit", places)
+        self._keep("row_class", of_row)
+        self._keep("row_bit", in_block)
+        self._keep("block_bit", of_block)
+
+    def locate(self, ids: Tensor, tables: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the class of each id and the place of its first bit, `(...)` each; `tables` names the table of each."""
+        if len(self.row_class):
+            first = self.block_bit[ids // BLOCK] + self.row_bit[ids]
+            return self.row_class[ids].long(), first
+        run = (ids.unsqueeze(-1) >= self.run_rows[tables]).long().sum(dim=-1) - 1
+        place = tables * self.run_rows.shape[1] + run
+        kind = self.run_class.reshape(-1)[place]
+        inside = ids - self.run_rows.reshape(-1)[place]
+        return kind, self.run_bit.reshape(-1)[place] + inside * self.bits_of_row[kind]
+
+    def forward(self, blob: Tensor, ids: Tensor, tables: Tensor) -> Tensor:
+        """Return the rows `(..., D)` of ids that are in range, in operations that every exporter knows."""
+        kind, first = self.locate(ids, tables)
+        rows = self.base[kind]
+        last = blob.shape[0] - 1
+        for direction in range(self.num_directions):
+            place = first + self.before[kind, direction]
+            byte = (place // 8).clamp(max=last)  # where a class has no bits, any byte will do
+            pair = blob[byte].long() + 256 * blob[(byte + 1).clamp(max=last)].long()
+            number = pair // self.shifts[place % 8] % self.powers[kind, direction]
+            rows = rows + number.to(rows.dtype).unsqueeze(-1) * self.terms[kind, direction]
+        return rows
+
+
+class _Coded(nn.Module):
+    """What a coded table and a stack of them have in common: a list of bytes, and how to look rows up in it."""
+
+    blob: Tensor
+    like: Tensor
+    """An empty tensor in the precision of the rows."""
+    decoder: Decoder
+    tables: Tensor
+    """`(S,)`: the table of each slot."""
+
+    @abstractmethod
+    def put(self, blob: Tensor) -> None:
+        """Replace the list of bytes, or raise `ValueError`."""
+
+    def take(self, tensors: Mapping[str, Tensor]) -> str | None:
+        """Take over another list of bytes, of any length; or return what is wrong with it."""
+        if "blob" not in tensors:
+            return "it lacks its bytes"
+        try:
+            self.put(tensors["blob"].detach().to(self.like.device, copy=True))
+        except ValueError as error:
+            return str(error)
+        return None
+
+    def _load_from_state_dict(
+        self, state_dict: dict[str, Any], prefix: str, *arguments: Any
+    ) -> None:
+        error_messages: list[str] = arguments[-1]
+        problem = None
+        if f"{prefix}blob" in state_dict:
+            problem = self.take({"blob": state_dict[f"{prefix}blob"]})
+        if problem is not None:
+            error_messages.append(f"the coded table {prefix.rstrip('.')!r} is damaged: {problem}")
+            return
+        super()._load_from_state_dict(state_dict, prefix, *arguments)
+
+    def _look_up(self, ids: Tensor) -> Tensor:
+        """Return the rows of ids `(..., S)`, `(..., S, D)`."""
+        ids = ids.long()
+        found = self._kernel_rows(ids)
+        if found is None:
+            if not torch.compiler.is_compiling() and ids.numel():  # a graph cannot look at its ids
+                wrong = (ids < 0) | (ids >= self.decoder.num_rows[self.tables])
+                if bool(wrong.any()):
+                    raise IndexError(f"id {int(ids[wrong][0])} has no row in its table")
+            with torch.no_grad():
+                found = self.decoder(self.blob, ids, self.tables.expand(ids.shape))
+        return found.to(self.like.dtype)
+
+    def _kernel_rows(self, ids: Tensor) -> Tensor | None:
+        # A traced or compiled model must consist of torch's own operations.
+        if torch.compiler.is_compiling() or is_tracing() or (kernel := coded_kernel()) is None:
+            return None
+        return kernel.rows(ids, self.blob, self.decoder, self.tables)
+
+
+@dataclass(frozen=True)
+class Origin:
+    """The table that a coded one was made from, without its rows."""
+
+    rows: int
+    width: int
+    padding: int | None = None
+    sparse: bool = False
+    """Whether it had sparse gradients; the merged table has them again."""
+    methods: tuple[Method, ...] = ()
+    """The methods that were merged."""
+
+
+class CodedTable(_Coded, Table):
+    """A frozen table whose rows have as many bits as their class."""
+
+    def __init__(self, method: Method, blob: Tensor, like: Tensor, origin: Origin) -> None:
+        super().__init__(
+            method,
+            None,
+            num_embeddings=origin.rows,
+            embedding_dim=origin.width,
+            padding_idx=origin.padding,
+        )
+        self.origin = origin
+        self.source: Tensor | None = None
+        """The rows to be coded, until `put` brings the bytes."""
+        self.register_buffer("like", like.new_empty(0))
+        self.register_buffer("tables", torch.zeros(1, dtype=torch.int64), persistent=False)
+        self.put(blob)
+
+    def put(self, blob: Tensor) -> None:
+        """Replace the list of bytes, or raise `ValueError`."""
+        layout, size = Layout.read(blob, self.origin.rows, self.origin.width)
+        if size != len(blob):
+            raise ValueError(f"it has {len(blob)} bytes, and its table takes {size}")
+        self.layout, self.source = layout, None
+        self.decoder = Decoder([layout], [0])
+        self.register_buffer("blob", blob)
+        self.to(self.like.device)
+
+    def rows(self, ids: Tensor) -> Tensor:
+        """Return m_c + Σ_j (q_ij - 2^(b_cj - 1) + 1/2) s_cj u_j."""
+        return self._look_up(ids.unsqueeze(-1)).squeeze(-2)
+
+    @property
+    def sparse(self) -> bool:
+        """Whether the merged table gets sparse gradients."""
+        return self.origin.sparse
+
+    @property
+    def methods(self) -> tuple[Method, ...]:
+        """All methods that were applied, the merged ones first."""
+        return (*self.origin.methods, self.method)
+
+    @property
+    def num_weights(self) -> int:
+        """The integers of all rows, however few bits each of them has, or none."""
+        return self.num_embeddings * self.embedding_dim
+
+
+class CodedStack(_Coded, Stack):
+    """Coded tables in one list of bytes, behind one lookup."""
+
+    def __init__(
+        self, method: Method, tables: Sequence[CodedTable], lengths: Sequence[int]
+    ) -> None:
+        super().__init__(lengths)
+        self.method, self.origins = method, [table.origin for table in tables]
+        self.register_buffer("like", tables[0].like)
+        self.register_buffer("tables", self.field_of_slot.clone(), persistent=False)
+        self.put(torch.cat([table.blob for table in tables]))
+
+    def put(self, blob: Tensor) -> None:
+        """Replace the list of bytes, or raise `ValueError`."""
+        layouts, places = [], [0]
+        for origin in self.origins:
+            layout, size = Layout.read(blob[places[-1] :], origin.rows, origin.width)
+            if layout.starts is None:
+                raise ValueError("its rows have classes of their own, and lie in a stack")
+            layouts.append(layout)
+            places.append(places[-1] + size)
+        if places[-1] != len(blob):
+            raise ValueError(f"it has {len(blob)} bytes, and its tables take {places[-1]}")
+        self.places = places
+        self.decoder = Decoder(layouts, places[:-1])
+        self.register_buffer("blob", blob)
+        self.to(self.like.device)
+
+    def rows(self, ids: Tensor) -> Tensor:
+        """Return the rows of each field's table."""
+        return self._look_up(ids)
+
+    def split(self) -> list[AnyTable]:
+        """Return the tables one by one; bytes are shared with the stack, not copied."""
+        parts = zip(self.origins, self.places, self.places[1:], strict=False)
+        return [
+            CodedTable(self.method, self.blob[start:end], self.like, origin)
+            for origin, start, end in parts
+        ]
+
+
+def stack_coded(method: Method, tables: Sequence[CodedTable], lengths: Sequence[int]) -> Stack:
+    """Return coded tables behind one lookup, or one by one where rows have classes of their own."""
+    from rarebit.tables.collection import LoopStack
+
+    if any(table.layout.starts is None for table in tables):
+        return LoopStack(tables, lengths)
+    return CodedStack(method, tables, lengths)
+
+
+def pack_codes(layout: Layout, numbers: Bytes) -> Bytes:
+    """Return the integers q `(n, r)` of the rows as bits, eight per byte, the lowest first; in chunks of rows."""
+    rest = np.zeros(0, np.uint8)
+    packed = []
+    classes = layout.class_of_rows
+    for start in range(0, len(classes), CHUNK):
+        kinds, some = classes[start : start + CHUNK], numbers[start : start + CHUNK]
+        lengths = layout.bits_of_row[kinds]
+        ends = np.cumsum(lengths)
+        bits = np.zeros(int(ends[-1]), np.uint8)
+        for kind in np.unique(kinds):
+            rows = np.flatnonzero(kinds == kind)
+            place = (ends - lengths)[rows]
+            for direction in np.flatnonzero(layout.bits[kind]):
+                for bit in range(layout.bits[kind, direction]):
+                    bits[place] = (some[rows, direction] >> bit) & 1
+                    place = place + 1
+        bits = np.concatenate([rest, bits])
+        whole = len(bits) // 8 * 8
+        packed.append(np.packbits(bits[:whole], bitorder="little"))
+        rest = bits[whole:]
+    return np.concatenate([*packed, np.packbits(rest, bitorder="little")])
+
+
+@functools.cache
+def coded_kernel() -> "CodedKernel | None":
+    """Return the kernel, compiled and loaded at the first call; None where that is not possible."""
+    kernel = load_compiled(SOURCE, _tried, os.environ)
+    if kernel is None and not is_switched_off(os.environ):
+        _log.warning(
+            "no C++ compiler made a kernel for coded tables, so lookups are many times slower; install g++ or "
+            "clang++, or set RAREBIT_COMPILE=0 to run without it"
+        )
+    return kernel
+
+
+class CodedKernel:
+    """The compiled function."""
+
+    def __init__(self, library: ctypes.CDLL) -> None:
+        self._fill = library.rarebit_coded_rows
+        self._fill.restype = c_int64
+        self._fill.argtypes = (
+            *(c_void_p, c_int64, c_int, c_void_p),  # ids, their number, threads, rows to write
+            *(c_void_p, c_int64),  # the list, its bytes
+            *(c_void_p, c_int64),  # table of each slot, slots
+            *(
+                c_void_p,
+                c_int64,
+                c_void_p,
+                c_void_p,
+                c_void_p,
+            ),  # rows of each table; runs: number, row, class, bit
+            *(c_void_p, c_void_p, c_void_p),  # classes, bits in their block and blocks of rows
+            *(
+                c_void_p,
+                c_int64,
+                c_void_p,
+                c_void_p,
+                c_int64,
+            ),  # bits, directions, terms, base, width
+            c_void_p,  # bits of a row
+        )
+
+    def rows(self, ids: Tensor, blob: Tensor, decoder: Decoder, tables: Tensor) -> Tensor | None:
+        """Return the rows `(..., S, D)` of these ids `(..., S)`; None where it cannot, or an id has no row."""
+        ids = ids.contiguous()
+        kinds = {"terms": torch.float32, "base": torch.float32}
+        kinds |= {"row_class": torch.uint8, "row_bit": torch.int32}
+        parts = {**dict(decoder.named_buffers()), "terms": decoder.terms, "base": decoder.base}
+        readable = (
+            is_plain(ids, torch.int64)
+            and is_plain(blob, torch.uint8)
+            and is_plain(tables, torch.int64)
+            and all(is_plain(part, kinds.get(name, torch.int64)) for name, part in parts.items())
+        )
+        if not readable:
+            return None
+        rows = torch.empty(*ids.shape, decoder.width, dtype=torch.float32, device="cpu")
+        # In some modes torch makes tensors without storage: there is nothing to write to.
+        if not is_plain(rows, torch.float32):
+            return None
+        at = {name: part.data_ptr() for name, part in parts.items()}
+        by_row = bool(len(decoder.row_class))
+        done = self._fill(
+            *(ids.data_ptr(), ids.numel(), torch.get_num_threads(), rows.data_ptr()),
+            *(blob.data_ptr(), len(blob), tables.data_ptr(), len(tables)),
+            *(
+                at["num_rows"],
+                decoder.run_rows.shape[1],
+                at["run_rows"],
+                at["run_class"],
+                at["run_bit"],
+            ),
+            *((at["row_class"], at["row_bit"], at["block_bit"]) if by_row else (None, None, None)),
+            *(at["bits"], decoder.num_directions, at["terms"], at["base"], decoder.width),
+            at["bits_of_row"],
+        )
+        return rows if done == ids.numel() else None
+
+
+def _tried(library: ctypes.CDLL) -> CodedKernel | None:
+    """Return a kernel that finds the rows of small tables in both forms, and refuses an id beyond."""
+    kernel = CodedKernel(library)
+    basis, means = np.eye(2, 3), np.array([[1.0, 2.0, 3.0], [-1.0, 0.0, 1.0]])
+    bits, steps = np.array([[3, 7], [0, 2]], np.uint8), np.full((2, 2), 192, np.uint8)
+    ids, zero = torch.tensor([[2], [0], [199]]), torch.zeros(1, dtype=torch.int64)
+    for classes in (np.arange(200) % 2, np.arange(200) >= 2):
+        layout = Layout.of(classes.astype(np.uint8), basis, means, bits, steps)
+        numbers = np.arange(400).reshape(200, 2) % 2 ** bits[layout.class_of_rows].astype(np.int64)
+        blob = layout.write(pack_codes(layout, numbers.astype(np.uint8)))
+        decoder = Decoder([layout], [0])
+        rows = kernel.rows(ids, blob, decoder, zero)
+        if rows is None or not torch.equal(rows, decoder(blob, ids, zero.expand(ids.shape))):
+            return None
+        if kernel.rows(ids + 1, blob, decoder, zero) is not None:
+            return None
+    return kernel

@@ -1,0 +1,136 @@
+// Rows out of coded tables on the CPU: find the run of each id, take the integers of its row out of the bits, add up.
+//
+//     id -> run -> class, first bit -> integers of few bits -> base + sum of integer times term
+//
+// What the parts are is said in coded.py. The sum is taken in the order of the directions, multiply first and then add, as
+// plain torch does it, so that both give the same bits. The list may lie in memory that somebody writes to after it was
+// checked, so that nothing is read before it is known to lie within it.
+
+#include <algorithm>
+#include <cstdint>
+#include <cstring>
+
+namespace {
+
+constexpr int64_t OUT_OF_RANGE = -1;
+// Rows that are located before the first of them is read: time for memory to answer.
+constexpr int64_t IDS_A_BLOCK = 64;
+// Blocks a thread takes at a time: threads that are slowed down take fewer.
+constexpr int64_t BLOCKS_A_TURN = 8;
+constexpr int64_t ROWS_A_BLOCK = 64;
+
+struct Tables {
+    const uint8_t* list;
+    int64_t num_bytes;
+    const int64_t* table_of_slot;
+    int64_t num_slots;
+    const int64_t* num_rows;
+    int64_t num_runs;
+    const int64_t *run_rows, *run_class, *run_bit;
+    const uint8_t* row_class;
+    const int32_t* row_bit;
+    const int64_t* block_bit;
+    const int64_t* bits;  // of a direction, by class
+    int64_t num_directions;
+    const float *terms, *base;
+    int64_t width;
+};
+
+struct Place {
+    int64_t kind, bit, bits_of_row;
+};
+
+inline bool locate(const Tables& t, int64_t id, int64_t slot, const int64_t* bits_of_row, Place& place) {
+    const int64_t table = t.table_of_slot[slot];
+    // Without a sign, ids below zero are the largest of all.
+    if (static_cast<uint64_t>(id) >= static_cast<uint64_t>(t.num_rows[table])) return false;
+    if (t.row_class) {
+        place.kind = t.row_class[id];
+        place.bit = t.block_bit[id / ROWS_A_BLOCK] + t.row_bit[id];
+    } else {
+        const int64_t* rows = t.run_rows + table * t.num_runs;
+        int64_t run = -1;
+        for (int64_t i = 0; i < t.num_runs; ++i) run += id >= rows[i];
+        const int64_t at = table * t.num_runs + run;
+        place.kind = t.run_class[at];
+        place.bit = t.run_bit[at] + (id - rows[run]) * bits_of_row[place.kind];
+    }
+    place.bits_of_row = bits_of_row[place.kind];
+    return place.bit >= 0 && place.bit + place.bits_of_row <= 8 * t.num_bytes;
+}
+
+// The width is known when this is compiled, or 0: then any.
+template <int64_t WIDTH>
+inline void decode(const Tables& t, const Place& place, float* row) {
+    const int64_t width = WIDTH ? WIDTH : t.width;
+    const int64_t* bits = t.bits + place.kind * t.num_directions;
+    const float* term = t.terms + place.kind * t.num_directions * width;
+    const float* base = t.base + place.kind * width;
+    float sums[WIDTH ? WIDTH : 1];
+    float* sum = WIDTH ? sums : row;
+    for (int64_t d = 0; d < width; ++d) sum[d] = base[d];
+    int64_t bit = place.bit;
+    const int64_t last = t.num_bytes - 1;
+    if (place.bits_of_row)
+        for (int64_t j = 0; j < t.num_directions; ++j, term += width) {
+            if (!bits[j]) continue;
+            const int64_t byte = bit >> 3;
+            const uint32_t pair = t.list[byte] | uint32_t{t.list[byte < last ? byte + 1 : last]} << 8;
+            const float number = static_cast<float>(pair >> (bit & 7) & ((1u << bits[j]) - 1));
+            bit += bits[j];
+#pragma omp simd
+            for (int64_t d = 0; d < width; ++d) sum[d] += number * term[d];
+        }
+    if (WIDTH) std::memcpy(row, sums, sizeof sums);
+}
+
+template <int64_t WIDTH>
+int64_t fill(const Tables& t, const int64_t* ids, int64_t num_ids, const int64_t* bits_of_row, int threads,
+             float* rows) {
+    const int64_t num_blocks = (num_ids + IDS_A_BLOCK - 1) / IDS_A_BLOCK;
+    int wrong = 0;
+#pragma omp parallel for num_threads(threads) if (num_blocks > BLOCKS_A_TURN) \
+    schedule(dynamic, BLOCKS_A_TURN) reduction(| : wrong)
+    for (int64_t block = 0; block < num_blocks; ++block) {
+        const int64_t first = block * IDS_A_BLOCK, count = std::min(IDS_A_BLOCK, num_ids - first);
+        Place places[IDS_A_BLOCK];
+        int bad = 0;
+        for (int64_t i = 0; i < count; ++i) {
+            if (!locate(t, ids[first + i], (first + i) % t.num_slots, bits_of_row, places[i])) {
+                bad = 1;
+                break;
+            }
+            __builtin_prefetch(t.list + (places[i].bit >> 3));
+        }
+        if (!bad)
+            for (int64_t i = 0; i < count; ++i) decode<WIDTH>(t, places[i], rows + (first + i) * t.width);
+        wrong |= bad;
+    }
+    return wrong ? OUT_OF_RANGE : num_ids;
+}
+
+}  // namespace
+
+extern "C" {
+
+// Return the number of ids, or what went wrong. `row_class` is null where tables have runs.
+int64_t rarebit_coded_rows(const int64_t* ids, int64_t num_ids, int threads, float* rows, const uint8_t* list,
+                           int64_t num_bytes, const int64_t* table_of_slot, int64_t num_slots,
+                           const int64_t* num_rows, int64_t num_runs, const int64_t* run_rows,
+                           const int64_t* run_class, const int64_t* run_bit, const uint8_t* row_class,
+                           const int32_t* row_bit, const int64_t* block_bit, const int64_t* bits,
+                           int64_t num_directions, const float* terms, const float* base, int64_t width,
+                           const int64_t* bits_of_row) {
+    const Tables t{list,    num_bytes, table_of_slot, num_slots, num_rows,  num_runs, run_rows, run_class, run_bit,
+                   row_class, row_bit, block_bit,     bits,      num_directions, terms, base,   width};
+    switch (width) {
+        case 1: return fill<1>(t, ids, num_ids, bits_of_row, threads, rows);
+        case 8: return fill<8>(t, ids, num_ids, bits_of_row, threads, rows);
+        case 10: return fill<10>(t, ids, num_ids, bits_of_row, threads, rows);
+        case 16: return fill<16>(t, ids, num_ids, bits_of_row, threads, rows);
+        case 32: return fill<32>(t, ids, num_ids, bits_of_row, threads, rows);
+        case 64: return fill<64>(t, ids, num_ids, bits_of_row, threads, rows);
+        default: return fill<0>(t, ids, num_ids, bits_of_row, threads, rows);
+    }
+}
+}
