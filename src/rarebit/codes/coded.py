@@ -246,12 +246,17 @@ class Decoder(nn.Module):
     """`(C, r)`: the bits of a row before those of a direction."""
     powers: Tensor
     """`(C, r)`: 2^b."""
-    shifts: Tensor
-    """`(8,)`: powers of two."""
+    powers_of_two: Tensor
+    """`(8,)`."""
     terms: Tensor
     """`(C, r, D)`: s u, what one unit of q adds."""
     base: Tensor
-    """`(C, D)`: the row with q = 0."""
+    """`(C, D)`: m."""
+    middle: Tensor
+    """`(C, r)`: the middle of the numbers q, 2^(b - 1) - 1/2."""
+    scales: Tensor
+    """`(C, r)`: s, and `basis`, `(F, r, D)`: u. Exported models have them in place of the terms."""
+    basis: Tensor
     bits_of_row: Tensor
     """`(C,)`."""
     run_rows: Tensor
@@ -260,83 +265,93 @@ class Decoder(nn.Module):
     run_bit: Tensor
     """`(F, R)`: where the bits of the run begin in the list."""
     row_class: Tensor
-    """`(N,)`, for one table whose rows have classes of their own; else empty."""
+    """`(N,)`, of the rows of all tables where those of one have classes of their own; else empty."""
     row_bit: Tensor
     """`(N,)`: the bits between the begin of a row's block and the row."""
     block_bit: Tensor
     """`(ceil(N / 64),)`: where the bits of a block of rows begin in the list."""
     num_rows: Tensor
-    """`(F,)`."""
+    """`(F,)`, and `first_row`, `(F,)`: how many rows come before those of a table."""
+    first_row: Tensor
 
     def __init__(self, layouts: Sequence[Layout], first_bytes: Sequence[int]) -> None:
         super().__init__()
         width, most = layouts[0].width, max(len(layout.basis) for layout in layouts)
         self.width, self.num_directions = width, most
-        bits, terms, base = [], [], []
+        bits, terms, base, scales, bases = [], [], [], [], []
         for layout in layouts:
             extra = most - len(layout.basis)
             own = np.pad(layout.bits.astype(np.int64), ((0, 0), (0, extra)))
             step = np.pad(step_of(layout.steps), ((0, 0), (0, extra)))
             basis = np.pad(layout.basis.astype(np.float64), ((0, extra), (0, 0)))
             term = (np.where(own > 0, step, 0.0)[:, :, None] * basis).astype(np.float32)
-            middle = np.where(own > 0, 0.5 - 2.0 ** (own - 1), 0.0)[:, :, None]
             bits.append(own)
             terms.append(term)
-            base.append(layout.means.astype(np.float64) + (middle * term).sum(axis=1))
+            scales.append(np.where(own > 0, step, 0.0))
+            bases.append(basis)
+            base.append(layout.means)
         joined = np.concatenate(bits)
         self._keep("bits", joined)
         self._keep("before", np.cumsum(joined, axis=1) - joined)
         self._keep("powers", 2**joined)
-        self._keep("shifts", 2 ** np.arange(8))
+        self._keep("powers_of_two", 2 ** np.arange(8))
         self._keep("bits_of_row", joined.sum(axis=1))
         self.terms = torch.from_numpy(np.concatenate(terms))
         self.base = torch.from_numpy(np.concatenate(base).astype(np.float32))
+        middle = np.where(joined > 0, 2.0 ** (joined - 1) - 0.5, 0.0)
+        self.middle = torch.from_numpy(middle.astype(np.float32))
+        self.scales = torch.from_numpy(np.concatenate(scales).astype(np.float32))
+        self.basis = torch.from_numpy(np.stack(bases).astype(np.float32))
         self._keep("num_rows", np.array([layout.rows for layout in layouts]))
         self._index(layouts, first_bytes)
 
     def _apply(self, *arguments: Any, **options: Any) -> Self:
         """Go to another device; what is added up stays in float32, and rows are converted afterwards."""
         super()._apply(*arguments, **options)  # type: ignore[no-untyped-call]  # torch leaves it untyped
-        self.terms, self.base = (part.to(self.bits.device) for part in (self.terms, self.base))
+        for name in ("terms", "base", "middle", "scales", "basis"):
+            setattr(self, name, getattr(self, name).to(self.bits.device))
         return self
 
     def _keep(self, name: str, values: NDArray[Any]) -> None:
         self.register_buffer(name, torch.from_numpy(np.ascontiguousarray(values)), persistent=False)
 
     def _index(self, layouts: Sequence[Layout], first_bytes: Sequence[int]) -> None:
-        first_class = [0, *accumulate(len(layout.means) for layout in layouts)]
-        runs = max([0 if layout.starts is None else len(layout.starts) for layout in layouts])
-        shape = (len(layouts), runs)
-        rows = np.full(shape, np.iinfo(np.int64).max)
-        classes, places = np.zeros(shape, np.int64), np.zeros(shape, np.int64)
-        of_row, of_block, in_block = (np.zeros(0, kind) for kind in (np.uint8, np.int64, np.int32))
+        """Say where the bits of each run of rows begin; or, where rows of a table have classes of their own, of each row."""
+        by_row = any(layout.starts is None for layout in layouts)
+        runs = 0 if by_row else max(len(layout.classes) for layout in layouts)
+        rows = np.full((len(layouts), runs), np.iinfo(np.int64).max)
+        classes, places = np.zeros(rows.shape, np.int64), np.zeros(rows.shape, np.int64)
+        row_classes, row_places = [np.zeros(0, np.int64)], [np.zeros(0, np.int64)]
+        first_class = 0
         for table, (layout, first) in enumerate(zip(layouts, first_bytes, strict=True)):
             begin = 8 * (first + layout.num_bytes_before_codes)
-            if layout.starts is None:
-                assert len(layouts) == 1, "such tables are not joined"
-                of_row = layout.classes.copy()
-                lengths = layout.bits_of_row[of_row]
-                starts = begin + np.cumsum(lengths) - lengths
-                of_block = starts[::BLOCK].copy()
-                in_block = (starts - np.repeat(of_block, BLOCK)[: len(starts)]).astype(np.int32)
-                continue
-            own = slice(0, len(layout.starts))
-            rows[table, own] = layout.starts
-            classes[table, own] = layout.classes.astype(np.int64) + first_class[table]
-            used = layout.lengths * layout.bits_of_row[layout.classes]
-            places[table, own] = begin + np.cumsum(used) - used
+            kinds = layout.class_of_rows if by_row else layout.classes
+            used = layout.bits_of_row[kinds] * (1 if by_row else layout.lengths)
+            place = begin + np.cumsum(used) - used
+            if by_row:
+                row_classes.append(kinds.astype(np.int64) + first_class)
+                row_places.append(place)
+            else:
+                rows[table, : len(kinds)] = layout.starts
+                classes[table, : len(kinds)] = kinds.astype(np.int64) + first_class
+                places[table, : len(kinds)] = place
+            first_class += len(layout.means)
+        place = np.concatenate(row_places)
+        blocks = place[::BLOCK]
+        small = np.uint8 if first_class <= 256 else np.int16
         self._keep("run_rows", rows)
         self._keep("run_class", classes)
         self._keep("run_bit", places)
-        self._keep("row_class", of_row)
-        self._keep("row_bit", in_block)
-        self._keep("block_bit", of_block)
+        self._keep("row_class", np.concatenate(row_classes).astype(small))
+        self._keep("row_bit", (place - np.repeat(blocks, BLOCK)[: len(place)]).astype(np.int32))
+        self._keep("block_bit", blocks)
+        self._keep("first_row", np.array([0, *accumulate(layout.rows for layout in layouts)][:-1]))
 
     def locate(self, ids: Tensor, tables: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the class of each id and the place of its first bit, `(...)` each; `tables` names the table of each."""
+        """Return the class of each id and the place of its first bit, `(..., S)` each; `tables` names those of the slots."""
         if len(self.row_class):
-            first = self.block_bit[ids // BLOCK] + self.row_bit[ids]
-            return self.row_class[ids].long(), first
+            row = ids + self.first_row[tables]
+            return self.row_class[row].long(), self.block_bit[row // BLOCK] + self.row_bit[row]
         run = (ids.unsqueeze(-1) >= self.run_rows[tables]).long().sum(dim=-1) - 1
         place = tables * self.run_rows.shape[1] + run
         kind = self.run_class.reshape(-1)[place]
@@ -344,16 +359,20 @@ class Decoder(nn.Module):
         return kind, self.run_bit.reshape(-1)[place] + inside * self.bits_of_row[kind]
 
     def forward(self, blob: Tensor, ids: Tensor, tables: Tensor) -> Tensor:
-        """Return the rows `(..., D)` of ids that are in range, in operations that every exporter knows."""
+        """Return the rows `(..., S, D)` of ids `(..., S)` that are in range, in operations that every exporter knows."""
         kind, first = self.locate(ids, tables)
-        rows = self.base[kind]
-        last = blob.shape[0] - 1
+        rows, last = self.base[kind], blob.shape[0] - 1
+        place = first.unsqueeze(-1) + self.before[kind]  # (..., S, r)
+        byte = place // 8
+        shift = self.powers_of_two[place - 8 * byte]
+        byte = byte.clamp(max=last)  # where a class has no bits, any byte will do
+        pair = blob[byte].long() + 256 * blob[(byte + 1).clamp(max=last)].long()
+        number = (pair // shift % self.powers[kind]).to(rows.dtype) - self.middle[kind]
+        if torch.compiler.is_compiling():  # few operations, and the order of a product
+            scaled = (number * self.scales[kind]).unsqueeze(-2)  # (..., S, 1, r)
+            return rows + (scaled @ self.basis[tables]).squeeze(-2)
         for direction in range(self.num_directions):
-            place = first + self.before[kind, direction]
-            byte = (place // 8).clamp(max=last)  # where a class has no bits, any byte will do
-            pair = blob[byte].long() + 256 * blob[(byte + 1).clamp(max=last)].long()
-            number = pair // self.shifts[place % 8] % self.powers[kind, direction]
-            rows = rows + number.to(rows.dtype).unsqueeze(-1) * self.terms[kind, direction]
+            rows = rows + number[..., direction, None] * self.terms[kind, direction]
         return rows
 
 
@@ -403,7 +422,7 @@ class _Coded(nn.Module):
                 if bool(wrong.any()):
                     raise IndexError(f"id {int(ids[wrong][0])} has no row in its table")
             with torch.no_grad():
-                found = self.decoder(self.blob, ids, self.tables.expand(ids.shape))
+                found = self.decoder(self.blob, ids, self.tables)
         return found.to(self.like.dtype)
 
     def _kernel_rows(self, ids: Tensor) -> Tensor | None:
@@ -491,8 +510,6 @@ class CodedStack(_Coded, Stack):
         layouts, places = [], [0]
         for origin in self.origins:
             layout, size = Layout.read(blob[places[-1] :], origin.rows, origin.width)
-            if layout.starts is None:
-                raise ValueError("its rows have classes of their own, and lie in a stack")
             layouts.append(layout)
             places.append(places[-1] + size)
         if places[-1] != len(blob):
@@ -513,15 +530,6 @@ class CodedStack(_Coded, Stack):
             CodedTable(self.method, self.blob[start:end], self.like, origin)
             for origin, start, end in parts
         ]
-
-
-def stack_coded(method: Method, tables: Sequence[CodedTable], lengths: Sequence[int]) -> Stack:
-    """Return coded tables behind one lookup, or one by one where rows have classes of their own."""
-    from rarebit.tables.collection import LoopStack
-
-    if any(table.layout.starts is None for table in tables):
-        return LoopStack(tables, lengths)
-    return CodedStack(method, tables, lengths)
 
 
 def pack_codes(layout: Layout, numbers: Bytes) -> Bytes:
@@ -577,7 +585,13 @@ class CodedKernel:
                 c_void_p,
                 c_void_p,
             ),  # rows of each table; runs: number, row, class, bit
-            *(c_void_p, c_void_p, c_void_p),  # classes, bits in their block and blocks of rows
+            *(
+                c_void_p,
+                c_int,
+                c_void_p,
+                c_void_p,
+                c_void_p,
+            ),  # classes of rows and their bytes, bits, blocks, first rows
             *(
                 c_void_p,
                 c_int64,
@@ -592,7 +606,7 @@ class CodedKernel:
         """Return the rows `(..., S, D)` of these ids `(..., S)`; None where it cannot, or an id has no row."""
         ids = ids.contiguous()
         kinds = {"terms": torch.float32, "base": torch.float32}
-        kinds |= {"row_class": torch.uint8, "row_bit": torch.int32}
+        kinds |= {"row_class": decoder.row_class.dtype, "row_bit": torch.int32}
         parts = {**dict(decoder.named_buffers()), "terms": decoder.terms, "base": decoder.base}
         readable = (
             is_plain(ids, torch.int64)
@@ -618,7 +632,8 @@ class CodedKernel:
                 at["run_class"],
                 at["run_bit"],
             ),
-            *((at["row_class"], at["row_bit"], at["block_bit"]) if by_row else (None, None, None)),
+            *(at["row_class"] if by_row else None, decoder.row_class.itemsize),
+            *(at["row_bit"], at["block_bit"], at["first_row"]),
             *(at["bits"], decoder.num_directions, at["terms"], at["base"], decoder.width),
             at["bits_of_row"],
         )
@@ -637,7 +652,7 @@ def _tried(library: ctypes.CDLL) -> CodedKernel | None:
         blob = layout.write(pack_codes(layout, numbers.astype(np.uint8)))
         decoder = Decoder([layout], [0])
         rows = kernel.rows(ids, blob, decoder, zero)
-        if rows is None or not torch.equal(rows, decoder(blob, ids, zero.expand(ids.shape))):
+        if rows is None or not torch.equal(rows, decoder(blob, ids, zero)):
             return None
         if kernel.rows(ids + 1, blob, decoder, zero) is not None:
             return None

@@ -1,6 +1,6 @@
 // Rows out of coded tables on the CPU: find the run of each id, take the integers of its row out of the bits, add up.
 //
-//     id -> run -> class, first bit -> integers of few bits -> base + sum of integer times term
+//     id -> run -> class, first bit -> integers of few bits -> mean + sum of (integer - middle) times term
 //
 // What the parts are is said in coded.py. The sum is taken in the order of the directions, multiply first and then add, as
 // plain torch does it, so that both give the same bits. The list may lie in memory that somebody writes to after it was
@@ -27,9 +27,10 @@ struct Tables {
     const int64_t* num_rows;
     int64_t num_runs;
     const int64_t *run_rows, *run_class, *run_bit;
-    const uint8_t* row_class;
+    const void* row_class;
+    int class_bytes;
     const int32_t* row_bit;
-    const int64_t* block_bit;
+    const int64_t *block_bit, *first_row;
     const int64_t* bits;  // of a direction, by class
     int64_t num_directions;
     const float *terms, *base;
@@ -45,8 +46,10 @@ inline bool locate(const Tables& t, int64_t id, int64_t slot, const int64_t* bit
     // Without a sign, ids below zero are the largest of all.
     if (static_cast<uint64_t>(id) >= static_cast<uint64_t>(t.num_rows[table])) return false;
     if (t.row_class) {
-        place.kind = t.row_class[id];
-        place.bit = t.block_bit[id / ROWS_A_BLOCK] + t.row_bit[id];
+        const int64_t row = id + t.first_row[table];
+        place.kind = t.class_bytes == 1 ? int64_t{static_cast<const uint8_t*>(t.row_class)[row]}
+                                        : int64_t{static_cast<const int16_t*>(t.row_class)[row]};
+        place.bit = t.block_bit[row / ROWS_A_BLOCK] + t.row_bit[row];
     } else {
         const int64_t* rows = t.run_rows + table * t.num_runs;
         int64_t run = -1;
@@ -76,7 +79,9 @@ inline void decode(const Tables& t, const Place& place, float* row) {
             if (!bits[j]) continue;
             const int64_t byte = bit >> 3;
             const uint32_t pair = t.list[byte] | uint32_t{t.list[byte < last ? byte + 1 : last]} << 8;
-            const float number = static_cast<float>(pair >> (bit & 7) & ((1u << bits[j]) - 1));
+            const uint32_t power = 1u << bits[j];
+            const float middle = static_cast<float>(power >> 1) - 0.5f;
+            const float number = static_cast<float>(pair >> (bit & 7) & (power - 1)) - middle;
             bit += bits[j];
 #pragma omp simd
             for (int64_t d = 0; d < width; ++d) sum[d] += number * term[d];
@@ -117,12 +122,14 @@ extern "C" {
 int64_t rarebit_coded_rows(const int64_t* ids, int64_t num_ids, int threads, float* rows, const uint8_t* list,
                            int64_t num_bytes, const int64_t* table_of_slot, int64_t num_slots,
                            const int64_t* num_rows, int64_t num_runs, const int64_t* run_rows,
-                           const int64_t* run_class, const int64_t* run_bit, const uint8_t* row_class,
-                           const int32_t* row_bit, const int64_t* block_bit, const int64_t* bits,
+                           const int64_t* run_class, const int64_t* run_bit, const void* row_class, int class_bytes,
+                           const int32_t* row_bit, const int64_t* block_bit, const int64_t* first_row,
+                           const int64_t* bits,
                            int64_t num_directions, const float* terms, const float* base, int64_t width,
                            const int64_t* bits_of_row) {
-    const Tables t{list,    num_bytes, table_of_slot, num_slots, num_rows,  num_runs, run_rows, run_class, run_bit,
-                   row_class, row_bit, block_bit,     bits,      num_directions, terms, base,   width};
+    const Tables t{list,      num_bytes, table_of_slot, num_slots, num_rows,  num_runs, run_rows,
+                   run_class, run_bit,   row_class,     class_bytes, row_bit, block_bit, first_row,
+                   bits,      num_directions, terms,    base,      width};
     switch (width) {
         case 1: return fill<1>(t, ids, num_ids, bits_of_row, threads, rows);
         case 8: return fill<8>(t, ids, num_ids, bits_of_row, threads, rows);

@@ -40,12 +40,12 @@ from torch.optim import Optimizer
 from rarebit.codes.coded import (
     HEADER,
     MOST_BITS,
+    CodedStack,
     CodedTable,
     Layout,
     Origin,
     code_of_step,
     pack_codes,
-    stack_coded,
     step_of,
 )
 from rarebit.data.dataset import Dataset
@@ -173,7 +173,7 @@ class EvidenceCoding(Method):
 
     def stack(self, tables: Sequence[Table], lengths: Sequence[int]) -> Stack:
         """Return coded tables in one list of bytes, behind one lookup."""
-        return stack_coded(self, [t for t in tables if isinstance(t, CodedTable)], lengths)
+        return CodedStack(self, [t for t in tables if isinstance(t, CodedTable)], lengths)
 
     def unsuited(self, rows: int, width: int) -> str | None:
         """A table without entries has nothing to code."""
