@@ -14,6 +14,7 @@ __all__ = ["BENCHES", "BenchResult", "bench_names", "run_bench"]
 
 BENCHES = {
     "checkpoint": "processes",
+    "compress": "tables",
     "data": "data",
     "ema": "steps",
     "export": "serving",

@@ -9,13 +9,16 @@ import json
 import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from time import perf_counter
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from rarebit.bench._frame import BenchResult, Say, compare, ratios, run_python
+from rarebit.codes.coded import coded_kernel
 from rarebit.codes.packed import Pack, load_packed, packed_kernel, save_packed
+from rarebit.methods.evidence_coding import EvidenceCoding
 from rarebit.methods.quantize import Quantize
 from rarebit.tables.apply import table_bytes
 from rarebit.tables.collection import lookups_of
@@ -166,6 +169,48 @@ def quantize(
     return {
         **ratios(variants, "int8", "plain", meaning, budget=budget, int4=("int4", "plain")),
         **{f"{name}_bytes": count for name, count in num_bytes.items()},
+    }
+
+
+@torch.no_grad()
+def compress(
+    say: Say, *, num_rows: int = MILLION, batch: int = BATCH, budget: float = 15.0
+) -> BenchResult:
+    """Lookups of 4096 x 39 rows out of a coded table of 1,000,000 x 16 at a sixteenth of its bytes, against `F.embedding`.
+
+    Rows are normal, and the k-th id was seen 1/k as often as the first, 40 million lookups in all. Ids are drawn from all rows alike, as
+    lookups that miss the caches most, and, as `ratio_by_counts`, as often as they were seen. `encode_seconds` is the
+    time to code the table. `path` tells whether rows came from the compiled kernel or from plain torch.
+    """
+    draw = torch.Generator().manual_seed(0)
+    plain = nn.Embedding.from_pretrained(torch.randn(num_rows, 16, generator=draw))
+    shares = 1 / torch.arange(1, num_rows + 1, dtype=torch.float64)
+    counts = (40 * num_rows * shares / shares.sum()).long()
+    begin = perf_counter()
+    coded = EvidenceCoding(size="1/16", counts=counts).wrap(plain)
+    seconds = perf_counter() - begin
+    found: BenchResult = {}
+    by_counts = [
+        torch.multinomial(shares, batch * 39, replacement=True, generator=draw).view(batch, 39)
+        for _ in range(DRAWS)
+    ]
+    draws = {"": _batches(num_rows, (batch, 39), draw), "_by_counts": by_counts}
+    for name, batches in draws.items():
+        say(f"compress{name.replace('_', ' ')}: {budget:.0f} s")
+        variants = {
+            "coded": _lookups(coded, batches),
+            "plain": _lookups(lambda ids: F.embedding(ids, plain.weight), batches),
+        }
+        times, figures = compare(variants, budget=budget, suffix=name)
+        found |= {f"ratio{name}": times["coded"] / times["plain"], **figures}
+    return {
+        "ratio": None,
+        "ratio_of": "time of a coded lookup / time of F.embedding in float32, ids drawn from all rows alike",
+        "path": "plain torch" if coded_kernel() is None else "compiled kernel",
+        "bytes": table_bytes(coded),
+        "plain_bytes": table_bytes(plain),
+        "encode_seconds": seconds,
+        **found,
     }
 
 
