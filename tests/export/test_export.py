@@ -93,6 +93,11 @@ def applied(*methods):
     return change
 
 
+def growing_counts(model):
+    """Counts that give the rows of each table several classes, in no order."""
+    return {table.name: 3 ** (torch.arange(table.rows) * 7 % 9) for table in rb.find_tables(model)}
+
+
 KINDS = {
     "plain": applied(),
     "hashed": applied(rb.Hashing(buckets=20)),
@@ -100,14 +105,24 @@ KINDS = {
     "int4": applied(rb.Quantize(bits=4)),
     "packed": lambda model: rb.pack_(thinned(model), verbose=False),
     "packed, 8 bits": lambda model: rb.pack_(thinned(model), bits=8, verbose=False),
+    "coded": applied(rb.EvidenceCoding(size=0.25, counts=7)),
+    "coded by counts": lambda model: rb.compress_(
+        model, counts=growing_counts(model), size=0.3, verbose=False
+    ),
     "MLET": applied(rb.MLET(inner_dim=64)),
     "sets": applied(rb.MultiEmbedding(num_sets=2)),
     "hashed, low rank": applied(rb.Hashing(buckets=20), rb.LowRank(rank=2)),
     "hashed, int8": applied(rb.Hashing(buckets=20), rb.Quantize()),
     "shrunk": applied(rb.Shrinkage(counts=None)),
 }
-QUICK = [("dcn_v2", "plain"), ("deepfm", "packed"), ("xdeepfm", "hashed"), ("dlrm", "int4")]
-STORED = ("plain", "hashed", "int8", "packed")
+QUICK = [
+    ("dcn_v2", "plain"),
+    ("deepfm", "packed"),
+    ("xdeepfm", "hashed"),
+    ("dlrm", "int4"),
+    ("fm", "coded"),
+]
+STORED = ("plain", "hashed", "int8", "packed", "coded")
 """What tables of a trained model are stored as; the other kinds are merged, or made of these."""
 EVERY = [(name, kind) for name in model_names() for kind in STORED]
 EVERY += [
