@@ -29,11 +29,11 @@ from rarebit.data.log_schema import Column, LogSchema
 from rarebit.data.synthetic import PRESETS
 from rarebit.errors import import_extra
 from rarebit.export.export import export as export_model
+from rarebit.methods.evidence_coding import EvidenceCoding
+from rarebit.methods.quantize import Quantize
 from rarebit.models import build_model
 from rarebit.models._base import RankingModel
-from rarebit.tables.apply import apply_, find_tables
-from rarebit.tables.table import Method
-from rarebit.technique import technique_class
+from rarebit.tables.apply import apply_
 from rarebit.training.model_file import save_model
 
 DIM, HIDDEN = 16, (400, 400)
@@ -197,7 +197,7 @@ def serve(say: Say, *, turns: int = 8, seconds: float = 3.0) -> BenchResult:
 
     Each has one core, and the clients have the other; they take turns. `ratio` is of requests per second. Then each is asked at
     half of what the slower one can answer, for its 99th percentile. `megabytes` is the memory of all processes of a server that was
-    asked; ours also with tables of 8 bits and with tables hashed to a sixteenth of their rows.
+    asked; ours also with tables of 8 bits and with tables coded in a sixteenth of their bytes.
     """
     import_extra("fastapi", "test", "bench serve")
     import_extra("starlette", "serve", "bench serve")
@@ -248,14 +248,11 @@ def serve(say: Say, *, turns: int = 8, seconds: float = 3.0) -> BenchResult:
 def _memory_of_small_tables(say: Say, load: "Load") -> BenchResult:
     """Return the memory of our server with smaller tables."""
     figures: BenchResult = {}
-    for name, method in {"int8": "quantize", "hashed_16th": "hashing"}.items():
+    methods = {"int8": Quantize(), "coded_16th": EvidenceCoding(size="1/16")}
+    for name, method in methods.items():
         say(f"serve: memory with {name} tables")
         model = criteo_model()
-        whole = [(info.rows, info.width) for info in find_tables(model)]
-        smaller = technique_class(method)
-        chosen = smaller.for_share(whole, 1 / 16) if method == "hashing" else smaller()
-        assert isinstance(chosen, Method)
-        apply_(model, chosen, verbose=False)
+        apply_(model, method, verbose=False)
         with tempfile.TemporaryDirectory() as folder:
             export_model(model, Path(folder) / "clicks.onnx")
             with _server(["-m", "rarebit", "serve", str(Path(folder) / "clicks.onnx")]) as server:
