@@ -223,6 +223,14 @@ METHODS = {
             ),
         ),
     ),
+    "qr": Line(
+        settings={"buckets": 3, "combine": "mult"},
+        stored=lambda rows, width: (3 + -(-rows // 3)) * width,
+        bad=(
+            ({"buckets": 0}, "buckets must be at least 1, got buckets=0"),
+            ({"buckets": 3, "combine": "concat"}, "combine must be one of 'mult', 'add', got"),
+        ),
+    ),
     "quantize": Line(
         settings={"bits": 4},
         stored=lambda rows, width: rows * width + 1,

@@ -18,6 +18,7 @@ import rarebit as rb
 from rarebit.errors import RarebitError
 from rarebit.pruning import Masked, Pruned
 from rarebit.research import (
+    QR,
     AlignedSets,
     FrequencyDecay,
     FreshTables,
@@ -47,6 +48,8 @@ TABLE_METHODS = [
     rb.Tail(counts=3),
     RowRate(counts=3),
     ProductStart(inner_dim=8),
+    QR(buckets=3),
+    QR(buckets=3, combine="add"),
     Masked(),
     Pruned(keep=30),
 ]
