@@ -239,6 +239,14 @@ METHODS = {
             ({"bits": "8"}, "bits must be one of 8, 4, got '8'"),
         ),
     ),
+    "robe": Line(
+        settings={"size": 24, "block": 6},
+        stored=lambda rows, width: 24,
+        bad=(
+            ({"size": 24, "block": 0}, "block must be at least 1, got block=0"),
+            ({"size": 3}, "size must be at least that of a block, 8, got size=3"),
+        ),
+    ),
     "row-rate": Line(
         settings={"counts": 7, "c": 3.0},
         stored=lambda rows, width: rows * width,

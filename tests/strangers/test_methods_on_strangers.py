@@ -19,6 +19,7 @@ from rarebit.errors import RarebitError
 from rarebit.pruning import Masked, Pruned
 from rarebit.research import (
     QR,
+    ROBE,
     AlignedSets,
     FrequencyDecay,
     FreshTables,
@@ -50,6 +51,7 @@ TABLE_METHODS = [
     ProductStart(inner_dim=8),
     QR(buckets=3),
     QR(buckets=3, combine="add"),
+    ROBE(size=16, block=4),
     Masked(),
     Pruned(keep=30),
 ]

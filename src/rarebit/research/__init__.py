@@ -10,11 +10,13 @@ from rarebit.research.group_stopping import GroupStopping
 from rarebit.research.id_dropout import IdDropout
 from rarebit.research.product_start import ProductStart
 from rarebit.research.qr import QR
+from rarebit.research.robe import ROBE
 from rarebit.research.row_rate import RowRate
 from rarebit.research.shared_sets import SharedSets
 
 __all__ = [
     "QR",
+    "ROBE",
     "AdamAR",
     "AlignedSets",
     "FrequencyDecay",

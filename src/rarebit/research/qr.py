@@ -2,7 +2,7 @@ r"""QR: two small tables, by quotient and by remainder, for one large one (Shi e
 
     Compositional Embeddings Using Complementary Partitions, https://arxiv.org/abs/1909.02107
 
-    e(i) = R[i mod m] ∘ Q[i \ m]        ∘ is a product or a sum, entry by entry (Section 2)
+    e(i) = R[i mod m] ∘ Q[i \ m]        ∘ is a product or a sum, entry by entry
 
     m    `QR.buckets`
     R    `PartedTable.inner`, m x D
