@@ -292,6 +292,12 @@ METHODS = {
             ({"average": "rows"}, "average must be one of 'network', 'all', .*, got 'rows'"),
         ),
     ),
+    "tt-rec": Line(
+        settings={"rank": 2},
+        # 9 to 11 rows are 2 x 2 x 3, 13 are 3 x 2 x 3; a width of 6 is 2 x 1 x 3
+        stored=lambda rows, width: (2 + (rows > 12)) * 2 * 2 + 2 * 1 * 4 + 3 * 3 * 2,
+        bad=(({"rank": 0}, "rank must be at least 1, got rank=0"),),
+    ),
 }
 
 

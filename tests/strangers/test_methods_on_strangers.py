@@ -28,6 +28,7 @@ from rarebit.research import (
     ProductStart,
     RowRate,
     SharedSets,
+    TTRec,
 )
 from rarebit.tables.bag import Bag
 from rarebit.technique import Technique, technique_class, technique_names, technique_text
@@ -52,6 +53,7 @@ TABLE_METHODS = [
     QR(buckets=3),
     QR(buckets=3, combine="add"),
     ROBE(size=16, block=4),
+    TTRec(rank=1),
     Masked(),
     Pruned(keep=30),
 ]

@@ -13,6 +13,7 @@ from rarebit.research.qr import QR
 from rarebit.research.robe import ROBE
 from rarebit.research.row_rate import RowRate
 from rarebit.research.shared_sets import SharedSets
+from rarebit.research.tt_rec import TTRec
 
 __all__ = [
     "QR",
@@ -26,6 +27,7 @@ __all__ = [
     "ProductStart",
     "RowRate",
     "SharedSets",
+    "TTRec",
     "UpdateSplit",
     "factorized_tables",
     "reweighting",
