@@ -158,6 +158,14 @@ METHODS = {
         stored=lambda rows, width: rows * width,
         bad=(({"ticket": 3}, "ticket must be Ticket or str or none, got 3"),),
     ),
+    "mixed-dimensions": Line(
+        settings={"full": 0.5, "alpha": 0.5},
+        stored=lambda rows, width: rows + width,
+        bad=(
+            ({"full": 0.0}, "full must be above 0, got full=0.0"),
+            ({"full": 3, "alpha": 0.0}, "alpha must be above 0, got alpha=0.0"),
+        ),
+    ),
     "mlet": Line(
         settings={"inner_dim": 8, "std": 0.5, "init": "keep"},
         stored=lambda rows, width: (rows + width) * 8,

@@ -107,7 +107,7 @@ class LowRank(Method):
 class LowRankTable(Table):
     """A table as the product of a long thin factor and a small wide one."""
 
-    def __init__(self, method: LowRank, inner: AnyTable, right: nn.Parameter) -> None:
+    def __init__(self, method: Method, inner: AnyTable, right: nn.Parameter) -> None:
         super().__init__(method, inner, embedding_dim=right.shape[1])
         self.right = right  # V_rᵀ
 

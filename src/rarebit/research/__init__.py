@@ -8,6 +8,7 @@ from rarebit.research.frequency_decay import FrequencyDecay
 from rarebit.research.fresh_tables import FreshTables
 from rarebit.research.group_stopping import GroupStopping
 from rarebit.research.id_dropout import IdDropout
+from rarebit.research.mixed_dimensions import MixedDimensions
 from rarebit.research.product_start import ProductStart
 from rarebit.research.qr import QR
 from rarebit.research.robe import ROBE
@@ -24,6 +25,7 @@ __all__ = [
     "FreshTables",
     "GroupStopping",
     "IdDropout",
+    "MixedDimensions",
     "ProductStart",
     "RowRate",
     "SharedSets",
