@@ -59,6 +59,12 @@ METHODS = {
             ({"size": "1/0"}, "size must be a share above 0 and at most 1, got size='1/0'"),
             ({"size": "0 MB"}, "size must be above 0, got size='0 MB'"),
             ({"size": "small"}, 'size must be like "1/16", "2 MB" or 0.05, got size=\'small\''),
+    "cafe": Line(
+        settings={"buckets": 5, "hot": 0.5},
+        stored=lambda rows, width: 5 * width,
+        bad=(
+            ({"buckets": 0}, "buckets must be at least 1, got buckets=0"),
+            ({"buckets": 5, "hot": 1.0}, "hot must be from 0 to less than 1, got hot=1.0"),
         ),
     ),
     "forgetting": Line(

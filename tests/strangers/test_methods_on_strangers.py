@@ -18,6 +18,7 @@ import rarebit as rb
 from rarebit.errors import RarebitError
 from rarebit.pruning import Masked, Pruned
 from rarebit.research import (
+    CAFE,
     QR,
     ROBE,
     AlignedSets,
@@ -52,6 +53,7 @@ TABLE_METHODS = [
     RowRate(counts=3),
     ProductStart(inner_dim=8),
     MixedDimensions(full=2),
+    CAFE(buckets=6),
     QR(buckets=3),
     QR(buckets=3, combine="add"),
     ROBE(size=16, block=4),

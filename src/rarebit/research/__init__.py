@@ -4,6 +4,7 @@ from rarebit.diagnosis.measure import reweighting
 from rarebit.research._reweighting import UpdateSplit, factorized_tables, update_split
 from rarebit.research.adam_ar import AdamAR
 from rarebit.research.aligned_sets import AlignedSets
+from rarebit.research.cafe import CAFE
 from rarebit.research.frequency_decay import FrequencyDecay
 from rarebit.research.fresh_tables import FreshTables
 from rarebit.research.group_stopping import GroupStopping
@@ -17,6 +18,7 @@ from rarebit.research.shared_sets import SharedSets
 from rarebit.research.tt_rec import TTRec
 
 __all__ = [
+    "CAFE",
     "QR",
     "ROBE",
     "AdamAR",
