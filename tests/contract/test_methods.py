@@ -164,6 +164,25 @@ METHODS = {
         stored=lambda rows, width: rows * width,
         bad=(({"ticket": 3}, "ticket must be Ticket or str or none, got 3"),),
     ),
+    "mgqe": Line(
+        settings={
+            "pieces": 2,
+            "centroids": 4,
+            "tail_centroids": 2,
+            "head": 0.3,
+            "frozen": False,
+        },
+        stored=lambda rows, width: rows * width + 4 * width,
+        bad=(
+            ({"pieces": 0}, "pieces must be at least 1, got pieces=0"),
+            ({"pieces": 2, "centroids": 257}, "centroids must be from 1 to 256, got centroids=257"),
+            (
+                {"pieces": 2, "centroids": 4},
+                "tail_centroids must be from 1 to 4, got tail_centroids=16",
+            ),
+            ({"pieces": 2, "head": 1.0}, "head must be from 0 to less than 1, got head=1.0"),
+        ),
+    ),
     "mixed-dimensions": Line(
         settings={"full": 0.5, "alpha": 0.5},
         stored=lambda rows, width: rows + width,

@@ -19,6 +19,7 @@ from rarebit.errors import RarebitError
 from rarebit.pruning import Masked, Pruned
 from rarebit.research import (
     CAFE,
+    MGQE,
     QR,
     ROBE,
     AlignedSets,
@@ -54,6 +55,7 @@ TABLE_METHODS = [
     ProductStart(inner_dim=8),
     MixedDimensions(full=2),
     CAFE(buckets=6),
+    MGQE(pieces=2, centroids=4, tail_centroids=2),
     QR(buckets=3),
     QR(buckets=3, combine="add"),
     ROBE(size=16, block=4),

@@ -9,6 +9,7 @@ from rarebit.research.frequency_decay import FrequencyDecay
 from rarebit.research.fresh_tables import FreshTables
 from rarebit.research.group_stopping import GroupStopping
 from rarebit.research.id_dropout import IdDropout
+from rarebit.research.mgqe import MGQE
 from rarebit.research.mixed_dimensions import MixedDimensions
 from rarebit.research.product_start import ProductStart
 from rarebit.research.qr import QR
@@ -19,6 +20,7 @@ from rarebit.research.tt_rec import TTRec
 
 __all__ = [
     "CAFE",
+    "MGQE",
     "QR",
     "ROBE",
     "AdamAR",
