@@ -67,6 +67,15 @@ METHODS = {
             ({"buckets": 5, "hot": 1.0}, "hot must be from 0 to less than 1, got hot=1.0"),
         ),
     ),
+    "dhe": Line(
+        settings={"hidden": 2, "hashes": 2, "layers": 1},
+        stored=lambda rows, width: 3 * 2 + 3 * width,
+        bad=(
+            ({"hidden": 0}, "hidden must be at least 1, got hidden=0"),
+            ({"hidden": 2, "hashes": 0}, "hashes must be at least 1, got hashes=0"),
+            ({"hidden": 2, "layers": 0}, "layers must be at least 1, got layers=0"),
+        ),
+    ),
     "forgetting": Line(
         settings={"c": 3.0},
         stored=lambda rows, width: rows * width,

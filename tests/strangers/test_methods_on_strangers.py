@@ -19,6 +19,7 @@ from rarebit.errors import RarebitError
 from rarebit.pruning import Masked, Pruned
 from rarebit.research import (
     CAFE,
+    DHE,
     MGQE,
     QR,
     ROBE,
@@ -56,6 +57,7 @@ TABLE_METHODS = [
     MixedDimensions(full=2),
     CAFE(buckets=6),
     MGQE(pieces=2, centroids=4, tail_centroids=2),
+    DHE(hidden=3, hashes=3, layers=1),
     QR(buckets=3),
     QR(buckets=3, combine="add"),
     ROBE(size=16, block=4),

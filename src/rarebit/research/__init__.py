@@ -5,6 +5,7 @@ from rarebit.research._reweighting import UpdateSplit, factorized_tables, update
 from rarebit.research.adam_ar import AdamAR
 from rarebit.research.aligned_sets import AlignedSets
 from rarebit.research.cafe import CAFE
+from rarebit.research.dhe import DHE
 from rarebit.research.frequency_decay import FrequencyDecay
 from rarebit.research.fresh_tables import FreshTables
 from rarebit.research.group_stopping import GroupStopping
@@ -20,6 +21,7 @@ from rarebit.research.tt_rec import TTRec
 
 __all__ = [
     "CAFE",
+    "DHE",
     "MGQE",
     "QR",
     "ROBE",
