@@ -240,18 +240,25 @@ def test_thresholds_that_are_learned_to_the_end_are_refused():
 
 SMALL = {
     "aligned-sets": rb.research.AlignedSets(num_sets=2),
+    "cafe": rb.research.CAFE(buckets=50),
+    "dhe": rb.research.DHE(hidden=6, hashes=6),
     "hashing": rb.Hashing(buckets=50),
     "low-rank": rb.LowRank(rank=2, after_training=False),
     "masked": rb.pruning.Masked(),
+    "mgqe": rb.research.MGQE(pieces=2, centroids=16),
+    "mixed-dimensions": rb.research.MixedDimensions(full=20),
     "mlet": rb.MLET(inner_dim=6),
     "multi-embedding": rb.MultiEmbedding(num_sets=2),
     "product-start": rb.research.ProductStart(inner_dim=6),
     "pruned": rb.pruning.Pruned(keep=3000),
+    "qr": rb.research.QR(buckets=50),
     "quantize": rb.Quantize(bits=8),
+    "robe": rb.research.ROBE(size=200, block=4),
     "row-rate": rb.research.RowRate(),
     "shared-sets": rb.research.SharedSets(num_sets=2),
     "shrinkage": rb.Shrinkage(),
     "tail": rb.Tail(),
+    "tt-rec": rb.research.TTRec(rank=2),
 }
 OF_SETS = {"aligned-sets", "multi-embedding", "shared-sets"}
 

@@ -21,7 +21,17 @@ from rarebit.technique import (
     technique_to_mapping,
 )
 
-NEEDED = {"hashing": {"buckets": 5}, "low-rank": {"rank": 2}, "pruned": {"keep": 20}}
+NEEDED = {
+    "cafe": {"buckets": 5},
+    "dhe": {"hidden": 2, "hashes": 2, "layers": 1},
+    "hashing": {"buckets": 5},
+    "low-rank": {"rank": 2},
+    "mgqe": {"pieces": 2, "centroids": 4, "tail_centroids": 2},
+    "mixed-dimensions": {"full": 2.0},
+    "pruned": {"keep": 20},
+    "qr": {"buckets": 3},
+    "robe": {"size": 24},
+}
 ODD = st.one_of(
     st.sampled_from(
         [

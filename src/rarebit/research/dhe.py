@@ -81,7 +81,8 @@ class DHE(Compressor):
     def stored(self, rows: int, width: int) -> int:
         """Return the weights of the network."""
         del rows
-        return sum((before + 1) * after for before, after in pairwise(self.widths(width)))
+        between = (self.layers - 1) * (self.hidden + 1) * self.hidden
+        return (self.hashes + 1) * self.hidden + between + (self.hidden + 1) * width
 
     def widths(self, width: int) -> list[int]:
         """Return the widths of all layers, from the hashes to the row."""

@@ -75,7 +75,7 @@ class MixedDimensions(Compressor):
 
     def width_of(self, rows: int, width: int) -> int:
         """Return d for a table of this shape."""
-        return min(max(round(width * math.pow(self.full / rows, self.alpha)), 1), width)
+        return max(round(width * math.pow(min(self.full / rows, 1.0), self.alpha)), 1)
 
     def stored(self, rows: int, width: int) -> int:
         """Return the weights of W and P."""
