@@ -159,10 +159,14 @@ class MGQE(Compressor):
     def nearest(self, pieces: Tensor, centroids: Tensor, is_tail: Tensor) -> Tensor:
         """Return the nearest centroid of each piece, `(..., pieces)`."""
         each = centroids.view(self.pieces, self.centroids, -1)
+        rows = pieces.reshape(-1, *pieces.shape[-2:]).transpose(0, 1)  # (pieces, T, D / pieces)
         # least |w - C|² is most w C - |C|² / 2
-        nearness = torch.einsum("...pd,pkd->...pk", pieces, each) - each.square().sum(-1) / 2
-        is_late = torch.arange(self.centroids, device=pieces.device) >= self.tail_centroids
-        return nearness.masked_fill(is_tail[..., None, None] & is_late, -torch.inf).argmax(-1)
+        size = each.square().sum(-1).unsqueeze(1) / 2
+        nearness = torch.baddbmm(size, rows, each.transpose(1, 2), beta=-1)  # (pieces, T, K)
+        head, tail = (
+            nearness[..., :many].max(-1).indices for many in (self.centroids, self.tail_centroids)
+        )
+        return torch.where(is_tail.reshape(-1), tail, head).T.reshape(pieces.shape[:-1])
 
     def pick(self, codes: Tensor, centroids: Tensor) -> Tensor:
         """Return the centroids of codes, `(..., pieces)` to `(..., pieces, D / pieces)`."""
