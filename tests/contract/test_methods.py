@@ -51,14 +51,6 @@ METHODS = {
             ({"weight": float("inf")}, "weight must be finite, got inf"),
         ),
     ),
-    "evidence-coding": Line(
-        settings={"size": 0.9, "counts": 7, "sensitivity": None},
-        stored=lambda rows, width: rows * width,
-        bad=(
-            ({"size": 1.5}, "size must be a share above 0 and at most 1, got size=1.5"),
-            ({"size": "1/0"}, "size must be a share above 0 and at most 1, got size='1/0'"),
-            ({"size": "0 MB"}, "size must be above 0, got size='0 MB'"),
-            ({"size": "small"}, 'size must be like "1/16", "2 MB" or 0.05, got size=\'small\''),
     "cafe": Line(
         settings={"buckets": 5, "hot": 0.5},
         stored=lambda rows, width: 5 * width,
@@ -74,6 +66,16 @@ METHODS = {
             ({"hidden": 0}, "hidden must be at least 1, got hidden=0"),
             ({"hidden": 2, "hashes": 0}, "hashes must be at least 1, got hashes=0"),
             ({"hidden": 2, "layers": 0}, "layers must be at least 1, got layers=0"),
+        ),
+    ),
+    "evidence-coding": Line(
+        settings={"size": 0.9, "counts": 7, "sensitivity": None},
+        stored=lambda rows, width: rows * width,
+        bad=(
+            ({"size": 1.5}, "size must be a share above 0 and at most 1, got size=1.5"),
+            ({"size": "1/0"}, "size must be a share above 0 and at most 1, got size='1/0'"),
+            ({"size": "0 MB"}, "size must be above 0, got size='0 MB'"),
+            ({"size": "small"}, 'size must be like "1/16", "2 MB" or 0.05, got size=\'small\''),
         ),
     ),
     "forgetting": Line(
