@@ -176,9 +176,9 @@ class Layout:
     @staticmethod
     def read(blob: Tensor, rows: int, width: int) -> "tuple[Layout, int]":
         """Return the layout at the head of a list of bytes, and how many bytes its table takes; raise `ValueError`."""
+        if blob.dtype != torch.uint8 or blob.dim() != 1 or len(blob) < HEADER.size:
+            raise ValueError(f"it is a list of {blob.dtype} of shape {tuple(blob.shape)}")
         data = blob.detach().cpu().numpy()
-        if data.dtype != np.uint8 or data.ndim != 1 or len(data) < HEADER.size:
-            raise ValueError(f"it is a list of {data.dtype} of shape {data.shape}")
         found_rows, found_width, num_directions, num_classes, num_runs = HEADER.unpack(
             data[: HEADER.size].tobytes()
         )
@@ -507,7 +507,7 @@ class CodedStack(_Coded, Stack):
 
     def put(self, blob: Tensor) -> None:
         """Replace the list of bytes, or raise `ValueError`."""
-        layouts, places = [], [0]
+        layouts, places, blob = [], [0], torch.atleast_1d(blob)
         for origin in self.origins:
             layout, size = Layout.read(blob[places[-1] :], origin.rows, origin.width)
             layouts.append(layout)
