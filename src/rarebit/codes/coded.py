@@ -260,7 +260,7 @@ class Decoder(nn.Module):
     bits_of_row: Tensor
     """`(C,)`."""
     run_rows: Tensor
-    """`(F, R)`: the first row of each run; beyond the last run, the largest number."""
+    """`(F, R)`, R a power of two: the first row of each run; beyond the last run, the largest number."""
     run_class: Tensor
     run_bit: Tensor
     """`(F, R)`: where the bits of the run begin in the list."""
@@ -319,6 +319,7 @@ class Decoder(nn.Module):
         """Say where the bits of each run of rows begin; or, where rows of a table have classes of their own, of each row."""
         by_row = any(layout.starts is None for layout in layouts)
         runs = 0 if by_row else max(len(layout.classes) for layout in layouts)
+        runs = 1 << (runs - 1).bit_length() if runs else 0  # a power of two
         rows = np.full((len(layouts), runs), np.iinfo(np.int64).max)
         classes, places = np.zeros(rows.shape, np.int64), np.zeros(rows.shape, np.int64)
         row_classes, row_places = [np.zeros(0, np.int64)], [np.zeros(0, np.int64)]
@@ -352,10 +353,14 @@ class Decoder(nn.Module):
         if len(self.row_class):
             row = ids + self.first_row[tables]
             return self.row_class[row].long(), self.block_bit[row // BLOCK] + self.row_bit[row]
-        run = (ids.unsqueeze(-1) >= self.run_rows[tables]).long().sum(dim=-1) - 1
-        place = tables * self.run_rows.shape[1] + run
+        # the last run that begins at the id or before: R is a power of two, and each step halves what is left
+        starts, step = self.run_rows.reshape(-1), self.run_rows.shape[1] // 2
+        place = (tables * self.run_rows.shape[1]).expand(ids.shape)
+        while step:
+            place = torch.where(ids >= starts[place + step], place + step, place)
+            step //= 2
         kind = self.run_class.reshape(-1)[place]
-        inside = ids - self.run_rows.reshape(-1)[place]
+        inside = ids - starts[place]
         return kind, self.run_bit.reshape(-1)[place] + inside * self.bits_of_row[kind]
 
     def forward(self, blob: Tensor, ids: Tensor, tables: Tensor) -> Tensor:

@@ -52,8 +52,9 @@ inline bool locate(const Tables& t, int64_t id, int64_t slot, const int64_t* bit
         place.bit = t.block_bit[row / ROWS_A_BLOCK] + t.row_bit[row];
     } else {
         const int64_t* rows = t.run_rows + table * t.num_runs;
-        int64_t run = -1;
-        for (int64_t i = 0; i < t.num_runs; ++i) run += id >= rows[i];
+        // the last run that begins at the id or before; the number of runs is a power of two
+        int64_t run = 0;
+        for (int64_t step = t.num_runs / 2; step; step /= 2) run += id >= rows[run + step] ? step : 0;
         const int64_t at = table * t.num_runs + run;
         place.kind = t.run_class[at];
         place.bit = t.run_bit[at] + (id - rows[run]) * bits_of_row[place.kind];
