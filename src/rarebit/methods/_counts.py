@@ -124,7 +124,9 @@ def count_lookups(
         watched.setdefault(module, []).append(site)
 
     def count(module: nn.Module, given: tuple[Any, ...], named: dict[str, Any]) -> None:
-        ids = given[0] if given else next(iter(named.values()))
+        # torch's tables call it input, ours ids; a bag has offsets and weights as well
+        ids = given[0] if given else named.get("input", named.get("ids"))
+        assert isinstance(ids, Tensor)
         for site in watched[module]:
             own = ids
             if isinstance(site, FieldSite):
@@ -136,7 +138,7 @@ def count_lookups(
             found[site.info.name] += seen
 
     hooks = [module.register_forward_pre_hook(count, with_kwargs=True) for module in watched]
-    was_training = model.training
+    was_training = [module for module in model.modules() if module.training]
     model.eval()
     try:
         for batch in batches:
@@ -145,7 +147,8 @@ def count_lookups(
             else:
                 call(model, batch)
     finally:
-        model.train(was_training)
+        for part in was_training:  # one by one: a frozen part stays in evaluation mode
+            part.training = True
         for hook in hooks:
             hook.remove()
     return found

@@ -251,7 +251,7 @@ def measure_sensitivity(
         for name, (weight, _) in places.items()
     }
     number = 0
-    was_training = model.training
+    was_training = [module for module in model.modules() if module.training]
     model.eval()
     try:
         with row_gradients_kept(model), torch.enable_grad():
@@ -265,7 +265,8 @@ def measure_sensitivity(
                     found[name] += (own.T @ own).cpu()
                 number += 1
     finally:
-        model.train(was_training)
+        for module in was_training:  # one by one: a frozen part stays in evaluation mode
+            module.training = True
     if not number:
         raise DataError("measure_sensitivity needs at least one batch")
     return found
