@@ -52,7 +52,14 @@ from rarebit.data.dataset import Dataset
 from rarebit.errors import DataError, SettingsError
 from rarebit.methods._counts import Counts, by_table_name, counts_by_table, counts_of_table
 from rarebit.settings import check_types, require
-from rarebit.tables.apply import FieldSite, TableChanges, Where, apply_, find_sites
+from rarebit.tables.apply import (
+    FieldSite,
+    TableChanges,
+    Where,
+    apply_,
+    find_sites,
+    find_tables,
+)
 from rarebit.tables.collection import Stack, row_gradients_kept, set_row_gradients
 from rarebit.tables.table import CHUNK, AnyTable, Method, Table, full_table, methods_of, wrap
 from rarebit.technique import Rank
@@ -126,9 +133,15 @@ class EvidenceCoding(Method):
         return cls(size=share)
 
     def fitted(self, model: nn.Module, train: Dataset) -> Self:
-        """Return the method with the counts of training data, and with what the loss feels on some of its batches."""
+        """Return the method with the counts of training data, and with what the loss feels on some of its batches.
+
+        Where some tables are not plain, nothing is measured: bytes have one price in tables with the same measure only.
+        """
+        counted = replace(self, counts=train.counts())
+        if not {info.name for info in find_tables(model)} <= _plain_places(model).keys():
+            return counted
         measured = measure_sensitivity(model, sample_batches(train), logistic_loss)
-        return replace(self, counts=train.counts(), sensitivity=measured)
+        return replace(counted, sensitivity=measured)
 
     def wrap(self, base: AnyTable) -> CodedTable:
         """Return the rows of `base`, coded; without counts, all of them are their mean."""
@@ -161,7 +174,7 @@ class EvidenceCoding(Method):
         made = {name: wrap(table, pending) for name, table in tables.items()}
         parts, drafts = [], []
         for name, table in made.items():
-            bent = None if self.sensitivity is None else by_table_name(name, self.sensitivity)
+            bent = None if self.sensitivity is None else _bent(name, self.sensitivity)
             for part in table.modules():
                 if isinstance(part, CodedTable) and part.source is not None:
                     drafts.append(Draft(part.source, counts[name], part.padding_idx, bent, name))
@@ -512,6 +525,17 @@ def _priced(drafts: Sequence[Draft], most: float) -> list[Tensor]:
         else:
             low = middle
     return [draft.code(plan) for draft, plan in zip(drafts, found, strict=True)]
+
+
+def _bent(name: str, sensitivity: Mapping[str, Tensor]) -> Tensor:
+    """Return what was measured of a table, or raise `DataError`."""
+    found = by_table_name(name, sensitivity)
+    if found is None:
+        raise DataError(
+            f"no sensitivity for {name!r}, only for {', '.join(sensitivity) or 'nothing'}; measure it while all tables are "
+            "plain, or leave the table out with where="
+        )
+    return found
 
 
 def _metric(bent: Tensor | None, width: int, evidence: float, name: str) -> Numbers:
