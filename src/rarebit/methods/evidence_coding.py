@@ -49,7 +49,7 @@ from rarebit.codes.coded import (
     step_of,
 )
 from rarebit.data.dataset import Dataset
-from rarebit.errors import DataError, SettingsError
+from rarebit.errors import DataError, SettingsError, UnsupportedTableError
 from rarebit.methods._counts import Counts, by_table_name, counts_by_table, counts_of_table
 from rarebit.settings import check_types, require
 from rarebit.tables.apply import (
@@ -76,6 +76,8 @@ ERROR = (1.0, 0.36338, 0.11885, 0.03744, 0.01154, 0.00349, 0.00104, 0.000304, 0.
 UNITS = {"b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "kib": 2**10, "mib": 2**20, "gib": 2**30}
 SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([kmg]i?b|b)", re.IGNORECASE)
 FRACTION = re.compile(r"1\s*/\s*(\d+(?:\.\d+)?)")
+LARGEST_STEP = float(step_of(np.array(255)))
+LARGEST_MEAN = float(np.finfo(np.float16).max)
 FLAT = 1e-6
 """Directions that the loss feels less than this share of the strongest count as so much."""
 ROUNDS = 60
@@ -335,7 +337,7 @@ class Draft:
         bent: Tensor | None = None,
         name: str = "table",
     ) -> None:
-        self.weight = weight
+        self.weight, self.name = weight, name
         width = weight.shape[1]
         evidence = counts.double().numpy() + 0.5
         if padding is not None:
@@ -434,7 +436,13 @@ class Draft:
             means.append(self.sums[first : last + 1].sum(axis=0) / self.evidence_in[span])
         used = plan.directions
         spread = np.sqrt(self.variance[plan.spans][:, used]) * self.length[used]
-        steps = code_of_step(np.array(STEP)[plan.bits] * spread)
+        wanted = np.array(STEP)[plan.bits] * spread
+        if max(np.max(wanted, initial=0.0) / LARGEST_STEP, np.abs(means).max() / LARGEST_MEAN) > 1:
+            raise UnsupportedTableError(
+                f"EvidenceCoding cannot store {self.name!r}: its rows have numbers up to {float(self.weight.abs().max()):.3g}, "
+                "beyond what its steps and means hold; leave the table out with where="
+            )
+        steps = code_of_step(wanted)
         basis = self.back[used] / self.length[used][:, None]
         layout = Layout.of(class_of_group[self.group], basis, np.array(means), plan.bits, steps)
         into = self.into[:, used] * self.length[used]
@@ -560,5 +568,6 @@ def _same_rows(weight: Tensor) -> Tensor:
         else weight.detach().double().mean(dim=0, keepdim=True).cpu().numpy()
     )
     nothing = np.zeros((1, 0), np.uint8)
+    mean = np.clip(mean, -LARGEST_MEAN, LARGEST_MEAN)
     layout = Layout.of(np.zeros(rows, np.uint8), np.zeros((0, width)), mean, nothing, nothing)
     return layout.write(np.zeros(0, np.uint8))
