@@ -46,6 +46,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.jit import is_tracing  # type: ignore[attr-defined]  # it is, but torch does not say so
 
+from rarebit.codes.packed import TakesParts
 from rarebit.tables.collection import Stack
 from rarebit.tables.compiler import is_plain, is_switched_off, load_compiled
 from rarebit.tables.table import CHUNK, AnyTable, Method, Table
@@ -381,7 +382,7 @@ class Decoder(nn.Module):
         return rows
 
 
-class _Coded(nn.Module):
+class _Coded(TakesParts):
     """What a coded table and a stack of them have in common: a list of bytes, and how to look rows up in it."""
 
     blob: Tensor

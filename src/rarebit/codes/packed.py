@@ -34,11 +34,12 @@ import functools
 import hashlib
 import logging
 import os
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from ctypes import c_float, c_int, c_int64, c_void_p
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, Literal, NamedTuple, NoReturn, Protocol, runtime_checkable
+from typing import Any, ClassVar, Literal, NamedTuple, NoReturn
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -405,7 +406,15 @@ class Shape:
     """Whether a plain table made from it gets sparse gradients."""
 
 
-class PackedTable(Table):
+class TakesParts(nn.Module, ABC):
+    """A module whose stored tensors may have any size."""
+
+    @abstractmethod
+    def take(self, tensors: Mapping[str, Tensor]) -> str | None:
+        """Take over the tensors of a file, by their names below the module; or return what is wrong with them."""
+
+
+class PackedTable(TakesParts, Table):
     """A table that stores the entries that are not zero.
 
     >>> dense = nn.Embedding.from_pretrained(torch.tensor([[0.0, 5.0], [0.0, 0.0], [6.0, 7.0]]))
@@ -783,14 +792,6 @@ def _wrong_bits(parts: Parts, width: int) -> str | None:
         if not torch.equal(kept.sum(dim=1), expected.long()):
             return "the bits of a row are not as many as its values"
     return None
-
-
-@runtime_checkable
-class TakesParts(Protocol):
-    """A module whose stored tensors may have any size."""
-
-    def take(self, tensors: Mapping[str, Tensor]) -> str | None:
-        """Take over the tensors of a file, by their names below the module; or return what is wrong with them."""
 
 
 def take_parts_(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
