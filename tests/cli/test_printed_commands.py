@@ -171,7 +171,7 @@ def test_the_examples_of_the_help_work(call, log):
     rows.write_csv("new.csv")
     rows.write_parquet("clicks.parquet")
     found = re.findall(r"^rarebit (.*)", DATA_EXAMPLES + app.EXAMPLES, re.MULTILINE)
-    assert len(found) == 13
+    assert len(found) == 14
     for words in found:
         if "--source" in words or words == "demo":  # public data sets are downloaded by hand
             continue

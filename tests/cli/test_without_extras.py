@@ -50,6 +50,7 @@ WALK = {
     "diagnose run": "",
     "diagnose run --out figures --no-plots": "",
     "diagnose run --out figures": "plots",
+    "compress run --size 1/4 --out small": "",
     "export run --ids --out run.onnx": "export",
     "export run --ids --to pt2 --out run.pt2": "",
     "methods": "",
@@ -63,6 +64,7 @@ WALK = {
 }
 """Commands in this order, and the extra that each needs."""
 SLOW = {
+    "compress run --frontier --out sizes": "",  # which reports that it draws no plots
     f"prune {SMALL} --budgets 500 --out pruned": "",  # which reports that it draws no plots
     f"compare --methods baseline,hashing:buckets=50 {SMALL} --seeds 2": "",
     "demo --rows 1500 --seeds 2": "",

@@ -14,6 +14,8 @@ from rarebit.bench import bench_names, run_bench
 from rarebit.cli import options as opt
 from rarebit.cli import screen
 from rarebit.cli.compare import compare
+from rarebit.cli.compress import EXAMPLES as COMPRESS_EXAMPLES
+from rarebit.cli.compress import compress
 from rarebit.cli.demo import demo
 from rarebit.cli.diagnose import diagnose_command
 from rarebit.cli.export import export_command
@@ -37,6 +39,8 @@ rarebit train --data data/clicks --out runs/clicks
 rarebit diagnose runs/clicks
 
 rarebit prune --data data/clicks --model deepfm --sparsity 0.9,0.99 --out runs/pruned
+
+rarebit compress runs/clicks --size 1/16 --out runs/small
 
 rarebit export runs/clicks --to onnx --out clicks.onnx
 
@@ -130,6 +134,7 @@ app.add_typer(
     )
 )
 app.command()(train)
+app.command(epilog=COMPRESS_EXAMPLES)(compress)
 app.command()(prune)
 app.command()(compare)
 app.command(name="diagnose")(diagnose_command)

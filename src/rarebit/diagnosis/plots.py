@@ -1,6 +1,6 @@
 """Plots of a diagnosis as PNG images: spectra, abundance, norms, speed of products, sub-embeddings.
 
-And one of a study: AUC by the size of the tables.
+And of sizes: AUC by the size of the tables, in a study and of compressed runs.
 
 Needs matplotlib, which is imported in functions only and used without its global state.
 """
@@ -10,14 +10,17 @@ import itertools
 import math
 import re
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from rarebit.diagnosis.measure import SubEmbeddings, TableDiagnosis, short_names
 from rarebit.errors import import_extra
+from rarebit.settings import size as size_text
 from rarebit.tables.spectrum import random_singular_values
 
 if TYPE_CHECKING:
+    from matplotlib.artist import Artist
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
     from matplotlib.lines import Line2D
@@ -58,6 +61,91 @@ def draw_plots(
 def draw_study(result: "StudyResult") -> bytes:
     """Return the AUC of a study's variants by the size of their tables, as a PNG image."""
     return _as_png(_draw_sizes(result))
+
+
+@dataclass(frozen=True)
+class FrontierPanel:
+    """AUC by bytes of the tables, of one log."""
+
+    title: str
+    plain: tuple[float, float]
+    """Bytes and AUC of plain tables."""
+    lines: Mapping[str, Sequence[tuple[float, float]]]
+    """Bytes and AUC of each compressor at its sizes."""
+
+
+def draw_frontier(panels: Sequence[FrontierPanel], *, ours: Sequence[str]) -> dict[str, bytes]:
+    """Return the AUC of compressors by the bytes of the tables, as PNG and SVG images by file name."""
+    what = "drawing a frontier (without it there is only frontier.json)"
+    columns = min(len(panels), 3)
+    lines = math.ceil(len(panels) / columns)
+    figure = _new_figure(max(4.2 * columns, 6.6), 3.2 * lines + 0.9, what=what)
+    names = dict.fromkeys([*ours, *(name for panel in panels for name in panel.lines)])
+    kinds: dict[str, Artist] = {}
+    places = figure.subplots(lines, columns, squeeze=False).flatten()
+    for axes, panel in itertools.zip_longest(places, panels):
+        if panel is None:
+            axes.remove()
+            continue
+        _draw_frontier(axes, panel, list(names), ours, kinds)
+        axes.set_ylabel("test AUC", fontsize=8)
+        axes.set_xlabel("tables, as a part of the plain ones and in bytes", fontsize=8)
+    figure.legend(
+        list(kinds.values()),
+        list(kinds),
+        loc="outside lower center",
+        ncols=min(len(kinds), 4),
+        fontsize=8,
+        frameon=False,
+    )
+    image = io.BytesIO()
+    figure.savefig(image, format="svg")
+    return {"frontier.png": _as_png(figure), "frontier.svg": image.getvalue()}
+
+
+def _draw_frontier(
+    axes: "Axes",
+    panel: FrontierPanel,
+    names: Sequence[str],
+    ours: Sequence[str],
+    kinds: "dict[str, Artist]",
+) -> None:
+    whole, auc = panel.plain
+    kinds["plain tables, 32 bits"] = axes.axhline(auc, color=QUIET, linewidth=1.0, linestyle=":")
+    best = [y for name in ours for _, y in panel.lines.get(name, ())]
+    # what is far below ours would make the rest flat
+    depth = max(1.6 * (auc - min([*best, auc])), 0.004)
+    floor, highest = auc - depth, max([auc, *best])
+    for number, name in enumerate(names):
+        sizes, aucs = zip(*sorted(panel.lines.get(name) or [(math.nan, math.nan)]), strict=True)
+        is_ours, is_point = name in ours, len(sizes) == 1
+        [drawn] = axes.plot(
+            sizes,
+            aucs,
+            "D" if is_point else "o-" if is_ours else "s--",
+            color=f"C{number}",
+            fillstyle="none" if is_point else "full",
+            linewidth=2.2 if is_ours else 1.1,
+            markersize=7 if is_point else 5 if is_ours else 4,
+            zorder=4 if is_point else 3 if is_ours else 2,
+        )
+        kinds.setdefault(name, drawn)
+        highest = max([highest, *(value for value in aucs if value > highest)])
+        below = [size for size, value in zip(sizes, aucs, strict=True) if value < floor]
+        if below:
+            marks = axes.plot(below, [floor] * len(below), "v", color=f"C{number}", markersize=5)
+            marks[0].set_clip_on(False)
+    [kinds["below the axis"]] = axes.plot([], [], "v", color=QUIET, markersize=5)
+    axes.set_ylim(floor, highest + 0.1 * depth)
+    axes.set_xscale("log")
+    least = min((size for points in panel.lines.values() for size, _ in points), default=whole)
+    halvings = range(2, max(round(math.log2(whole / least)), 2) + 1)
+    labels = [f"1/{2**n}\n{size_text(whole / 2**n)}" for n in halvings]
+    axes.set_xticks([whole / 2**n for n in halvings], labels)
+    axes.minorticks_off()
+    axes.set_title(panel.title, fontsize=9)
+    axes.tick_params(labelsize=7)
+    _quieten(axes)
 
 
 def _draw_sizes(result: "StudyResult") -> "Figure":
