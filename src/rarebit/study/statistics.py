@@ -145,6 +145,16 @@ def judge(
     return {name: _compare(name, family, minimum_effect) for name in differences}
 
 
+def paired_interval(differences: Sequence[float], *, level: float = 0.05) -> tuple[float, float]:
+    """Return the ends of Student's interval of the mean of paired differences; for a verdict, use `judge`.
+
+    >>> low, high = paired_interval([0.0012, 0.0013, 0.0011])
+    >>> round(low, 5), round(high, 5)
+    (0.00095, 0.00145)
+    """
+    return _sample("differences", differences).interval(level)
+
+
 class _Sample(NamedTuple):
     """The differences of one method in numbers."""
 

@@ -1,0 +1,107 @@
+"""The benchmark of compressors: runs and coded tables that are made once, paired differences, tables and plots."""
+
+import importlib.util
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from capabilities import needs_package
+
+import rarebit as rb
+
+ROOT = Path(__file__).resolve().parents[2]
+pytestmark = [needs_package("scipy"), needs_package("matplotlib")]
+
+
+def load(path):
+    name = f"benchmark_{path.stem}"
+    spec = importlib.util.spec_from_file_location(name, path)
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+compression = load(ROOT / "benchmarks/compression.py")
+
+
+def prepared(folder):
+    """Return a prepared log of 900 rows whose clicks depend on the item."""
+    generator = torch.Generator().manual_seed(0)
+    items = (torch.rand(900, generator=generator) ** 3 * 80).long()
+    users = torch.randint(30, (900,), generator=generator)
+    clicks = ((items % 3 == 0) ^ (torch.rand(900, generator=generator) < 0.2)).long()
+    rows = zip(items.tolist(), users.tolist(), clicks.tolist(), strict=True)
+    lines = "\n".join(f"i{item},u{user},{click}" for item, user, click in rows)
+    (folder / "log.csv").write_text(f"item,user,click\n{lines}\n")
+    rb.prepare(folder / "log.csv", folder / "log", label="click")
+    return folder / "log"
+
+
+def cell(tables, seed, *points):
+    keys = ("compressor", "size", "table_bytes", "valid_auc", "test_auc", "rarest_auc")
+    found = [dict(zip(keys, point, strict=True)) for point in points]
+    return {"log": "clicks", "tables": tables, "seed": seed, "sizes": [8], "points": found}
+
+
+CELLS = [
+    cell("plain", 0, ("32 bits", None, 800, 0.7, 0.70, 0.6), ("int8", None, 200, 0.7, 0.69, 0.6)),
+    cell("plain", 1, ("32 bits", None, 800, 0.7, 0.72, 0.6), ("int8", None, 200, 0.7, 0.69, 0.6)),
+    cell("tail", 0, ("evidence coding", 8, 100, 0.7, 0.75, 0.6)),
+    cell("tail", 7, ("evidence coding", 8, 100, 0.7, 0.95, 0.6)),  # no plain tables of this seed
+    cell("hashing", 1, ("trained", 8, 90, 0.7, 0.62, 0.6)),
+]
+
+
+def test_differences_are_paired_by_seed_with_an_interval(tmp_path, capsys):
+    (tmp_path / "stored.json").write_text(json.dumps({"cells": CELLS}))
+    compression.main(["--show", str(tmp_path / "stored.json"), "--plot"])
+    shown = capsys.readouterr().out
+    lines = {line.split("  ")[0]: " ".join(line.split()) for line in shown.splitlines()}
+    # the mean of -0.01 and -0.03, and t(0.975, 1) = 12.706 times 0.01
+    assert "1/4 200 B" in lines["plain, int8"]
+    assert "-0.0200 (-0.1471 to +0.1071)" in lines["plain, int8"]
+    assert lines["plain, int8"].endswith(" 2")
+    assert lines["tail, evidence coding"].endswith("+0.0000 +0.0500 +0.0000 1")
+    assert "-0.1000" in lines["hashing, trained"]
+    assert "plain, 32 bits" not in lines
+    assert "(test AUC 0.7100)" in shown
+    assert (tmp_path / "frontier.png").read_bytes().startswith(b"\x89PNG")
+    assert (tmp_path / "frontier.svg").exists()
+
+
+def test_logs_or_a_stored_result_are_needed(capsys):
+    with pytest.raises(SystemExit):
+        compression.main([])
+    assert "give logs with --data" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_runs_and_codes_are_made_once(tmp_path, monkeypatch, capsys):
+    log, out = prepared(tmp_path), tmp_path / "out"
+    words = ["--data", str(log), "--seeds", "1", "--first-seed", "3", "--dim", "4", "--epochs", "2"]
+    words += ["--threads", "1", "--out", str(out), "--trained", "hashing", "--trained-sizes", "2"]
+    compression.main([*words, "--sizes", "4"])
+    report = json.loads((out / "compression.json").read_text())
+    assert report["machine"]["torch"] == torch.__version__
+    assert [one["tables"] for one in report["cells"]] == ["plain", "tail", "hashing"]
+    plain, tail, hashing = report["cells"]
+    [whole, *coded] = plain["points"]
+    saved = json.loads((out / "runs/log-plain-3/run.json").read_text())
+    assert whole["test_auc"] == round(saved["test"]["overall"]["auc"], 6)
+    assert whole["table_bytes"] == saved["table_bytes"]
+    assert all(point["table_bytes"] <= whole["table_bytes"] / 4 for point in coded if point["size"])
+    assert hashing["points"][0]["table_bytes"] <= whole["table_bytes"] / 2
+    assert {point["compressor"] for point in tail["points"]} >= {"evidence coding", "int8", "int4"}
+    monkeypatch.setattr(rb, "run", None)  # would fail
+    compression.main([*words, "--sizes", "4,8"])
+    again = json.loads((out / "compression.json").read_text())
+    assert [one["sizes"] for one in again["cells"]] == [[4, 8], [4, 8], [2]]
+    assert again["cells"][0]["points"][: len(plain["points"])] == plain["points"]
+    monkeypatch.setattr(compression, "frontier", None)
+    capsys.readouterr()
+    compression.main([*words, "--sizes", "4,8"])
+    assert "tail, evidence coding" in capsys.readouterr().out
+    with pytest.raises(rb.errors.SettingsError, match="holds a run with other settings"):
+        compression.main([*words, "--epochs", "3"])
