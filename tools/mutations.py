@@ -191,6 +191,27 @@ BREAKS = (
         ("methods/test_forgetting.py::test_each_row_keeps_its_share_row_by_row",),
     ),
     Break(
+        "coding-without-counts",
+        "methods/evidence_coding.py",
+        "evidence = counts.double().numpy() + 0.5",
+        "evidence = 0.0 * counts.double().numpy() + 0.5",
+        ("methods/test_evidence_coding.py::test_counts_lower_the_error_that_lookups_feel",),
+    ),
+    Break(
+        "price-of-a-bit",
+        "methods/evidence_coding.py",
+        "price * self.rows_in[:, None, None] * number",
+        "price * number",
+        ("methods/test_evidence_coding.py::test_bits_are_those_of_reverse_water_filling",),
+    ),
+    Break(
+        "padding-of-counted-lookups",
+        "methods/_counts.py",
+        "                seen[site.table.padding_idx] = 0\n",
+        "                pass\n",
+        ("methods/test_count_lookups.py::test_lookups_worked_by_hand",),
+    ),
+    Break(
         "quantize-largest-code",
         "methods/quantize.py",
         "largest: int = 2 ** (bits - 1) - 1",
@@ -256,6 +277,34 @@ BREAKS = (
         "filled = counts > 0",
         "filled = counts > 1",
         ("codes/test_packed.py",),
+    ),
+    Break(
+        "coded-order-of-bits",
+        "codes/coded.py",
+        "(some[rows, direction] >> bit) & 1",
+        "(some[rows, direction] >> (layout.bits[kind, direction] - 1 - bit)) & 1",
+        ("codes/test_coded.py::test_a_row_worked_by_hand",),
+    ),
+    Break(
+        "coded-first-row-of-a-run",
+        "codes/coded.py",
+        "torch.where(ids >= starts[place + step]",
+        "torch.where(ids > starts[place + step]",
+        ("codes/test_coded.py::test_rows_are_those_of_the_equation",),
+    ),
+    Break(
+        "coded-bits-of-the-kernel",
+        "codes/coded_kernel.cpp",
+        "pair >> (bit & 7) & ((1u << bits[j]) - 1)",
+        "pair >> (bit & 7) & ((1u << bits[j]) - 2)",
+        ("codes/test_coded.py::test_the_kernel_gives_the_bits_of_torch",),
+    ),
+    Break(
+        "coded-classes-beyond",
+        "codes/coded.py",
+        "int(self.classes.max()) >= len(self.means)",
+        "int(self.classes.max()) > len(self.means)",
+        ("codes/test_coded.py::test_what_is_wrong_is_said_and_the_table_keeps_its_rows",),
     ),
     # row gradients and transfer
     Break(
