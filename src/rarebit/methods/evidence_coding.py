@@ -50,7 +50,7 @@ from rarebit.codes.coded import (
 )
 from rarebit.data.dataset import Dataset
 from rarebit.errors import DataError, SettingsError, UnsupportedTableError
-from rarebit.methods._counts import Counts, by_table_name, counts_by_table, counts_of_table
+from rarebit.methods._counts import counts_by_table
 from rarebit.settings import check_types, require
 from rarebit.tables.apply import (
     FieldSite,
@@ -61,6 +61,7 @@ from rarebit.tables.apply import (
     find_tables,
 )
 from rarebit.tables.collection import Stack, row_gradients_kept, set_row_gradients
+from rarebit.tables.counts import Counts, by_table_name, counts_of_table
 from rarebit.tables.table import CHUNK, AnyTable, Method, Table, full_table, methods_of, wrap
 from rarebit.technique import Rank
 

@@ -31,10 +31,11 @@ from torch.optim import Optimizer
 
 from rarebit.callbacks import Callback, TrainingData, TrainingMethod
 from rarebit.errors import UnsupportedTableError, warn
-from rarebit.methods._counts import Counts, counts_of_rows, counts_of_table
+from rarebit.methods._counts import counts_of_rows
 from rarebit.methods.hashing import HashedTable
 from rarebit.settings import check_types, require
 from rarebit.tables.apply import Site, check_optimizer, find_sites, table_parameters
+from rarebit.tables.counts import Counts, counts_of_table
 from rarebit.tables.table import CHUNK
 
 __all__ = ["Forgetting"]

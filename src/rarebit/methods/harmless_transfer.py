@@ -24,9 +24,9 @@ from rarebit.callbacks import Callback, TrainingData, TrainingMethod
 from rarebit.data.dataset import Dataset
 from rarebit.data.selection import CoOccurrence, FrequencySplit, Selection, stored_selection
 from rarebit.errors import NoTableError, warn
-from rarebit.methods._counts import counts_of_table
 from rarebit.settings import check_types, require, suggest
 from rarebit.tables.apply import Site, TableInfo, find_sites
+from rarebit.tables.counts import counts_of_table
 from rarebit.tables.table import full_table, methods_of
 from rarebit.technique import BASELINE, Control, Technique, technique_name, technique_text
 from rarebit.text import TextTable

@@ -26,15 +26,10 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from rarebit.errors import SettingsError
-from rarebit.methods._counts import (
-    CountedMethod,
-    CountedStack,
-    CountedTable,
-    Evidence,
-    by_table_name,
-)
+from rarebit.methods._counts import CountedMethod, CountedStack, CountedTable, Evidence
 from rarebit.settings import check_number, require
 from rarebit.tables.collection import Stack
+from rarebit.tables.counts import by_table_name
 from rarebit.tables.table import AnyTable, Table, is_trainable, plain_like
 from rarebit.technique import Rank, Technique, technique_name
 

@@ -35,12 +35,13 @@ from rarebit.callbacks import Average, Callback, TrainingData
 from rarebit.data.dataset import Dataset
 from rarebit.data.schema import UNKNOWN
 from rarebit.ema import EMA
-from rarebit.methods._counts import Counts, Evidence, set_counts_
+from rarebit.methods._counts import Evidence, set_counts_
 from rarebit.methods.forgetting import PATIENCE, forget_rows_, restart_, stored_rows
 from rarebit.methods.forgetting import C as RARE
 from rarebit.methods.shrinkage import Shrinkage, Strength
 from rarebit.settings import require
 from rarebit.tables.apply import apply_, check_optimizer, merge_
+from rarebit.tables.counts import Counts
 
 __all__ = ["Tail"]
 

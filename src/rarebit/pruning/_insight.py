@@ -22,12 +22,13 @@ import torch
 from torch import Tensor, nn
 
 from rarebit.errors import DataError, ModelFileError, NoTableError, SettingsError
-from rarebit.methods._counts import counts_by_table, counts_of_table
+from rarebit.methods._counts import counts_by_table
 from rarebit.pruning.masked import Ticket
 from rarebit.pruning.pep import thresholded_tables
 from rarebit.settings import check_types, from_mapping, to_mapping
 from rarebit.storage.files import write_files
 from rarebit.tables.apply import FieldSite, Site, find_sites
+from rarebit.tables.counts import counts_of_table
 from rarebit.tables.table import CHUNK, AnyTable, home_of, row_chunks
 
 DECILES = 10

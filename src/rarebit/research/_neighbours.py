@@ -15,10 +15,10 @@ from torch import Tensor, nn
 from rarebit.callbacks import TrainingMethod
 from rarebit.data.schema import PADDING
 from rarebit.errors import NoTableError, UnsupportedTableError
-from rarebit.methods._counts import counts_of_table
 from rarebit.tables.apply import ModuleSite, find_sites
 from rarebit.tables.bag import Bag
 from rarebit.tables.collection import TableCollection
+from rarebit.tables.counts import counts_of_table
 from rarebit.tables.table import field_of, home_of, table_name
 from rarebit.technique import Technique, technique_name
 

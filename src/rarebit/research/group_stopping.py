@@ -20,11 +20,11 @@ from torch.nn import functional as F
 from rarebit.callbacks import Callback, TrainingData
 from rarebit.data.schema import PADDING, Schema
 from rarebit.errors import DataError, NoTableError, UnsupportedTableError
-from rarebit.methods._counts import counts_of_table
 from rarebit.research._neighbours import Neighbour
 from rarebit.settings import check_types, require
 from rarebit.storage.files import load_tensors_
 from rarebit.tables.apply import find_sites
+from rarebit.tables.counts import counts_of_table
 from rarebit.tables.table import home_of
 from rarebit.technique import Rank, Technique
 
