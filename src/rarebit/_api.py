@@ -25,6 +25,7 @@ from rarebit.study.plan import StudyPlan
 from rarebit.study.results import StudyResult
 from rarebit.study.study import study
 from rarebit.tables.apply import apply_, check_optimizer, find_tables, merge_
+from rarebit.tables.grow import grow_
 from rarebit.tables.spectrum import information_abundance
 from rarebit.tables.table import Method, Table
 from rarebit.technique import Rank
@@ -72,6 +73,7 @@ __all__ = [
     "find_tables",
     "fit",
     "forget_",
+    "grow_",
     "information_abundance",
     "load_model",
     "measure_sensitivity",

@@ -57,6 +57,9 @@ class EMA:
     -6.0
     """
 
+    keeps_shapes = True
+    """Tables that grow cannot be averaged on: `grow_` refuses an optimizer that it follows."""
+
     def __init__(
         self,
         model: nn.Module,
@@ -330,6 +333,8 @@ class EMA:
 
 class _Average:
     """The average of one parameter, and how far it is behind the steps."""
+
+    keeps_shapes = True
 
     def __init__(
         self, weight: nn.Parameter, count: Tensor, starts: Tensor, place: int, rate: float

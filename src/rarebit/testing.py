@@ -41,6 +41,7 @@ from rarebit.sets.sets import SetsMethod
 from rarebit.study.variants import CONTROLS
 from rarebit.tables.apply import TableInfo, apply_, end_training_, find_tables, merge_
 from rarebit.tables.collection import TableCollection
+from rarebit.tables.grow import grow_
 from rarebit.tables.table import AnyTable, Method, Table
 from rarebit.technique import (
     BASELINE,
@@ -431,6 +432,47 @@ def check_model(method: Method) -> None:
         assert same or has_sets or left_out, "weights have other names"
 
 
+def check_grows(method: Method) -> None:
+    """A table gets more rows and old ids keep theirs to the last bit, also in a stack and a file; or it refuses by name."""
+    for name, (make, arguments, options) in lookups().items():
+        if isinstance(method, SetsMethod):  # which takes a backbone
+            break
+        model = applied(method, make())
+        before = model(*arguments, **options)
+        if not _grows(model, method, {"table": N + 4}):
+            return
+        assert torch.equal(model(*arguments, **options), before), f"{name}: old ids changed"
+        new = model(torch.arange(N, N + 4).unsqueeze(-1))
+        assert bool(new.isfinite().all()), f"{name}: new rows are not finite"
+        assert model.table.weight.shape == (N + 4, D), f"{name}: .weight has another shape"
+        merge_(model, verbose=False)
+        assert model.table.num_embeddings == N + 4, f"{name}: merged, it has other rows"
+    zoo, batch = small_model(method), small_batch()
+    apply_(zoo, method, verbose=False)
+    move_(zoo)
+    before = zoo(batch)
+    if not _grows(zoo, method, {"item": N + 3, "tags": 12}):
+        return
+    assert torch.equal(zoo(batch), before), "old ids of a stack changed"
+    with tempfile.TemporaryDirectory() as folder:
+        loaded = load_model(save_model(zoo, folder))
+    assert torch.equal(loaded(batch), before), "a grown model does not come back from its file"
+    assert find_tables(loaded) == find_tables(zoo), "other tables come back from its file"
+
+
+def _grows(model: nn.Module, method: Method, sizes: dict[str, int]) -> bool:
+    """Grow the tables of a model; return whether its method allows that."""
+    before, why_not = find_tables(model), ""
+    try:
+        grow_(model, sizes, verbose=False)
+    except UnsupportedTableError as error:
+        why_not = str(error)
+    if why_not:
+        assert "merge_" in why_not, f"{method} refuses to grow without advice: {why_not}"
+        assert find_tables(model) == before, "a table that cannot grow changed"
+    return not why_not
+
+
 def check_mode_and_dtype(method: Method) -> None:
     """Applying and merging keep the mode everywhere in a model, and its precision."""
     for training in (True, False):
@@ -599,7 +641,10 @@ OF_TABLES: Sequence[Callable[[Any], None]] = (
     check_shape_after,
 )
 OF_TRAINED_TABLES: Sequence[Callable[[Any], None]] = (check_learns, check_gradients)
-OF_MODELS: Sequence[Callable[[Any], None]] = (check_model, check_mode_and_dtype, check_cost)
+OF_MODELS: Sequence[Callable[[Any], None]] = (
+    *(check_model, check_mode_and_dtype, check_cost),
+    check_grows,
+)
 AROUND_TRAINING: Sequence[Callable[[Any], None]] = (check_trains, check_resumes)
 
 

@@ -173,7 +173,17 @@ class Evidence(nn.Module):
     def split(self, sizes: Sequence[int]) -> list["Evidence"]:
         """Return the evidence of each table; memory is shared, not copied."""
         parts = zip(self.counts.split(list(sizes)), self.strength.split(1), strict=True)
-        return [Evidence(*part, is_known=self.is_known) for part in parts]
+        return [self._with(*part) for part in parts]
+
+    def grown(self, rows: int) -> "Evidence":
+        """Return the evidence of a table with more rows, which training did not see."""
+        new = self.counts.new_full((rows,), 0 if self.is_known else UNKNOWN)
+        return self._with(torch.cat([self.counts, new]), self.strength)
+
+    def _with(self, counts: Tensor, strength: Tensor) -> "Evidence":
+        made = Evidence(counts, strength, is_known=self.is_known)
+        made.is_growing = self.is_growing
+        return made
 
     def weights(self, rows: Tensor, fields: Tensor) -> Tensor:
         """Return n / (n + c) of these rows `(..., 1)`; `fields` is the table of each of them.
@@ -248,6 +258,7 @@ class CountedStack(Stack):
             torch.cat([getattr(e, k) for e in every]) for k in ("counts", "strength")
         )
         self.evidence = Evidence(counts, strength, is_known=all(e.is_known for e in every))
+        self.evidence.is_growing = all(e.is_growing for e in every)
         first_rows = torch.tensor([0, *accumulate(self.sizes)][:-1])
         self.register_buffer("offsets", first_rows[self.field_of_slot], persistent=False)
 

@@ -27,6 +27,7 @@ from rarebit.tables.table import (
     Method,
     Table,
     full_table,
+    grow_table,
     methods_of,
     plain_like,
     unsuited,
@@ -126,6 +127,15 @@ class HashedTable(Table):
     def served(self) -> "HashedTable":
         """Return a table with the same buckets for inference."""
         return self if isinstance(self.inner, nn.Embedding) else self._with(self.inner.served())
+
+    def grown(self, start: Tensor) -> "HashedTable":
+        """Return the table with more ids; they share the buckets, of which there are no more than before."""
+        ids, inner = self.num_embeddings + len(start), self.inner
+        missing = min(ids, self.buckets) - inner.num_embeddings
+        assert isinstance(self.method, Hashing)
+        if missing > 0:  # a table smaller than its buckets
+            inner = grow_table(inner, start[:missing])
+        return HashedTable(self.method, inner, ids, self.padding_idx)
 
     def _with(self, inner: AnyTable) -> "HashedTable":
         assert isinstance(self.method, Hashing)

@@ -23,7 +23,15 @@ from torch import Tensor, nn
 from rarebit.methods._sizing import plain_weights, too_small
 from rarebit.settings import check_types, require
 from rarebit.tables.collection import Stack, stack_tables
-from rarebit.tables.table import AnyTable, Method, Table, full_table, is_trainable, plain_like
+from rarebit.tables.table import (
+    AnyTable,
+    Method,
+    Table,
+    full_table,
+    grow_table,
+    is_trainable,
+    plain_like,
+)
 from rarebit.technique import Rank
 
 __all__ = ["LowRank", "LowRankTable"]
@@ -115,6 +123,12 @@ class LowRankTable(Table):
         """Return (W V_r)[i] · V_rᵀ."""
         rows: Tensor = self.inner(ids) @ self.right
         return rows
+
+    def grown(self, start: Tensor) -> "LowRankTable":
+        """Return the table with more ids; their rows are the closest of this rank."""
+        assert isinstance(self.method, LowRank)
+        thin = start.double() @ torch.linalg.pinv(self.right.detach().double())
+        return LowRankTable(self.method, grow_table(self.inner, thin), self.right)
 
 
 class LowRankStack(Stack):

@@ -45,6 +45,7 @@ from rarebit.tables.table import (
     Method,
     Table,
     full_table,
+    grow_table,
     is_trainable,
     plain_like,
 )
@@ -142,6 +143,12 @@ class FactorizedTable(Table):
         """Return W1 (W2 q_i)."""
         rows: Tensor = self.inner(ids) @ self.projection
         return rows
+
+    def grown(self, start: Tensor) -> "FactorizedTable":
+        """Return the table with more ids, whose wide rows are the shortest with this product."""
+        assert isinstance(self.method, MLET)
+        wide = start.double() @ torch.linalg.pinv(self.projection.detach().double())
+        return FactorizedTable(self.method, grow_table(self.inner, wide), self.projection)
 
     def factors(self) -> tuple[AnyTable, Tensor]:
         """Return the wide table, W2ᵀ, and the projection, W1ᵀ: what `diagnose` measures."""

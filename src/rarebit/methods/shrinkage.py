@@ -30,7 +30,7 @@ from rarebit.methods._counts import CountedMethod, CountedStack, CountedTable, E
 from rarebit.settings import check_number, require
 from rarebit.tables.collection import Stack
 from rarebit.tables.counts import by_table_name
-from rarebit.tables.table import AnyTable, Table, is_trainable, plain_like
+from rarebit.tables.table import AnyTable, Table, grow_table, is_trainable, plain_like
 from rarebit.technique import Rank, Technique, technique_name
 
 __all__ = ["Shrinkage", "ShrunkTable"]
@@ -190,6 +190,12 @@ class ShrunkTable(CountedTable):
         ids = ids.long()
         prior = None if self.prior is None else self.prior.mean
         return mix(self.inner(ids), self.weights(ids), prior)
+
+    def grown(self, start: Tensor) -> "ShrunkTable":
+        """Return the table with more ids; their count is 0, so each of them *is* the prior until it is seen."""
+        assert isinstance(self.method, Shrinkage)
+        inner, evidence = grow_table(self.inner, start), self.evidence.grown(len(start))
+        return ShrunkTable(self.method, inner, evidence, self.prior)
 
 
 class ShrunkStack(CountedStack):

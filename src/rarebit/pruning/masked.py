@@ -37,6 +37,7 @@ from rarebit.tables.table import (
     Method,
     Table,
     full_table,
+    grow_table,
     home_of,
     num_weights,
     plain_like,
@@ -345,6 +346,11 @@ class MaskedTable(Table):
     def rows(self, ids: Tensor) -> Tensor:
         """Return m_i ⊙ V_i."""
         return _masked(self.inner(ids), take_rows(self.kept, ids.long()))
+
+    def grown(self, start: Tensor) -> "MaskedTable":
+        """Return the table with more ids, of which all entries are kept."""
+        kept = torch.cat([self.kept, torch.ones_like(start, dtype=torch.bool)])
+        return MaskedTable(self.method, grow_table(self.inner, start), kept)
 
     @property
     def num_weights(self) -> int:

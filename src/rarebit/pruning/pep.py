@@ -61,6 +61,7 @@ from rarebit.tables.table import (
     Shared,
     Table,
     full_table,
+    grow_table,
     is_trainable,
     plain_like,
     row_chunks,
@@ -216,6 +217,17 @@ class ThresholdedTable(Table):
         """Return S(V, s) of these rows."""
         assert isinstance(self.method, PEP)
         return soft_threshold(self.inner(ids), self.method.cut_at(self.levels(ids)))
+
+    def grown(self, start: Tensor) -> "ThresholdedTable":
+        """Return the table with more ids, longer by the thresholds that will cut them: what is cut never learns."""
+        assert isinstance(self.method, PEP)
+        levels = self.levels
+        own = levels(torch.arange(0, device=start.device))  # thresholds of the table, or none
+        if isinstance(levels, nn.Embedding):
+            own = start.new_full((len(start), levels.embedding_dim), self.method.init)
+            levels = grow_table(levels, own)
+        longer = start + start.sign() * self.method.cut_at(own.detach())
+        return ThresholdedTable(self.method, grow_table(self.inner, longer), levels)
 
 
 class ThresholdedStack(Stack):

@@ -18,7 +18,7 @@ from torch import Tensor
 from rarebit.methods.mlet import MLET, fold, fresh_factors
 from rarebit.settings import check_types
 from rarebit.tables.collection import Stack, stack_tables
-from rarebit.tables.table import AnyTable, Method, Table, plain_like
+from rarebit.tables.table import AnyTable, Method, Table, grow_table, plain_like
 from rarebit.technique import Rank
 
 __all__ = ["ProductStart"]
@@ -65,6 +65,10 @@ class StartedTable(Table):
         """Return W[i]."""
         rows: Tensor = self.inner(ids)
         return rows
+
+    def grown(self, start: Tensor) -> "StartedTable":
+        """Return the table with more ids."""
+        return StartedTable(self.method, grow_table(self.inner, start))
 
 
 class StartedStack(Stack):

@@ -30,7 +30,7 @@ from rarebit.errors import UnsupportedTableError
 from rarebit.methods._counts import CountedMethod, CountedStack, CountedTable, Evidence
 from rarebit.settings import require
 from rarebit.tables.collection import Stack
-from rarebit.tables.table import AnyTable, Table, full_table, plain_like
+from rarebit.tables.table import AnyTable, Table, full_table, grow_table, plain_like
 from rarebit.technique import Rank
 
 __all__ = ["RatedTable", "RowRate"]
@@ -90,6 +90,11 @@ class RatedTable(CountedTable):
         """Return w_i u_i."""
         ids = ids.long()
         return _rated(self.inner(ids), self.weights(ids))
+
+    def grown(self, start: Tensor) -> "RatedTable":
+        """Return the table with more ids; their count is 0, so they learn once `set_counts_` says otherwise."""
+        inner, evidence = grow_table(self.inner, start), self.evidence.grown(len(start))
+        return RatedTable(self.method, inner, evidence)
 
     @torch.no_grad()
     def set_counts_(self, counts: Tensor) -> None:

@@ -41,6 +41,7 @@ from rarebit.tables.table import (
     Method,
     Table,
     full_table,
+    grow_table,
     methods_of,
     num_weights,
     plain_like,
@@ -152,6 +153,13 @@ class SetsTable(Table):
         rows: Tensor = self.inner(ids)
         return rows
 
+    def grown(self, start: Tensor) -> "SetsTable":
+        """Return the table with more ids in all sets."""
+        inner = grow_table(self.inner, start)
+        assert isinstance(self.method, SetsMethod)
+        assert isinstance(inner, nn.Embedding)
+        return SetsTable(self.method, inner)
+
     def receive(self, method: Method) -> Table:
         """Return the table with a method on each set, or on all entries at once where that is the same."""
         if method.masks_entries:
@@ -184,6 +192,12 @@ class SplitSetsTable(Table):
     def rows(self, ids: Tensor) -> Tensor:
         """Return the rows of all sets side by side."""
         return torch.cat([part(ids) for part in self.parts], dim=-1)
+
+    def grown(self, start: Tensor) -> "SplitSetsTable":
+        """Return the table with more ids in each set."""
+        assert isinstance(self.method, SetsMethod)
+        starts = start.split([table.embedding_dim for table in self.tables], dim=1)
+        return SplitSetsTable(self.method, [*map(grow_table, self.tables, starts)])
 
     @property
     def tables(self) -> list[AnyTable]:

@@ -55,6 +55,8 @@ MODULE_HOOKS = (
     *("_load_state_dict_pre_hooks", "_load_state_dict_post_hooks"),
 )
 """Where a module keeps what it calls besides itself."""
+STATE_STARTS = {"sum": "initial_accumulator_value", "step_size": "lr"}
+"""States of torch's optimizers (Adagrad, Rprop) that do not start at zero, and the option that they start at."""
 MAX_LINES = 8
 EQUAL = 1e-6
 """Rows that differ by no more than this share of the largest weight before are equal."""
@@ -153,8 +155,8 @@ class TableChanges:
             f"{sum(old):,} -> {sum(new):,} {unit} stored{self._freezing()}"
         )
         lines = [
-            f"  {info.name}  {info.rows:,} x {info.width}, {was:,} -> {now:,}"
-            for info, was, now in zip(self.before, old, new, strict=True)
+            f"  {info.name}  {info.rows:,}{_if_other(info.rows, grown.rows)} x {info.width}, {was:,} -> {now:,}"
+            for info, grown, was, now in zip(self.before, self.after, old, new, strict=True)
         ]
         if len(lines) > MAX_LINES:
             lines[MAX_LINES - 1 :] = [f"  and {len(lines) - MAX_LINES + 1} more"]
@@ -189,6 +191,10 @@ class TableChanges:
             + (f" and {len(names) - 3} more" if len(names) > 3 else "")
             for reason, names in by_reason.items()
         ]
+
+
+def _if_other(before: int, after: int) -> str:
+    return "" if before == after else f" -> {after:,}"
 
 
 def find_tables(model: nn.Module) -> list[TableInfo]:
@@ -555,8 +561,12 @@ def put_tables(
     *,
     skipped: Sequence[tuple[str, str]] = (),
     optimizer: Optimizer | None = None,
+    grown: bool = False,
 ) -> TableChanges:
-    """Put the new tables where the old ones were, also where else the model holds them, and in optimizers."""
+    """Put the new tables where the old ones were, also where else the model holds them, and in optimizers.
+
+    With `grown` they are the old ones with more rows: all rows that were there keep their state.
+    """
     if optimizer is not None and not isinstance(optimizer, Optimizer):
         raise OptimizerError(
             f"optimizer= takes a torch optimizer, got a {type(optimizer).__name__}"
@@ -572,14 +582,20 @@ def put_tables(
         for change in changes:
             if _held_by(one) & {id(p) for p in change.old.parameters()}:
                 _refuse_dense(one, change.tables)
+                if grown:
+                    _refuse_to_follow(one, title)
 
     # nothing has changed so far, and from here on nothing is refused
     exchanges = []
     for change in changes:
+        were = change.parts(change.old) if grown else []
         moves = change.put()
         swap.note(change.name, change.old, change.new)
-        new = () if change.new is None else change.new.parameters()
-        exchanges.append(Exchange(list(change.old.parameters()), list(new), moves))
+        new = [] if change.new is None else list(change.new.parameters())
+        old = list(change.old.parameters())
+        if grown:
+            moves = _moves(were, old, change.parts(change.new), new)
+        exchanges.append(Exchange(old, new, moves, grown))
     for one in optimizers:
         exchange_parameters(one, exchanges, model)
     exchanged = [
@@ -614,6 +630,11 @@ class Replacement:
         for parent, attribute in self.site.places:
             setattr(parent, attribute, self.new)
         return []
+
+    def parts(self, now: nn.Module | None) -> list[dict[str, nn.Parameter]]:
+        """Return the parameters of each table by name, which share the memory of the module that is there now."""
+        tables = self.site.collection.tables() if isinstance(self.site, FieldSite) else [now]
+        return [dict(table.named_parameters()) for table in tables if table is not None]
 
 
 def _replacements(sites: Sequence[Site], tables: Sequence[AnyTable]) -> list[Replacement]:
@@ -670,12 +691,28 @@ def _refuse_dense(
         )
 
 
+def _refuse_to_follow(optimizer: Optimizer, title: str) -> None:
+    """Raise where an optimizer, or an average that follows it, cannot follow tables that grow."""
+    if isinstance(optimizer, torch.optim.LBFGS):
+        raise OptimizerError(
+            f"{title}: LBFGS remembers all parameters as one vector, which cannot grow; build a new one afterwards"
+        )
+    for hook in optimizer._optimizer_step_pre_hooks.values():  # noqa: SLF001  # torch has no other list of them
+        if getattr(getattr(hook, "__self__", None), "keeps_shapes", False):
+            raise OptimizerError(
+                f"{title}: an EMA averages the tables of this optimizer and cannot grow; close() it before this call, and "
+                "make a new one after it"
+            )
+
+
 class Exchange(NamedTuple):
     """Old parameters, the new ones in their place, and plain rows that moved between them."""
 
     old: Sequence[nn.Parameter]
     new: Sequence[nn.Parameter]
     moves: Sequence[RowMove]
+    grown: bool = False
+    """Whether rows that came from nowhere are new, and start as those of a new optimizer."""
 
 
 def exchange_parameters(
@@ -702,7 +739,8 @@ def exchange_parameters(
         held = {id(p) for g in optimizer.param_groups for p in g["params"]}
         arrived = [p for p in exchange.new if id(p) not in held]
         for parameter in arrived:
-            state = _carried_state(optimizer, parameter, exchange.moves)
+            fresh = group if exchange.grown else None
+            state = _carried_state(optimizer, parameter, exchange.moves, fresh)
             if not state and isinstance(optimizer, torch.optim.Adagrad):
                 # torch makes this state with the optimizer, not later
                 options = {key: group[key] for key in optimizer.defaults}
@@ -740,12 +778,19 @@ def _exchange_in(
 
 
 def _carried_state(
-    optimizer: Optimizer, parameter: nn.Parameter, moves: Sequence[RowMove]
+    optimizer: Optimizer,
+    parameter: nn.Parameter,
+    moves: Sequence[RowMove],
+    fresh: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """Return the state of rows that moved into this parameter, empty unless it covers all of them."""
+    """Return the state of rows that moved into this parameter, empty unless it covers all of them.
+
+    Where the group of the parameter is given as `fresh`, rows that did not move start as in a new optimizer.
+    """
     moves = [move for move in moves if move.target is parameter]
     moves = [move for move in moves if optimizer.state.get(move.source)]
-    if sum(move.target_rows.stop - move.target_rows.start for move in moves) != len(parameter):
+    moved = sum(move.target_rows.stop - move.target_rows.start for move in moves)
+    if not moves or (fresh is None and moved != len(parameter)):
         return {}
     state: dict[str, Any] = {}
     for key, value in optimizer.state[moves[0].source].items():
@@ -753,9 +798,55 @@ def _carried_state(
             state[key] = value.new_empty(len(parameter), *value.shape[1:])
             for move in moves:
                 state[key][move.target_rows] = optimizer.state[move.source][key][move.source_rows]
+            if fresh is not None:
+                start = float(fresh.get(STATE_STARTS.get(key, ""), 0.0))
+                for rows in _gaps([move.target_rows for move in moves], len(parameter)):
+                    state[key][rows] = start
         else:
             state[key] = value.clone() if isinstance(value, Tensor) else value
     return state
+
+
+def _gaps(covered: Sequence[slice], end: int) -> Iterator[slice]:
+    """Yield the rows from 0 to the end that are not covered."""
+    place = 0
+    for rows in sorted(covered, key=lambda rows: rows.start):
+        yield slice(place, rows.start)
+        place = rows.stop
+    yield slice(place, end)
+
+
+def _moves(
+    before: Sequence[Mapping[str, nn.Parameter]],
+    old: Sequence[nn.Parameter],
+    after: Sequence[Mapping[str, nn.Parameter]],
+    new: Sequence[nn.Parameter],
+) -> list[RowMove]:
+    """Return where the rows of grown tables went, from their parameters by name before and after.
+
+    A stack holds the parameters of its tables in its own way, so they are found there by their memory.
+    """
+    moves = []
+    for was, now in zip(before, after, strict=True):
+        for name in was.keys() & now.keys():
+            source, target = _place(was[name], old), _place(now[name], new)
+            if source and target and source[0] is not target[0]:
+                rows = target[1].start, target[1].start + source[1].stop - source[1].start
+                moves.append(RowMove(*source, target[0], slice(*rows)))
+    return moves
+
+
+def _place(part: Tensor, owners: Iterable[nn.Parameter]) -> tuple[nn.Parameter, slice] | None:
+    """Return the parameter whose memory this one shares, and which of its rows; None where there are none."""
+    start, end = memory_of(part)
+    for owner in owners:
+        first, last = memory_of(owner)
+        if first <= start < end <= last and owner.dim():
+            row = (start - first) // (owner.stride(0) * owner.itemsize)
+            # a stack has rows of all tables one after the other, or all of a table's numbers as one row
+            num = len(part) if part.dim() == owner.dim() else 1
+            return owner, slice(row, row + num)
+    return None
 
 
 def _table_modules(

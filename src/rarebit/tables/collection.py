@@ -32,7 +32,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
 from typing import Any, Literal, NamedTuple
@@ -481,6 +481,10 @@ class TableCollection(nn.Module):
         before = self.plain_rows()
         self._arrange(
             [tables.get(index, table) for index, table in enumerate(self.tables())], set(tables)
+        )
+        self.fields = tuple(
+            replace(field, rows=tables[index].num_embeddings) if index in tables else field
+            for index, field in enumerate(self.fields)
         )
         after = self.plain_rows()
         kept = [index for index in before if index in after and index not in tables]

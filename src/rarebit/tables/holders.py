@@ -285,6 +285,8 @@ class Swap:
             return "shares memory with the weight of one"
         if one.new is None:
             return f"is a part of {one.table!r}"
+        if getattr(place.owner, "keeps_shapes", False):
+            return "an average follows"
         if isinstance(place.owner, KEPT):
             return f"a {type(place.owner).__name__} keeps"
         if isinstance(place.owner, dict) and place.owner.get(place.key) is not place.value:

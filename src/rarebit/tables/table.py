@@ -212,6 +212,16 @@ class Table(nn.Module, ABC):
         """Return the table for inference, with the same rows."""
         return self.method.serve(self)
 
+    def grown(self, start: Tensor) -> "Table":
+        """Return the table with more ids, whose rows start as these `(new, D)` as far as it can store them.
+
+        Old ids keep their rows to the last bit. Override where that is well defined, mostly by `grow_table(self.inner, start)`.
+        """
+        del start
+        raise UnsupportedTableError(
+            f"tables of {type(self.method).__name__} cannot grow: merge_ the model, grow it, and apply the method again"
+        )
+
     def merge(self) -> nn.Embedding:
         """Return a plain table with the same rows; whatever this table wraps is folded in."""
         return plain_like(self, full_table(self), padding_idx=self.padding_idx)
@@ -307,6 +317,14 @@ def unsuited(base: AnyTable, method: Method) -> str | None:
     if isinstance(base, Table):
         return base.unsuited(method)
     return method.unsuited(base.num_embeddings, base.embedding_dim)
+
+
+def grow_table(table: AnyTable, start: Tensor) -> AnyTable:
+    """Return the table with more ids, whose rows start as these `(new, D)`."""
+    if isinstance(table, Table):
+        return table.grown(start)
+    weight = torch.cat([table.weight.detach(), start.to(table.weight)])
+    return plain_like(table, weight, padding_idx=table.padding_idx)
 
 
 def methods_of(table: AnyTable) -> tuple[Method, ...]:

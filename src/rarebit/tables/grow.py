@@ -1,0 +1,223 @@
+"""Tables that grow: `grow_` gives a table rows for new ids, and leaves the rows of old ids as they are.
+
+    rows       ids 0 .. N - 1 keep theirs to the last bit; ids N .. start at the prior, at noise, or at given rows
+    state      an optimizer that is passed along keeps what it knows of old rows; that of new rows starts anew
+    schema     that of a model of ours follows
+
+How a table of a method grows is a few lines in the file of the method: `Table.grown`.
+"""
+
+import operator
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from itertools import chain
+from typing import Any, Literal, TypeAlias
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from rarebit.data.schema import Schema
+from rarebit.errors import DataError, NoTableError, SettingsError, UnsupportedTableError
+from rarebit.machine import require_memory
+from rarebit.settings import suggest
+from rarebit.tables.apply import (
+    FieldSite,
+    Site,
+    TableChanges,
+    find_sites,
+    put_tables,
+    refuse_wrapped_model,
+    reported,
+)
+from rarebit.tables.counts import Counts, by_table_name, counts_of_table
+from rarebit.tables.table import CHUNK, AnyTable, full_table, grow_table, home_of, row_chunks
+
+NewRows: TypeAlias = Literal["prior", "noise"] | Tensor | Callable[[Tensor], Tensor]
+"""How new rows start: a rule, the rows `(new, D)`, or a function from the old rows `(N, D)` to them."""
+
+
+def grow_(
+    model: nn.Module,
+    sizes: Mapping[str, int],
+    *,
+    start: NewRows | Mapping[str, NewRows] = "prior",
+    counts: Counts | None = None,
+    optimizer: Optimizer | None = None,
+    verbose: bool = True,
+) -> TableChanges:
+    """Give tables of a model more rows, in place, and return what changed. Old ids keep their rows.
+
+    sizes      the new number of rows, by the name of the table or of its field
+    start      how a new row starts: "prior", the mean of the table's rows; "noise", as torch draws `nn.Embedding`, as
+               large as the table's rows; the rows themselves, `(new, D)`; or a function from the old rows `(N, D)` to
+               them, for those who know more of the new ids. A mapping gives these by name
+    counts     how often training saw each id, by name: the mean counts each row that often
+    optimizer  keeps its state of the old rows; that of new rows starts anew. Without, build a new one after this call
+
+    Either all named tables grow or, on an error, none. Tables in a compressed form do not grow: `merge_` them first.
+
+    >>> model = nn.ModuleDict({"item": nn.Embedding(10_000, 16)})
+    >>> optimizer = torch.optim.Adam(model.parameters())
+    >>> changes = grow_(model, {"item": 12_000}, optimizer=optimizer)
+    grow: 1 of 1 tables, 160,000 -> 192,000 weights stored
+      item  10,000 -> 12,000 x 16, 160,000 -> 192,000
+    """
+    refuse_wrapped_model(model)
+    sites = find_sites(model)
+    _check_names("sizes", sizes, sites)
+    if isinstance(start, Mapping):
+        _check_names("start", start, sites)
+    chosen: dict[str, Site] = {}
+    rows: dict[str, int] = {}
+    skipped = []
+    for site in sites:
+        name, wanted = site.info.name, _wanted_rows(site, sizes)
+        if wanted is None or wanted == site.info.rows:
+            reason = "not named" if wanted is None else f"has {wanted:,} rows already"
+            skipped.append((name, reason))
+        else:
+            chosen[name], rows[name] = site, wanted
+    schemas = _grown_schemas(model, sites, rows)
+    tables = []
+    for name, site in chosen.items():
+        if site.info.refusal:
+            raise UnsupportedTableError(f"{name!r} cannot grow: {site.info.refusal}")
+        stored = site.info.num_bytes // max(site.info.rows, 1) * rows[name]
+        what = f"{name!r} with {rows[name]:,} rows"
+        require_memory(stored, what, "use fewer rows", home_of(site.table))
+        how = by_table_name(name, start) if isinstance(start, Mapping) else start
+        how = "prior" if how is None else how
+        seen = None
+        if counts is not None and (
+            not isinstance(counts, Mapping) or by_table_name(name, counts) is not None
+        ):
+            seen = counts_of_table(name, site.info.rows, counts)
+        new_rows = _new_rows(site, rows[name] - site.info.rows, how, seen)
+        tables.append(grow_table(site.table, new_rows))
+    changes = put_tables(
+        model,
+        "grow",
+        [*chosen.values()],
+        tables,
+        skipped=skipped,
+        optimizer=optimizer,
+        grown=True,
+    )
+    told = []
+    for module, (place, schema) in schemas.items():
+        if module.schema.encoder is not None:
+            told.append(f"{place} (without its encoder, which does not know the new ids)")
+        module.schema = schema
+    return reported(replace(changes, exchanged=(*changes.exchanged, *told)), verbose)
+
+
+def _check_names(what: str, values: object, sites: Sequence[Site]) -> None:
+    if not isinstance(values, Mapping):
+        raise SettingsError(
+            f"{what} must be given by the names of tables, such as {{'item': 12_000}}, got {values!r}"
+        )
+    known = {name: None for site in sites for name in (site.info.field, site.info.name)}
+    for name in values:
+        if name not in known:
+            raise NoTableError(f"{what}: there is no table {name!r}{suggest(str(name), known)}")
+
+
+def _wanted_rows(site: Site, sizes: Mapping[str, int]) -> int | None:
+    """Return how many rows a table should have; None where it is not named."""
+    name, given = site.info.name, by_table_name(site.info.name, sizes)
+    if given is None:
+        return None
+    try:
+        rows = operator.index(given)
+    except TypeError:
+        raise SettingsError(f"the rows of {name!r} must be an integer, got {given!r}") from None
+    if rows < site.info.rows:
+        raise SettingsError(
+            f"{name!r} has {site.info.rows:,} rows and cannot grow to {rows:,}: ids would lose their rows"
+        )
+    return rows
+
+
+def _grown_schemas(
+    model: nn.Module, sites: Sequence[Site], rows: Mapping[str, int]
+) -> dict[Any, tuple[str, Schema]]:
+    """Return the modules of a model that keep a schema, with their places and what their schema will be."""
+    found: dict[Any, tuple[str, Schema]] = {}
+    for place, module in model.named_modules():
+        schema = getattr(module, "schema", None)
+        if not isinstance(schema, Schema):
+            continue
+        inside = set(module.modules())
+        sizes: dict[str, dict[int, str]] = {}
+        for site in sites:
+            if isinstance(site, FieldSite) and site.collection in inside:
+                name, field = site.info.name, site.collection.fields[site.index].name
+                sizes.setdefault(field, {})[rows.get(name, site.info.rows)] = name
+        for field, own in sizes.items():
+            if len(own) > 1:
+                raise SettingsError(
+                    f"{' and '.join(map(repr, own.values()))} are tables of one field; grow them together by its "
+                    f"name: {{{field!r}: {max(own)}}}"
+                )
+        fields = tuple(
+            replace(field, rows=next(iter(sizes[field.name])), vocabulary="")
+            if field.name in sizes and field.rows not in sizes[field.name]
+            else field
+            for field in schema.fields
+        )
+        if fields != schema.fields:
+            path = f"{place}.schema" if place else "schema"
+            found[module] = path, Schema(fields)
+    return found
+
+
+@torch.no_grad()
+def _new_rows(site: Site, new: int, start: NewRows, counts: Tensor | None) -> Tensor:
+    """Return how the new rows of a table start, `(new, D)`."""
+    table, name, shape = site.table, site.info.name, (new, site.info.width)
+    like = next(chain(table.parameters(), table.buffers()))
+    if isinstance(start, str):
+        if start not in ("prior", "noise"):
+            raise SettingsError(
+                f"start must be 'prior', 'noise', rows, or a function of the old rows, got {start!r}"
+            )
+        mean, std = _moments(table, counts)
+        if not bool(mean.isfinite().all()):
+            raise UnsupportedTableError(
+                f"{name!r} cannot grow: it has numbers that are not finite; go back to weights from before "
+                "training diverged"
+            )
+        if start == "prior":
+            return mean.to(like.dtype).expand(shape)
+        return torch.randn(shape, dtype=like.dtype, device=like.device).mul_(std)
+    rows: object = start(full_table(table).clone()) if callable(start) else start
+    if not isinstance(rows, Tensor) or rows.shape != shape:
+        came = tuple(rows.shape) if isinstance(rows, Tensor) else type(rows).__name__
+        raise DataError(f"the new rows of {name!r} must be a tensor of shape {shape}, got {came}")
+    if not bool(rows.isfinite().all()):
+        raise DataError(f"the new rows of {name!r} have numbers that are not finite")
+    return rows.to(like)
+
+
+def _moments(table: AnyTable, counts: Tensor | None) -> tuple[Tensor, float]:
+    """Return the mean of the rows `(D,)`, weighted by counts, and the standard deviation of all entries."""
+    device, padding = home_of(table), table.padding_idx
+    weights = torch.ones(table.num_embeddings)
+    if counts is not None and bool(counts.any()):
+        weights = counts.float()
+    if padding is not None:
+        weights[padding] = 0.0
+    total = torch.zeros(table.embedding_dim, dtype=torch.float64, device=device)
+    squares = torch.zeros_like(total)
+    plain = isinstance(table, nn.Embedding)
+    chunks = table.weight.split(CHUNK) if plain else row_chunks(table)
+    for own, chunk in zip(weights.split(CHUNK), chunks, strict=True):
+        rows = chunk.to(torch.promote_types(chunk.dtype, torch.float32))
+        share = own.to(rows)
+        total += share @ rows
+        squares += share @ rows.square()
+    number = float(weights.sum(dtype=torch.float64)) or 1.0
+    mean = total / number
+    variance = squares / number - mean.square()
+    return mean, float(variance.mean().clamp(min=0.0).sqrt())
