@@ -120,3 +120,19 @@ def test_both_ways_find_the_same_singular_values(quick):
     figures = quietly(tables.spectrum, num_rows=5_000)
     assert figures["ratio"] == pytest.approx(figures["torch_ms"] / figures["ours_ms"])
     assert 0 <= figures["relative_difference"] < 1e-12
+
+
+def test_both_ways_to_grow_make_the_same_tensors(monkeypatch):
+    made = {}
+
+    def note(variants, first, second, meaning, *, budget):
+        made.update({name: variant() for name, variant in variants.items()})
+        return {"ratio": 1.0, "ratio_of": meaning}
+
+    monkeypatch.setattr(tables, "ratios", note)
+    figures = quietly(tables.grow, num_rows=500, new=20)
+    assert figures["bytes"] == 3 * 500 * 16 * 4
+    for ours, copied in zip(made["grow"], made["copy"], strict=True):
+        assert ours.shape == (520, 16)
+        assert torch.equal(ours[:500], copied[:500])
+    assert not any(state[500:].any() for state in made["grow"][1:])

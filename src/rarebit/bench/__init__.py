@@ -19,6 +19,7 @@ BENCHES = {
     "ema": "steps",
     "export": "serving",
     "forgetting": "steps",
+    "grow": "tables",
     "import": "processes",
     "mlet": "steps",
     "models": "steps",

@@ -1,4 +1,4 @@
-"""Tables without a model: lookups of packed and quantised tables, row updates, singular values.
+"""Tables without a model: lookups of packed and quantised tables, row updates, growth, singular values.
 
 Lookups draw rows at random from the whole table, and take turns with several batches: the caches must not hold
 all rows of the next one.
@@ -22,6 +22,7 @@ from rarebit.methods.evidence_coding import EvidenceCoding
 from rarebit.methods.quantize import Quantize
 from rarebit.tables.apply import table_bytes
 from rarebit.tables.collection import lookups_of
+from rarebit.tables.grow import grow_
 from rarebit.tables.spectrum import singular_values
 from rarebit.training.optimizers import PlainRows, row_kernel
 
@@ -212,6 +213,41 @@ def compress(
         "encode_seconds": seconds,
         **found,
     }
+
+
+def grow(
+    say: Say, *, num_rows: int = 5 * MILLION, new: int = 100_000, budget: float = 20.0
+) -> BenchResult:
+    """100,000 new rows for a table of 5,000,000 x 16 with the state of Adam, by `grow_`.
+
+    `copy` allocates the larger weight and states, copies the old rows into them and sets the new ones to zero.
+    """
+    say(f"grow: {budget:.0f} s")
+    draw = torch.Generator().manual_seed(0)
+    weight = torch.randn(num_rows, UPDATED_DIM, generator=draw)
+    state = {"step": torch.tensor(7.0)}
+    state |= {name: torch.rand(weight.shape, generator=draw) for name in ("exp_avg", "exp_avg_sq")}
+
+    def by_grow_() -> list[Tensor]:
+        model = nn.Sequential(nn.Embedding.from_pretrained(weight, freeze=False))
+        optimizer = torch.optim.Adam(model.parameters())
+        optimizer.state[next(model.parameters())] = dict(state)
+        grow_(model, {"0": num_rows + new}, optimizer=optimizer, verbose=False)
+        grown = next(model.parameters())
+        found = optimizer.state[grown]
+        return [grown.detach(), found["exp_avg"], found["exp_avg_sq"]]
+
+    def by_copy() -> list[Tensor]:
+        larger = []
+        for old in (weight, state["exp_avg"], state["exp_avg_sq"]):
+            larger.append(torch.empty(num_rows + new, UPDATED_DIM))
+            larger[-1][:num_rows] = old
+            larger[-1][num_rows:] = 0.0
+        return larger
+
+    variants = {"grow": by_grow_, "copy": by_copy}
+    meaning = "time of grow_ / time of a plain copy of the same bytes"
+    return {**ratios(variants, "grow", "copy", meaning, budget=budget), "bytes": 3 * weight.nbytes}
 
 
 def rows(

@@ -8,7 +8,7 @@ How a table of a method grows is a few lines in the file of the method: `Table.g
 """
 
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
 from typing import Any, Literal, TypeAlias
@@ -182,7 +182,7 @@ def _new_rows(site: Site, new: int, start: NewRows, counts: Tensor | None) -> Te
             raise SettingsError(
                 f"start must be 'prior', 'noise', rows, or a function of the old rows, got {start!r}"
             )
-        mean, std = _moments(table, counts)
+        mean = _mean_row(table, counts)
         if not bool(mean.isfinite().all()):
             raise UnsupportedTableError(
                 f"{name!r} cannot grow: it has numbers that are not finite; go back to weights from before "
@@ -190,7 +190,7 @@ def _new_rows(site: Site, new: int, start: NewRows, counts: Tensor | None) -> Te
             )
         if start == "prior":
             return mean.to(like.dtype).expand(shape)
-        return torch.randn(shape, dtype=like.dtype, device=like.device).mul_(std)
+        return torch.randn(shape, dtype=like.dtype, device=like.device).mul_(_spread(table))
     rows: object = start(full_table(table).clone()) if callable(start) else start
     if not isinstance(rows, Tensor) or rows.shape != shape:
         came = tuple(rows.shape) if isinstance(rows, Tensor) else type(rows).__name__
@@ -200,24 +200,42 @@ def _new_rows(site: Site, new: int, start: NewRows, counts: Tensor | None) -> Te
     return rows.to(like)
 
 
-def _moments(table: AnyTable, counts: Tensor | None) -> tuple[Tensor, float]:
-    """Return the mean of the rows `(D,)`, weighted by counts, and the standard deviation of all entries."""
-    device, padding = home_of(table), table.padding_idx
-    weights = torch.ones(table.num_embeddings)
-    if counts is not None and bool(counts.any()):
-        weights = counts.float()
-    if padding is not None:
-        weights[padding] = 0.0
-    total = torch.zeros(table.embedding_dim, dtype=torch.float64, device=device)
-    squares = torch.zeros_like(total)
+def _mean_row(table: AnyTable, counts: Tensor | None = None) -> Tensor:
+    """Return the mean of the rows without padding `(D,)`, weighted by counts where any id was seen."""
+    padding, start = table.padding_idx, 0
+    if counts is not None and padding is not None:
+        counts = counts.index_fill(0, torch.tensor(padding), 0)
+    weights = counts.double() if counts is not None and bool(counts.any()) else None
+    total = torch.zeros(table.embedding_dim, dtype=torch.float64, device=home_of(table))
+    for rows in _chunks(table):
+        own = None if weights is None else weights[start : start + len(rows)].to(rows)
+        total += rows.sum(0) if own is None else own @ rows
+        start += len(rows)
+    if weights is not None:
+        return total / weights.sum()
+    if padding is None:
+        return total / max(start, 1)
+    return (total - _row(table, padding)) / max(start - 1, 1)
+
+
+def _spread(table: AnyTable) -> float:
+    """Return the standard deviation of the entries around the mean row, without padding."""
+    mean, total, num = _mean_row(table), 0.0, table.num_embeddings
+    for rows in _chunks(table):
+        total += float((rows - mean).square().sum())
+    if table.padding_idx is not None:
+        total -= float((_row(table, table.padding_idx) - mean).square().sum())
+        num -= 1
+    return float((max(total, 0.0) / max(num * len(mean), 1)) ** 0.5)
+
+
+def _row(table: AnyTable, number: int) -> Tensor:
+    row: Tensor = table(torch.tensor([number], device=home_of(table)))[0]
+    return row
+
+
+def _chunks(table: AnyTable) -> Iterator[Tensor]:
+    """Yield the rows of a table in float32 at least; those of a plain table are not copied."""
     plain = isinstance(table, nn.Embedding)
-    chunks = table.weight.split(CHUNK) if plain else row_chunks(table)
-    for own, chunk in zip(weights.split(CHUNK), chunks, strict=True):
-        rows = chunk.to(torch.promote_types(chunk.dtype, torch.float32))
-        share = own.to(rows)
-        total += share @ rows
-        squares += share @ rows.square()
-    number = float(weights.sum(dtype=torch.float64)) or 1.0
-    mean = total / number
-    variance = squares / number - mean.square()
-    return mean, float(variance.mean().clamp(min=0.0).sqrt())
+    for rows in table.weight.split(CHUNK) if plain else row_chunks(table):
+        yield rows.to(torch.promote_types(rows.dtype, torch.float32))

@@ -323,7 +323,9 @@ def grow_table(table: AnyTable, start: Tensor) -> AnyTable:
     """Return the table with more ids, whose rows start as these `(new, D)`."""
     if isinstance(table, Table):
         return table.grown(start)
-    weight = torch.cat([table.weight.detach(), start.to(table.weight)])
+    old, rows = table.weight.detach(), table.num_embeddings
+    weight = old.new_empty(rows + len(start), table.embedding_dim)
+    weight[:rows], weight[rows:] = old, start  # unlike torch.cat, on all threads
     return plain_like(table, weight, padding_idx=table.padding_idx)
 
 
