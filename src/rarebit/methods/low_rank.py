@@ -126,7 +126,6 @@ class LowRankTable(Table):
 
     def grown(self, start: Tensor) -> "LowRankTable":
         """Return the table with more ids; their rows are the closest of this rank."""
-        assert isinstance(self.method, LowRank)
         thin = start.double() @ torch.linalg.pinv(self.right.detach().double())
         return LowRankTable(self.method, grow_table(self.inner, thin), self.right)
 
