@@ -235,7 +235,9 @@ def table(log: str, cells: Sequence[dict[str, Any]]) -> TextTable:
             difference([point[figure] - plain[seed][figure] for seed, point in found])
             for figure in FIGURES
         ]
-        rows.append([name, f"1/{part}", size(bytes_), *differences, str(len(found))])
+        rows.append(
+            [name, f"1/{part}" if part > 1 else "1", size(bytes_), *differences, str(len(found))]
+        )
     aucs = [point["test_auc"] for point in plain.values()]
     header = ("tables", "size", "bytes", "validation AUC", "test AUC", "rarest fifth", "n")
     note = (

