@@ -32,7 +32,7 @@ from rarebit.models import build_model, model_class, model_names
 from rarebit.sets.sets import SetsMethod
 from rarebit.tables.collection import TableCollection
 from rarebit.tables.table import Method, Table
-from rarebit.technique import technique_class, technique_names
+from rarebit.technique import technique_class, technique_name, technique_names
 
 REFUSED = {"cafe", "dhe", "evidence-coding", "mgqe", "qr", "quantize", "robe", "tt-rec"}
 METHODS = [name for name in technique_names() if issubclass(technique_class(name), Method)]
@@ -132,6 +132,32 @@ def test_old_ids_of_every_method_train_as_if_the_table_had_always_been_so_large(
             optimizer.step()
     for batch in batches:
         assert_close(model(batch), larger(batch), rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "methods",
+    [
+        (rb.Hashing(buckets=5), rb.LowRank(rank=2)),
+        (rb.LowRank(rank=2), rb.Shrinkage(counts=7)),
+        (rb.MLET(inner_dim=8), rb.PEP()),
+        (rb.MultiEmbedding(num_sets=2), rb.LowRank(rank=2)),
+        (rb.MultiEmbedding(num_sets=2), rb.PEP(granularity="global")),
+    ],
+    ids=lambda methods: " and ".join(map(technique_name, methods)),
+)
+def test_tables_with_two_methods_grow_in_both(methods):
+    model, batch = checks.small_model(*methods), checks.small_batch()
+    for method in methods:
+        rb.apply_(model, method, verbose=False)
+    checks.move_(model)
+    before = model(batch)
+    optimizer = Adam(model.parameters())
+    rb.grow_(model, MORE, optimizer=optimizer, verbose=False)
+    assert torch.equal(model(batch), before)
+    batch.ids[:, 4] = MORE["item"] - 1
+    model(batch).sum().backward()
+    optimizer.step()
+    assert bool(model(batch).isfinite().all())
 
 
 def test_methods_that_refuse_are_known():
@@ -394,6 +420,7 @@ def test_what_else_holds_a_table_has_the_new_one():
         ({"item": 11}, {"counts": {"item": torch.ones(2).long()}}, DataError, "each of its 9 rows"),
         ({"item": 11}, {"optimizer": 7}, OptimizerError, "takes a torch optimizer, got a int"),
         ({"item": 10**15}, {}, NotEnoughMemoryError, "use fewer rows"),
+        ({"item": 10**15}, {"start": "noise"}, NotEnoughMemoryError, "new rows takes"),
     ],
 )
 def test_what_cannot_be_is_refused_and_nothing_changes(sizes, options, error, message):
@@ -437,7 +464,10 @@ def diverged():
         (with_max_norm, "'item' cannot grow: max_norm=1 rewrites rows"),
         (diverged, "'item' cannot grow: it has numbers that are not finite"),
         (lambda: torch.compile(two_tables(), backend="eager"), "is compiled"),
-        (lambda: nn.DataParallel(two_tables()), "is wrapped in DataParallel"),
+        (
+            lambda: nn.DataParallel(two_tables()),
+            "DataParallel.*; call grow_ on model.module, and wrap",
+        ),
     ],
 )
 def test_models_and_tables_that_cannot_grow(make, message):

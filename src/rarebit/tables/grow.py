@@ -63,7 +63,7 @@ def grow_(
     grow: 1 of 1 tables, 160,000 -> 192,000 weights stored
       item  10,000 -> 12,000 x 16, 160,000 -> 192,000
     """
-    refuse_wrapped_model(model)
+    refuse_wrapped_model(model, trained="grow_")
     sites = find_sites(model)
     _check_names("sizes", sizes, sites)
     if isinstance(start, Mapping):
@@ -83,9 +83,6 @@ def grow_(
     for name, site in chosen.items():
         if site.info.refusal:
             raise UnsupportedTableError(f"{name!r} cannot grow: {site.info.refusal}")
-        stored = site.info.num_bytes // max(site.info.rows, 1) * rows[name]
-        what = f"{name!r} with {rows[name]:,} rows"
-        require_memory(stored, what, "use fewer rows", home_of(site.table))
         how = by_table_name(name, start) if isinstance(start, Mapping) else start
         how = "prior" if how is None else how
         seen = None
@@ -190,6 +187,9 @@ def _new_rows(site: Site, new: int, start: NewRows, counts: Tensor | None) -> Te
             )
         if start == "prior":
             return mean.to(like.dtype).expand(shape)
+        require_memory(
+            new * shape[1] * like.itemsize, f"{new:,} new rows", "use fewer", like.device
+        )
         return torch.randn(shape, dtype=like.dtype, device=like.device).mul_(_spread(table))
     rows: object = start(full_table(table).clone()) if callable(start) else start
     if not isinstance(rows, Tensor) or rows.shape != shape:

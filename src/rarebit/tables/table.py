@@ -25,6 +25,7 @@ from torch.jit import is_tracing  # type: ignore[attr-defined]  # it is, but tor
 from torch.optim import Optimizer
 
 from rarebit.errors import UnsupportedTableError
+from rarebit.machine import require_memory
 from rarebit.technique import Technique
 
 if TYPE_CHECKING:
@@ -324,7 +325,10 @@ def grow_table(table: AnyTable, start: Tensor) -> AnyTable:
     if isinstance(table, Table):
         return table.grown(start)
     old, rows = table.weight.detach(), table.num_embeddings
-    weight = old.new_empty(rows + len(start), table.embedding_dim)
+    shape = (rows + len(start), table.embedding_dim)
+    what = f"a table of {shape[0]:,} x {shape[1]}"
+    require_memory(shape[0] * shape[1] * old.itemsize, what, "use fewer rows", old.device)
+    weight = old.new_empty(shape)
     weight[:rows], weight[rows:] = old, start  # unlike torch.cat, on all threads
     return plain_like(table, weight, padding_idx=table.padding_idx)
 
