@@ -10,8 +10,9 @@ from torch import Tensor, nn
 
 import rarebit as rb
 from rarebit import testing as checks
+from rarebit.errors import UnsupportedTableError
 from rarebit.tables.collection import LoopStack, Stack
-from rarebit.tables.table import AnyTable, full_table, plain_like
+from rarebit.tables.table import AnyTable, full_table, grow_table, plain_like
 from rarebit.technique import Technique
 
 
@@ -83,6 +84,15 @@ class HalvedTable(rb.Table):
         if self.fault == "merge" or (self.fault == "merge_in_a_model" and self.num_embeddings == 9):
             merged.weight.data += 0.001
         return merged
+
+    def grown(self, start: Tensor) -> "HalvedTable":
+        if self.fault == "grows: refusal":
+            raise UnsupportedTableError("it cannot grow")
+        assert isinstance(self.method, Halved)
+        larger = grow_table(super().merge(), start)
+        if self.fault == "grows":
+            larger.weight.data[5] += 0.001
+        return HalvedTable(self.method, larger)
 
     def train(self, mode: bool = True) -> "HalvedTable":
         return self if self.fault == "mode" else super().train(mode)
@@ -158,6 +168,8 @@ FAULTS = {
     ("count", "count"): "not the number that the formula says",
     ("dtype", "dtype"): "not in the precision of the table",
     ("frozen", "frozen"): "a weight is trained",
+    ("grows", "grows"): "bag, sum: old ids changed",
+    ("grows", "grows: refusal"): "refuses to grow without advice",
     ("learns", "learns"): "the loss goes from",
     ("lookups", "merge"): "bag, sum, merged: Tensor-likes are not close",
     ("model", "merge_in_a_model"): "Tensor-likes are not close",
