@@ -16,6 +16,7 @@ command resumes.
 
 import argparse
 import dataclasses
+import re
 import statistics
 import sys
 from collections.abc import Iterator, Sequence
@@ -54,6 +55,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     report = read_json(out) if out.exists() else {"cells": []}
     if options.show is None:
         make(options, out, report)
+        report["differences"] = differences(report["cells"])
+        write_json(out, report, error=RarebitError)
     logs = dict.fromkeys(cell["log"] for cell in report["cells"])
     for log in logs:
         print(f"{table(log, report['cells'])}\n")
@@ -245,6 +248,22 @@ def table(log: str, cells: Sequence[dict[str, Any]]) -> TextTable:
         "95 % interval."
     )
     return TextTable(log, header, rows, note)
+
+
+def differences(cells: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Return the differences to plain 32-bit tables, one per seed: by log, tables and compressor, size, and figure."""
+    found: dict[str, Any] = {}
+    for log in dict.fromkeys(cell["log"] for cell in cells):
+        plain = references(log, cells)
+        for name, seed, point in points(log, cells):
+            if seed in plain and name != REFERENCE:
+                word = "-".join(re.findall(r"\w+", name))  # pages name it in one word
+                sizes = found.setdefault(log, {}).setdefault(word, {})
+                figures = sizes.setdefault(str(point["size"] or 1), {})
+                for figure in FIGURES:
+                    gap = round(point[figure] - plain[seed][figure], 6)
+                    figures.setdefault(figure, []).append(gap)
+    return found
 
 
 def difference(values: Sequence[float]) -> str:

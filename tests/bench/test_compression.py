@@ -71,6 +71,13 @@ def test_differences_are_paired_by_seed_with_an_interval(tmp_path, capsys):
     assert (tmp_path / "frontier.svg").exists()
 
 
+def test_differences_are_stored_by_log_compressor_and_size():
+    found = compression.differences(CELLS)["clicks"]
+    assert found["plain-int8"]["1"]["test_auc"] == [-0.01, -0.03]
+    assert found["tail-evidence-coding"]["8"]["test_auc"] == [0.05]
+    assert "plain-32-bits" not in found
+
+
 def test_logs_or_a_stored_result_are_needed(capsys):
     with pytest.raises(SystemExit):
         compression.main([])
