@@ -353,7 +353,7 @@ def test_a_size_below_the_least_is_refused_with_the_least():
 
     # 16 bytes, a mean of half precision, one run: for each table
     least = (16 + 2 * 8 + 5) + (16 + 2 * 3 + 5)
-    message = f"size must be at least {least} bytes for 2 tables, got {least - 1} bytes"
+    message = f"size must be at least {least} bytes for 'a', 'b', got {least - 1} bytes"
     with pytest.raises(SettingsError, match=message):
         compress_(model(), counts=7, size=f"{least - 1} B", verbose=False)
     made = model()

@@ -242,6 +242,7 @@ SMALL = {
     "aligned-sets": rb.research.AlignedSets(num_sets=2),
     "cafe": rb.research.CAFE(buckets=50),
     "dhe": rb.research.DHE(hidden=6, hashes=6),
+    "evidence-coding": rb.EvidenceCoding(size=0.9),
     "hashing": rb.Hashing(buckets=50),
     "low-rank": rb.LowRank(rank=2, after_training=False),
     "masked": rb.pruning.Masked(),

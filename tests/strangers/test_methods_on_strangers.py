@@ -48,6 +48,7 @@ TABLE_METHODS = [
     rb.PEP(init=-6.0),
     rb.PEP(granularity="global", init=-6.0),
     rb.PEP(schedule="given"),
+    rb.EvidenceCoding(size=0.9),
     rb.Quantize(),
     rb.Quantize(bits=4),
     rb.Shrinkage(counts=3),

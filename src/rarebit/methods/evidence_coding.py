@@ -510,6 +510,12 @@ class Plan:
         )
 
 
+def _listed(drafts: Sequence["Draft"]) -> str:
+    """Return a few names of tables for a message."""
+    names = ", ".join(repr(draft.name) for draft in drafts[:3])
+    return names if len(drafts) <= 3 else f"{names} and {len(drafts) - 3} more tables"
+
+
 def _priced(drafts: Sequence[Draft], most: float) -> list[Tensor]:
     """Return the tables as bytes, coded at the lowest price at which they take no more than so many."""
     largest = max(*(draft.largest for draft in drafts), 1e-300)
@@ -524,7 +530,7 @@ def _priced(drafts: Sequence[Draft], most: float) -> list[Tensor]:
     found = plans(math.exp(high))
     require(
         size(found) <= most,
-        f"size must be at least {size(found):,} bytes for {len(drafts)} tables, got {most:,.0f} bytes",
+        f"size must be at least {size(found):,} bytes for {_listed(drafts)}, got {most:,.0f} bytes",
     )
     for _ in range(ROUNDS):
         middle = (low + high) / 2
