@@ -346,8 +346,8 @@ BREAKS = (
     Break(
         "coded-bits-of-the-kernel",
         "codes/coded_kernel.cpp",
-        "pair >> (bit & 7) & (power - 1)",
-        "pair >> (bit & 7) & (power - 2)",
+        "word & (power - 1)",
+        "word & (power - 2)",
         ("codes/test_coded.py::test_the_kernel_gives_the_bits_of_torch",),
     ),
     Break(

@@ -18,6 +18,8 @@ constexpr int64_t IDS_A_BLOCK = 64;
 // Blocks a thread takes at a time: threads that are slowed down take fewer.
 constexpr int64_t BLOCKS_A_TURN = 8;
 constexpr int64_t ROWS_A_BLOCK = 64;
+// The middle of the integers of so many bits.
+constexpr float MIDDLE[] = {0.0f, 0.5f, 1.5f, 3.5f, 7.5f, 15.5f, 31.5f, 63.5f, 127.5f};
 
 struct Tables {
     const uint8_t* list;
@@ -63,6 +65,16 @@ inline bool locate(const Tables& t, int64_t id, int64_t slot, const int64_t* bit
     return place.bit >= 0 && place.bit + place.bits_of_row <= 8 * t.num_bytes;
 }
 
+// Eight bytes of the list, or what is left of it.
+inline uint64_t word_at(const Tables& t, int64_t byte) {
+    uint64_t word = 0;
+    if (t.num_bytes - byte >= 8)
+        std::memcpy(&word, t.list + byte, 8);
+    else
+        for (int64_t i = 0; i < t.num_bytes - byte; ++i) word |= uint64_t{t.list[byte + i]} << 8 * i;
+    return word;
+}
+
 // The width is known when this is compiled, or 0: then any.
 template <int64_t WIDTH>
 inline void decode(const Tables& t, const Place& place, float* row) {
@@ -74,15 +86,19 @@ inline void decode(const Tables& t, const Place& place, float* row) {
     float* sum = WIDTH ? sums : row;
     for (int64_t d = 0; d < width; ++d) sum[d] = base[d];
     int64_t bit = place.bit;
-    const int64_t last = t.num_bytes - 1;
+    uint64_t word = 0;
+    int64_t left = 0;  // bits in the word
     if (place.bits_of_row)
         for (int64_t j = 0; j < t.num_directions; ++j, term += width) {
             if (!bits[j]) continue;
-            const int64_t byte = bit >> 3;
-            const uint32_t pair = t.list[byte] | uint32_t{t.list[byte < last ? byte + 1 : last]} << 8;
+            if (left < bits[j]) {
+                word = word_at(t, bit >> 3) >> (bit & 7);
+                left = 64 - (bit & 7);
+            }
             const uint32_t power = 1u << bits[j];
-            const float middle = static_cast<float>(power >> 1) - 0.5f;
-            const float number = static_cast<float>(pair >> (bit & 7) & (power - 1)) - middle;
+            const float number = static_cast<float>(static_cast<int32_t>(word & (power - 1))) - MIDDLE[bits[j]];
+            word >>= bits[j];
+            left -= bits[j];
             bit += bits[j];
 #pragma omp simd
             for (int64_t d = 0; d < width; ++d) sum[d] += number * term[d];
@@ -101,11 +117,13 @@ int64_t fill(const Tables& t, const int64_t* ids, int64_t num_ids, const int64_t
         const int64_t first = block * IDS_A_BLOCK, count = std::min(IDS_A_BLOCK, num_ids - first);
         Place places[IDS_A_BLOCK];
         int bad = 0;
+        int64_t slot = first % t.num_slots;
         for (int64_t i = 0; i < count; ++i) {
-            if (!locate(t, ids[first + i], (first + i) % t.num_slots, bits_of_row, places[i])) {
+            if (!locate(t, ids[first + i], slot, bits_of_row, places[i])) {
                 bad = 1;
                 break;
             }
+            if (++slot == t.num_slots) slot = 0;
             __builtin_prefetch(t.list + (places[i].bit >> 3));
         }
         if (!bad)
