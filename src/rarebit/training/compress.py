@@ -184,7 +184,7 @@ class TrainedRun:
             if not counted:
                 known = {name: value for name, value in known.items() if name != "counts"}
             with warnings.catch_warnings(action="ignore"):  # of tables with little left
-                apply_(model, replace(method, **known), min_width=1, verbose=False)  # type: ignore[type-var]
+                apply_(model, replace(method, **known), min_width=1, verbose=False)  # type: ignore[type-var]  # settings are dataclasses
         return model
 
     def _learned_by(self, method: Method) -> Mapping[str, Any]:
