@@ -20,8 +20,8 @@ Ids that are sorted by their counts have as many runs as classes, and their clas
 
     id ─► run ─► class c ─► first bit = bits before the run + (id - first row of the run) x bits of a row ─► q ─► row
 
-A lookup adds up in float32 in the order of the directions, so that plain torch, on any device and in exported models, and
-the C++ kernel (`coded_kernel.cpp`, compiled on first use) give the same bits. What comes from a file may be anything:
+A lookup adds up in float32 in the order of the directions, so that plain torch and the C++ kernel (`coded_kernel.cpp`,
+compiled on first use) give the same bits; compiled and exported models add up by a product, which may round the last one otherwise. What comes from a file may be anything:
 `Layout.read` checks it once, and after that no lookup reads beyond the list.
 
 Shapes: N rows, D width, C classes, r directions, F tables of a stack, S its slots, U ids.
