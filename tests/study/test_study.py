@@ -237,16 +237,19 @@ def test_training_that_goes_wrong_is_a_run_that_fails_and_the_next_is_made(tmp_p
 
 
 def children():
-    """Return the process numbers of the workers of this process."""
+    """Return the process numbers of the workers of this process: its children with a session of their own.
+
+    A child has its session before `Popen` returns; its command line, a moment later.
+    """
     found = []
     for path in Path("/proc").glob("[0-9]*"):
         try:
-            parent = int((path / "stat").read_text().rpartition(")")[2].split()[1])
-            command = (path / "cmdline").read_bytes()
+            fields = (path / "stat").read_text().rpartition(")")[2].split()
         except OSError:  # it has ended in the meantime
             continue
-        if parent == os.getpid() and b"rarebit.study.worker" in command:
-            found.append(int(path.name))
+        _state, parent, _group, session, *_ = fields
+        if int(parent) == os.getpid() and session == path.name:
+            found.append(int(session))
     return found
 
 
