@@ -405,6 +405,83 @@ def test_what_else_holds_a_table_has_the_new_one():
     assert model.optimizer.state[model.item.weight]["exp_avg"].shape == (6, 3)
 
 
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_a_reset_row_trains_like_a_new_one(name):
+    """Row 4 of one model is given to someone else; in the other, someone else gets the new row 9."""
+    reset = two_tables(sparse=name == "sparse adam")
+    grown = copy.deepcopy(reset)
+    both = [(model, OPTIMIZERS[name](model)) for model in (reset, grown)]
+    for model, optimizer in both:
+        for ids in ([0, 1, 4], [4, 4, 3], [4, 7, 8]):
+            step(model, optimizer, torch.tensor(ids))
+    rb.grow_(reset, {}, reset={"item": torch.tensor([4])}, optimizer=both[0][1], verbose=False)
+    rb.grow_(grown, {"item": 10}, optimizer=both[1][1], verbose=False)
+    for model, optimizer in both:
+        own = 4 if model is reset else 9
+        for ids in ([0, own, own], [own, 3, 8]):
+            optimizer.zero_grad()
+            model["item"](torch.tensor(ids)).square().sum().backward()
+            optimizer.step()
+    ours, theirs = reset["item"].weight, grown["item"].weight
+    assert torch.equal(ours[4], theirs[9])
+    others = [i for i in range(9) if i != 4]
+    assert torch.equal(ours[others], theirs[others])
+
+
+@pytest.mark.parametrize("tables", ["dense", "rowwise"])
+@pytest.mark.parametrize("name", sorted({*METHODS} - REFUSED - {"hashing"}))
+def test_a_reset_row_of_every_method_trains_like_a_new_one(name, tables):
+    """From the fourth batch on, id 5 of one model means what id N means in the other."""
+    old, other = grown_from_the_start(technique_class(name).for_share(checks.SHAPES, 0.5))
+    for model, own in ((old, 5), (other, checks.N)):
+        torch.manual_seed(1)
+        optimizer = rb.optimizer(model, lr=0.05, tables=tables)
+        for number in range(6):
+            batch = checks.small_batch()
+            items = batch.ids[:, 4]
+            if number == 3:
+                start, reset = (
+                    (lambda rows: rows.new_full((1, rows.shape[1]), 0.1)),
+                    {"item": [own]},
+                )
+                rb.grow_(model, {}, reset=reset, start=start, optimizer=optimizer, verbose=False)
+            if number > 2:
+                items[items == 5] = own
+            optimizer.zero_grad()
+            (model(batch) - batch.label.float()).square().mean().backward()
+            optimizer.step()
+        items[::2] = own
+        found = model(batch)
+        if model is old:
+            before = found
+    assert_close(before, found, rtol=1e-5, atol=1e-5)
+
+
+def test_rows_are_reset_and_added_in_one_call_and_given_in_this_order():
+    model = two_tables()
+    start = {"item": torch.arange(12.0).reshape(3, 4)}
+    rb.grow_(model, {"item": 11}, reset={"item": [7]}, start=start, verbose=False)
+    assert torch.equal(model["item"].weight[[7, 9, 10]], start["item"])
+    assert model["item"].weight.requires_grad
+
+
+@pytest.mark.parametrize(
+    ("ids", "error", "message"),
+    [
+        ([9], DataError, "'item' has the ids 0 to 8, got 9 to 9"),
+        ([-1], DataError, "'item' has the ids 0 to 8, got -1 to -1"),
+        ([1, 1], DataError, "an id of 'item' is named twice"),
+        ([1.5], DataError, "ids of 'item' must be integers, got torch.float32"),
+    ],
+)
+def test_ids_that_cannot_be_reset(ids, error, message):
+    model = two_tables()
+    before = copy.deepcopy(model)
+    with pytest.raises(error, match=message):
+        rb.grow_(model, {"item": 12}, reset={"item": ids})
+    same_rows(model, before)
+
+
 @pytest.mark.parametrize(
     ("sizes", "options", "error", "message"),
     [

@@ -583,7 +583,7 @@ def put_tables(
             if _held_by(one) & {id(p) for p in change.old.parameters()}:
                 _refuse_dense(one, change.tables)
                 if grown:
-                    _refuse_to_follow(one, title)
+                    refuse_to_follow(one, title)
 
     # nothing has changed so far, and from here on nothing is refused
     exchanges = []
@@ -691,7 +691,7 @@ def _refuse_dense(
         )
 
 
-def _refuse_to_follow(optimizer: Optimizer, title: str) -> None:
+def refuse_to_follow(optimizer: Optimizer, title: str) -> None:
     """Raise where an optimizer, or an average that follows it, cannot follow tables that grow."""
     if isinstance(optimizer, torch.optim.LBFGS):
         raise OptimizerError(
@@ -805,6 +805,18 @@ def _carried_state(
         else:
             state[key] = value.clone() if isinstance(value, Tensor) else value
     return state
+
+
+def restart_rows(optimizer: Optimizer, part: Tensor, rows: Tensor) -> None:
+    """Begin the state of some rows of a table's parameter anew, in place; a stack may hold the parameter."""
+    for group in optimizer.param_groups:
+        found = _place(part, group["params"])
+        if found is None:
+            continue
+        owner, place = found
+        for key, value in optimizer.state.get(owner, {}).items():
+            if isinstance(value, Tensor) and value.shape[:1] == owner.shape[:1]:
+                value[place.start + rows] = float(group.get(STATE_STARTS.get(key, ""), 0.0))
 
 
 def _gaps(covered: Sequence[slice], end: int) -> Iterator[slice]:

@@ -1,6 +1,7 @@
 """Tables that grow: `grow_` gives a table rows for new ids, and leaves the rows of old ids as they are.
 
     rows       ids 0 .. N - 1 keep theirs to the last bit; ids N .. start at the prior, at noise, or at given rows
+    reset      rows of ids that are given to someone else start like new ones: nothing inherits a stranger's row
     state      an optimizer that is passed along keeps what it knows of old rows; that of new rows starts anew
     schema     that of a model of ours follows
 
@@ -27,8 +28,10 @@ from rarebit.tables.apply import (
     TableChanges,
     find_sites,
     put_tables,
+    refuse_to_follow,
     refuse_wrapped_model,
     reported,
+    restart_rows,
 )
 from rarebit.tables.counts import Counts, by_table_name, counts_of_table
 from rarebit.tables.table import CHUNK, AnyTable, full_table, grow_table, home_of, row_chunks
@@ -42,6 +45,7 @@ def grow_(
     sizes: Mapping[str, int],
     *,
     start: NewRows | Mapping[str, NewRows] = "prior",
+    reset: Mapping[str, Tensor | Sequence[int]] | None = None,
     counts: Counts | None = None,
     optimizer: Optimizer | None = None,
     verbose: bool = True,
@@ -52,6 +56,8 @@ def grow_(
     start      how a new row starts: "prior", the mean of the table's rows; "noise", as torch draws `nn.Embedding`, as
                large as the table's rows; the rows themselves, `(new, D)`; or a function from the old rows `(N, D)` to
                them, for those who know more of the new ids. A mapping gives these by name
+    reset      ids by name whose rows start anew, because they mean something else from now on; rows that are given, or
+               that a function returns, are those of the reset ids, in their order, and then those of the new ones
     counts     how often training saw each id, by name: the mean counts each row that often
     optimizer  keeps its state of the old rows; that of new rows starts anew. Without, build a new one after this call
 
@@ -65,22 +71,31 @@ def grow_(
     """
     refuse_wrapped_model(model, trained="grow_")
     sites = find_sites(model)
+    reset = {} if reset is None else reset
     _check_names("sizes", sizes, sites)
+    _check_names("reset", reset, sites)
     if isinstance(start, Mapping):
         _check_names("start", start, sites)
     chosen: dict[str, Site] = {}
     rows: dict[str, int] = {}
+    again: dict[str, Tensor] = {}
     skipped = []
     for site in sites:
         name, wanted = site.info.name, _wanted_rows(site, sizes)
+        ids = _reset_ids(site, reset)
+        if len(ids):
+            again[name] = ids
         if wanted is None or wanted == site.info.rows:
             reason = "not named" if wanted is None else f"has {wanted:,} rows already"
-            skipped.append((name, reason))
+            skipped.append((name, f"{len(ids):,} rows start anew" if len(ids) else reason))
         else:
             chosen[name], rows[name] = site, wanted
     schemas = _grown_schemas(model, sites, rows)
-    tables = []
-    for name, site in chosen.items():
+    tables, fresh = [], {}
+    for site in sites:
+        name = site.info.name
+        if name not in chosen and name not in again:
+            continue
         if site.info.refusal:
             raise UnsupportedTableError(f"{name!r} cannot grow: {site.info.refusal}")
         how = by_table_name(name, start) if isinstance(start, Mapping) else start
@@ -90,8 +105,15 @@ def grow_(
             not isinstance(counts, Mapping) or by_table_name(name, counts) is not None
         ):
             seen = counts_of_table(name, site.info.rows, counts)
-        new_rows = _new_rows(site, rows[name] - site.info.rows, how, seen)
-        tables.append(grow_table(site.table, new_rows))
+        num_reset = len(again.get(name, ()))
+        num_new = num_reset + rows.get(name, site.info.rows) - site.info.rows
+        new_rows = _new_rows(site, num_new, how, seen)
+        if name in again:
+            fresh[name] = _last_rows(site.table, new_rows[:num_reset])
+        if name in chosen:
+            tables.append(grow_table(site.table, new_rows[num_reset:]))
+    if optimizer is not None and again:
+        refuse_to_follow(optimizer, "grow")
     changes = put_tables(
         model,
         "grow",
@@ -101,12 +123,59 @@ def grow_(
         optimizer=optimizer,
         grown=True,
     )
+    if again:
+        _put_rows(model, again, fresh, optimizer)
     told = []
     for module, (place, schema) in schemas.items():
         if module.schema.encoder is not None:
             told.append(f"{place} (without its encoder, which does not know the new ids)")
         module.schema = schema
     return reported(replace(changes, exchanged=(*changes.exchanged, *told)), verbose)
+
+
+def _reset_ids(site: Site, reset: Mapping[str, Tensor | Sequence[int]]) -> Tensor:
+    """Return the ids of a table whose rows start anew; none where it is not named."""
+    given = by_table_name(site.info.name, reset)
+    ids = torch.as_tensor([] if given is None else given, device=home_of(site.table))
+    if ids.dtype.is_floating_point and len(ids):
+        raise DataError(f"reset: ids of {site.info.name!r} must be integers, got {ids.dtype}")
+    ids = ids.reshape(-1).long()
+    if len(ids) and not 0 <= int(ids.min()) <= int(ids.max()) < site.info.rows:
+        raise DataError(
+            f"reset: {site.info.name!r} has the ids 0 to {site.info.rows - 1:,}, got "
+            f"{int(ids.min()):,} to {int(ids.max()):,}"
+        )
+    if len(ids.unique()) < len(ids):
+        raise DataError(f"reset: an id of {site.info.name!r} is named twice")
+    return ids
+
+
+@torch.no_grad()
+def _last_rows(table: AnyTable, start: Tensor) -> dict[str, Tensor]:
+    """Return what rows that start here have in each tensor of the table, by its name."""
+    grown, own = grow_table(table, start).state_dict(), table.state_dict()
+    return {
+        name: tensor[len(own[name]) :].clone()
+        for name, tensor in grown.items()
+        if tensor.shape != own[name].shape
+    }
+
+
+@torch.no_grad()
+def _put_rows(
+    model: nn.Module,
+    ids: Mapping[str, Tensor],
+    fresh: Mapping[str, Mapping[str, Tensor]],
+    optimizer: Optimizer | None,
+) -> None:
+    """Put fresh rows into tables, in place, and begin their state in the optimizer anew."""
+    for site in find_sites(model):
+        rows = fresh.get(site.info.name, {})
+        tensors, where = site.table.state_dict(), ids.get(site.info.name)
+        for name, row in rows.items():  # the table of a stack shares its memory
+            tensors[name][where] = row
+            if optimizer is not None and where is not None:
+                restart_rows(optimizer, tensors[name], where)
 
 
 def _check_names(what: str, values: object, sites: Sequence[Site]) -> None:
