@@ -12,7 +12,7 @@ import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -76,77 +76,75 @@ def grow_(
     _check_names("reset", reset, sites)
     if isinstance(start, Mapping):
         _check_names("start", start, sites)
-    chosen: dict[str, Site] = {}
-    rows: dict[str, int] = {}
-    again: dict[str, Tensor] = {}
-    skipped = []
-    for site in sites:
-        name, wanted = site.info.name, _wanted_rows(site, sizes)
-        ids = _reset_ids(site, reset)
-        if len(ids):
-            again[name] = ids
-        if wanted is None or wanted == site.info.rows:
-            reason = "not named" if wanted is None else f"has {wanted:,} rows already"
-            skipped.append((name, f"{len(ids):,} rows start anew" if len(ids) else reason))
-        else:
-            chosen[name], rows[name] = site, wanted
+    changes = [_change(site, sizes, reset) for site in sites]
+    rows = {one.site.info.name: one.site.info.rows + one.new for one in changes if one.new}
     schemas = _grown_schemas(model, sites, rows)
     tables, fresh = [], {}
-    for site in sites:
-        name = site.info.name
-        if name not in chosen and name not in again:
-            continue
-        if site.info.refusal:
-            raise UnsupportedTableError(f"{name!r} cannot grow: {site.info.refusal}")
-        how = by_table_name(name, start) if isinstance(start, Mapping) else start
-        how = "prior" if how is None else how
-        seen = None
-        if counts is not None and (
-            not isinstance(counts, Mapping) or by_table_name(name, counts) is not None
-        ):
-            seen = counts_of_table(name, site.info.rows, counts)
-        num_reset = len(again.get(name, ()))
-        num_new = num_reset + rows.get(name, site.info.rows) - site.info.rows
-        new_rows = _new_rows(site, num_new, how, seen)
-        if name in again:
-            fresh[name] = _last_rows(site.table, new_rows[:num_reset])
-        if name in chosen:
-            tables.append(grow_table(site.table, new_rows[num_reset:]))
-    if optimizer is not None and again:
+    for site, new, again, _ in (one for one in changes if one.new or len(one.reset)):
+        own = _new_rows(site, new + len(again), start, counts)
+        if len(again):
+            fresh[site.info.name] = again, _last_rows(site.table, own[: len(again)])
+        if new:
+            tables.append(grow_table(site.table, own[len(again) :]))
+    if optimizer is not None and fresh:
         refuse_to_follow(optimizer, "grow")
-    changes = put_tables(
+    found = put_tables(
         model,
         "grow",
-        [*chosen.values()],
+        [one.site for one in changes if one.new],
         tables,
-        skipped=skipped,
+        skipped=[(one.site.info.name, one.why_not) for one in changes if not one.new],
         optimizer=optimizer,
         grown=True,
     )
-    if again:
-        _put_rows(model, again, fresh, optimizer)
+    _put_rows(model, fresh, optimizer)
     told = []
     for module, (place, schema) in schemas.items():
         if module.schema.encoder is not None:
             told.append(f"{place} (without its encoder, which does not know the new ids)")
         module.schema = schema
-    return reported(replace(changes, exchanged=(*changes.exchanged, *told)), verbose)
+    return reported(replace(found, exchanged=(*found.exchanged, *told)), verbose)
 
 
-def _reset_ids(site: Site, reset: Mapping[str, Tensor | Sequence[int]]) -> Tensor:
+class _Change(NamedTuple):
+    """What happens to a table."""
+
+    site: Site
+    new: int
+    """New rows."""
+    reset: Tensor
+    """Ids whose rows start anew."""
+    why_not: str
+    """Why it does not grow, for the report."""
+
+
+def _change(
+    site: Site, sizes: Mapping[str, int], reset: Mapping[str, Tensor | Sequence[int]]
+) -> _Change:
+    """Return what happens to a table, or raise where that cannot be."""
+    name, wanted = site.info.name, _wanted_rows(site, sizes)
+    again = _reset_ids(site, by_table_name(name, reset))
+    why_not = "not named" if wanted is None else f"has {wanted:,} rows already"
+    why_not = f"{len(again):,} rows start anew" if len(again) else why_not
+    new = 0 if wanted is None else wanted - site.info.rows
+    if site.info.refusal and (new or len(again)):
+        raise UnsupportedTableError(f"{name!r} cannot grow: {site.info.refusal}")
+    return _Change(site, new, again, why_not)
+
+
+def _reset_ids(site: Site, given: Tensor | Sequence[int] | None) -> Tensor:
     """Return the ids of a table whose rows start anew; none where it is not named."""
-    given = by_table_name(site.info.name, reset)
+    name, rows = site.info.name, site.info.rows
     ids = torch.as_tensor([] if given is None else given, device=home_of(site.table))
     if ids.dtype.is_floating_point and len(ids):
-        raise DataError(f"reset: ids of {site.info.name!r} must be integers, got {ids.dtype}")
+        raise DataError(f"reset: ids of {name!r} must be integers, got {ids.dtype}")
     ids = ids.reshape(-1).long()
-    if len(ids) and not 0 <= int(ids.min()) <= int(ids.max()) < site.info.rows:
+    if len(ids) and not 0 <= int(ids.min()) <= int(ids.max()) < rows:
         raise DataError(
-            f"reset: {site.info.name!r} has the ids 0 to {site.info.rows - 1:,}, got "
-            f"{int(ids.min()):,} to {int(ids.max()):,}"
+            f"reset: {name!r} has the ids 0 to {rows - 1:,}, got {int(ids.min()):,} to {int(ids.max()):,}"
         )
     if len(ids.unique()) < len(ids):
-        raise DataError(f"reset: an id of {site.info.name!r} is named twice")
+        raise DataError(f"reset: an id of {name!r} is named twice")
     return ids
 
 
@@ -164,18 +162,17 @@ def _last_rows(table: AnyTable, start: Tensor) -> dict[str, Tensor]:
 @torch.no_grad()
 def _put_rows(
     model: nn.Module,
-    ids: Mapping[str, Tensor],
-    fresh: Mapping[str, Mapping[str, Tensor]],
+    fresh: Mapping[str, tuple[Tensor, Mapping[str, Tensor]]],
     optimizer: Optimizer | None,
 ) -> None:
     """Put fresh rows into tables, in place, and begin their state in the optimizer anew."""
-    for site in find_sites(model):
-        rows = fresh.get(site.info.name, {})
-        tensors, where = site.table.state_dict(), ids.get(site.info.name)
-        for name, row in rows.items():  # the table of a stack shares its memory
-            tensors[name][where] = row
-            if optimizer is not None and where is not None:
-                restart_rows(optimizer, tensors[name], where)
+    for site in find_sites(model) if fresh else ():
+        ids, rows = fresh.get(site.info.name, (torch.empty(0), {}))
+        tensors = site.table.state_dict()  # the table of a stack shares its memory
+        for name, row in rows.items():
+            tensors[name][ids] = row
+            if optimizer is not None:
+                restart_rows(optimizer, tensors[name], ids)
 
 
 def _check_names(what: str, values: object, sites: Sequence[Site]) -> None:
@@ -239,8 +236,17 @@ def _grown_schemas(
 
 
 @torch.no_grad()
-def _new_rows(site: Site, new: int, start: NewRows, counts: Tensor | None) -> Tensor:
+def _new_rows(
+    site: Site, new: int, start: NewRows | Mapping[str, NewRows], counts: Counts | None
+) -> Tensor:
     """Return how the new rows of a table start, `(new, D)`."""
+    given = by_table_name(site.info.name, start) if isinstance(start, Mapping) else start
+    start = "prior" if given is None else given
+    seen = None
+    if counts is not None and (
+        not isinstance(counts, Mapping) or by_table_name(site.info.name, counts) is not None
+    ):
+        seen = counts_of_table(site.info.name, site.info.rows, counts)
     table, name, shape = site.table, site.info.name, (new, site.info.width)
     like = next(chain(table.parameters(), table.buffers()))
     if isinstance(start, str):
@@ -248,7 +254,7 @@ def _new_rows(site: Site, new: int, start: NewRows, counts: Tensor | None) -> Te
             raise SettingsError(
                 f"start must be 'prior', 'noise', rows, or a function of the old rows, got {start!r}"
             )
-        mean = _mean_row(table, counts)
+        mean = _mean_row(table, seen)
         if not bool(mean.isfinite().all()):
             raise UnsupportedTableError(
                 f"{name!r} cannot grow: it has numbers that are not finite; go back to weights from before "
