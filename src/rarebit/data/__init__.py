@@ -12,6 +12,8 @@
 A file imports only from files above it.
 """
 
+from typing import TYPE_CHECKING, Any
+
 from rarebit.data.dataset import Batch, Dataset, Splits, collate
 from rarebit.data.log_schema import Column, LogSchema, Split, TextFormat
 from rarebit.data.prepare import infer_log, prepare_source
@@ -27,6 +29,10 @@ from rarebit.data.selection import (
 )
 from rarebit.data.sources import source_names
 from rarebit.data.synthetic import SyntheticLog, generate
+from rarebit.errors import import_extra
+
+if TYPE_CHECKING:
+    from rarebit.data.raw.vocabulary import Growth, Vocabulary
 
 __all__ = [
     "Batch",
@@ -36,6 +42,7 @@ __all__ = [
     "Dataset",
     "Field",
     "FrequencySplit",
+    "Growth",
     "LogSchema",
     "PreparedFolder",
     "Schema",
@@ -44,6 +51,7 @@ __all__ = [
     "Splits",
     "SyntheticLog",
     "TextFormat",
+    "Vocabulary",
     "collate",
     "generate",
     "infer_log",
@@ -53,3 +61,12 @@ __all__ = [
     "select",
     "source_names",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name in ("Growth", "Vocabulary"):  # they need Polars, importing this does not
+        import_extra("polars", "data", "vocabularies that grow")
+        from rarebit.data.raw import vocabulary
+
+        return getattr(vocabulary, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

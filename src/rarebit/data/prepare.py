@@ -1,7 +1,7 @@
 """Prepare a log for training: your own file, or one of the well-known data sets."""
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -16,13 +16,16 @@ from rarebit.data.log_schema import (
     TextFormat,
     check_arguments,
 )
-from rarebit.data.prepared import Progress, no_progress
+from rarebit.data.prepared import ENCODER, PreparedFolder, Progress, no_progress
 from rarebit.data.sources import find_source
 from rarebit.errors import DataError, SettingsError, import_extra
-from rarebit.settings import require, suggest
+from rarebit.settings import from_mapping, require, suggest
 
 if TYPE_CHECKING:  # reading raw logs needs Polars, importing this does not
+    from rarebit.data.raw.chunks import BadRows, RawChunk
+    from rarebit.data.raw.encoder import LogEncoder
     from rarebit.data.raw.infer import Inferred
+    from rarebit.data.raw.vocabulary import DayChanges, Growth
 
 PathLike = str | os.PathLike[str]
 
@@ -56,7 +59,7 @@ def prepare(
     """
     from rarebit.data.raw.chunks import BadRows
     from rarebit.data.raw.encode import encode_log
-    from rarebit.data.raw.readers import find_format, read_raw
+    from rarebit.data.raw.readers import find_format
 
     check_arguments(label, schema, split, format)
     if isinstance(log, Mapping):
@@ -89,22 +92,8 @@ def prepare(
         schema = replace(schema, split=split)
     schema = replace(schema, text=format or schema.text or find_format(first))
     bad = BadRows(bad_rows)
-    counts = [c.name for c in schema.columns if c.kind == "numeric" and not c.is_number]
-    chunks = (
-        replace(chunk, part=part)
-        for part, path in files
-        for chunk in read_raw(
-            path,
-            schema.columns_read,
-            bad,
-            format=schema.text,
-            integers=[schema.label, *counts],
-            missing=schema.missing,
-            progress=partial(progress, "reading"),
-        )
-    )
     encode_log(
-        chunks,
+        _read_files(files, schema, bad, progress),
         schema,
         out,
         origin=", ".join(path.name for _, path in files),
@@ -114,6 +103,79 @@ def prepare(
         progress=progress,
     )
     return Dataset.open(out, verify=False)
+
+
+def _read_files(
+    files: Sequence[tuple[str, Path]], schema: LogSchema, bad: "BadRows", progress: Progress
+) -> "Iterator[RawChunk]":
+    """Yield the rows of files, each of which may be a part of the log."""
+    from rarebit.data.raw.readers import read_raw
+
+    counts = [c.name for c in schema.columns if c.kind == "numeric" and not c.is_number]
+    for part, path in files:
+        for chunk in read_raw(
+            path,
+            schema.columns_read,
+            bad,
+            format=schema.text,
+            integers=[schema.label, *counts],
+            missing=schema.missing,
+            progress=partial(progress, "reading"),
+        ):
+            yield replace(chunk, part=part)
+
+
+def prepare_day(
+    log: PathLike | Sequence[PathLike],
+    out: PathLike,
+    *,
+    like: "LogEncoder",
+    growth: "Growth",
+    format: TextFormat | None = None,
+    bad_rows: Literal["stop", "aside"] = "stop",
+    overwrite: bool = False,
+    progress: Progress = no_progress,
+) -> Dataset:
+    """Encode the next day of a log into a folder, all rows in their order, and open it.
+
+    The vocabularies are those of the day before, and grow; `changes_of` tells how.
+    """
+    from rarebit.data.raw.chunks import BadRows
+    from rarebit.data.raw.encode import Growing, encode_log
+
+    listed = [log] if isinstance(log, str | os.PathLike) else log
+    files = [("", _path(file)) for file in listed]
+    require(len(files) > 0, "a day needs at least one file, got an empty list")
+    text = format or like.schema.text
+    schema = replace(like.schema, split=Split(kind="order", shares=(1.0, 0.0, 0.0)), text=text)
+    bad = BadRows(bad_rows)
+    encode_log(
+        _read_files(files, schema, bad, progress),
+        schema,
+        out,
+        origin=", ".join(path.name for _, path in files),
+        bad=bad,
+        overwrite=overwrite,
+        progress=progress,
+        grow=Growing(like, growth),
+    )
+    return Dataset.open(out, verify=False)
+
+
+def changes_of(folder: PathLike) -> "DayChanges":
+    """Return what a day that was prepared in a folder did to the vocabularies."""
+    from rarebit.data.raw.encoder import LogEncoder
+    from rarebit.data.raw.vocabulary import DayChanges, VocabularyDay
+
+    prepared = PreparedFolder(folder)
+    try:
+        days = {
+            name: from_mapping(VocabularyDay, day, where=name)
+            for name, day in prepared.manifest["days"].items()
+        }
+    except LookupError:
+        raise DataError(f"{str(folder)!r} is no day of a log that grows") from None
+    return DayChanges.of(LogEncoder.open(Path(folder) / ENCODER).schema, days)
 
 
 def _path(file: PathLike) -> Path:

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from rarebit.data.log_schema import Column, LogSchema
 from rarebit.data.raw.chunks import BadRows, RawChunk
 from rarebit.data.raw.coding import RowCheck, RowCoder, text_of
-from rarebit.data.raw.encoder import LogEncoder
+from rarebit.data.raw.encoder import FREE, LogEncoder
 from rarebit.data.raw.readers import read_frame
 from rarebit.data.schema import FIRST_VALUE
 from rarebit.errors import ModelFileError, import_extra
@@ -204,4 +204,4 @@ def vocabulary_frame(encoder: LogEncoder) -> pl.DataFrame:
         )
         for name, values in encoder.values.items()
     ]
-    return pl.concat(frames)
+    return pl.concat(frames).filter(~pl.col("value").str.starts_with(FREE))

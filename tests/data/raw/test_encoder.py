@@ -254,7 +254,9 @@ def test_a_file_holds_all_vocabularies_where_format_1_had_one_for_each(tmp_path)
     for name, file in files.items():
         pl.DataFrame({"value": encoder.values[name]}).write_parquet(folder / file)
     (folder / "values.parquet").unlink()
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"format": 1, "values": files}))
+    path.write_text(
+        json.dumps(json.loads(path.read_text()) | {"format": 1, "values": files, "day": None})
+    )
     assert LogEncoder.open(folder).fields == encoder.fields
 
 

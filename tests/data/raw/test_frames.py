@@ -10,8 +10,8 @@ pl = pytest.importorskip("polars", reason="capability: package polars: it is not
 
 import rarebit as rb  # noqa: E402  # after the check that Polars is there
 from rarebit.data.log_schema import Column, LogSchema, Split  # noqa: E402  # the same
-from rarebit.data.raw.encode import as_polars  # noqa: E402  # the same
 from rarebit.data.raw.encoder import encoder_of  # noqa: E402  # the same
+from rarebit.data.raw.readers import as_polars  # noqa: E402  # the same
 from rarebit.errors import DataError, SettingsError  # noqa: E402  # the same
 from rarebit.models.fm import FM  # noqa: E402  # the same
 

@@ -14,9 +14,9 @@ import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any, BinaryIO, TypeVar
+from typing import Any, BinaryIO, NamedTuple, TypeVar
 
 import numpy as np
 import polars as pl
@@ -40,9 +40,10 @@ from rarebit.data.prepared import (
 )
 from rarebit.data.raw.chunks import BadRows, RawChunk
 from rarebit.data.raw.coding import LOWEST_BIN, CodedRows, GrowingDictionary, RowCoder
-from rarebit.data.raw.encoder import Finisher, LogEncoder, encoder_of
+from rarebit.data.raw.encoder import Finisher, LogEncoder, Sightings, encoder_of
 from rarebit.data.raw.infer import SAMPLE_ROWS, infer_schema
-from rarebit.data.raw.readers import read_frame
+from rarebit.data.raw.readers import as_polars, read_frame
+from rarebit.data.raw.vocabulary import Growth, VocabularyDay, grow_encoder, seen_values
 from rarebit.data.schema import FIRST_VALUE, MISSING, PADDING, UNKNOWN
 from rarebit.errors import DataError, SettingsError
 from rarebit.settings import to_mapping
@@ -71,10 +72,12 @@ def encode_log(
     bad: BadRows | None = None,
     overwrite: bool = False,
     progress: Progress = no_progress,
+    grow: "Growing | None" = None,
 ) -> None:
     """Encode the chunks of a raw log into a folder; the reader adds malformed rows to the same `bad`.
 
-    `origin` names the log in the manifest; `notes` returns what its users should know, once all rows are read.
+    `origin` names the log in the manifest; `notes` returns what its users should know, once all rows are read. With `grow`
+    it is another day of a log: its vocabularies are those of the day before, and grow.
     """
     bad = bad or BadRows()
     with new_folder(Path(out), overwrite=overwrite) as folder:
@@ -100,7 +103,15 @@ def encode_log(
                 "origin": origin,
                 "notes": list(notes()),
             }
-            _write(folder, reading, schema, description, progress)
+            _write(folder, reading, schema, description, progress=progress, grow=grow)
+
+
+class Growing(NamedTuple):
+    """How the vocabularies of a log grow."""
+
+    encoder: LogEncoder
+    """The encoder of the day before."""
+    growth: Growth
 
 
 def encode_frame(
@@ -148,30 +159,6 @@ def encode_like(rows: pl.DataFrame, encoder: LogEncoder) -> Dataset:
         np.concatenate([part.ids for part in encoded]),
         np.concatenate([part.numeric for part in encoded]),
         np.concatenate([part.label for part in encoded]) if with_label else None,
-    )
-
-
-def as_polars(frame: Any) -> pl.DataFrame:
-    """Return a Polars, pandas or PyArrow frame, or a mapping of arrays, as a Polars frame."""
-    if isinstance(frame, pl.LazyFrame):
-        frame = frame.collect()
-    if isinstance(frame, pl.DataFrame):
-        return frame.fill_nan(None)
-    for axis, mend in (
-        ("columns", "frame.columns.map('_'.join)"),
-        ("index", "frame.reset_index()"),
-    ):
-        if getattr(getattr(frame, axis, None), "nlevels", 1) > 1:
-            raise DataError(f"the frame has a MultiIndex as its {axis}; make it plain: {mend}")
-    try:
-        if isinstance(frame, Mapping):
-            return pl.DataFrame(dict(frame)).fill_nan(None)
-        if type(frame).__module__.partition(".")[0] in ("pandas", "pyarrow"):
-            return pl.DataFrame(frame, nan_to_null=True)
-    except (pl.exceptions.PolarsError, TypeError, ValueError, ImportError) as error:
-        raise DataError(f"the frame cannot be read: {error}") from None
-    raise DataError(
-        f"expected a Polars or pandas frame, or a mapping of arrays, got {type(frame).__name__}"
     )
 
 
@@ -267,14 +254,20 @@ def _write(
     reading: _Reading,
     schema: LogSchema,
     description: Mapping[str, Any],
+    *,
     progress: Progress,
+    grow: "Growing | None",
 ) -> None:
     spill, label = reading.spill, np.concatenate(reading.labels)
     parts = split_rows(schema.split, len(spill), np.concatenate(reading.keys))
     codes = _count_codes(spill, parts, schema, progress)
     columns = [column for column in schema.columns if column.is_number]
     numbers = dict(zip(columns, _summarise_numbers(spill, parts, columns), strict=True))
-    encoder, ids_of = _make_encoder(schema, reading, codes, numbers)
+    if grow is None:
+        encoder, ids_of = _make_encoder(schema, reading, codes, numbers)
+    else:
+        encoder, ids_of, days = _grow_encoder(grow, reading, codes)
+        description = {**description, "days": {n: asdict(day) for n, day in days.items()}}
     lookups = [ids_of[column.name] for column in _slot_columns(schema)]
     finisher = Finisher(schema, lookups, encoder.scales, encoder.edges)
     binned = _write_arrays(folder, spill, finisher, parts=parts, label=label, progress=progress)
@@ -518,32 +511,65 @@ def _make_encoder(
     schema: LogSchema, reading: _Reading, codes: Counts, numbers: Mapping[Column, _NumberSummary]
 ) -> tuple[LogEncoder, dict[str, NDArray[np.int32]]]:
     """Return the encoder, and for each column with codes the id of every code."""
-    values, ids_of = {}, {}
+    values, ids_of, seen = {}, {}, {}
     for name, columns in schema.vocabularies.items():
         counts: NDArray[np.int64] = np.sum([codes[column.name] for column in columns], axis=0)
         values[name], ids_of[name] = make_vocabulary(
             (counts.sum(axis=0) if schema.counts == "all" else counts[0])[FIRST_VALUE:],
-            (lambda codes: pl.Series(codes + LOWEST_BIN).cast(pl.String))
-            if columns[0].kind == "numeric"
-            else reading.dictionaries[name].texts,
+            _texts_of(reading, name, columns[0]),
             min_count=columns[0].min_count,
             unknown_share=schema.unknown_share,
             stream=name,
             seed=schema.split.seed,
         )
+        size = FIRST_VALUE + len(values[name])
+        found = np.bincount(ids_of[name], counts[0], minlength=size)[FIRST_VALUE:]
+        seen[name] = found.astype(np.float64)
     encoder = LogEncoder(
         schema=schema,
         values=values,
+        seen=Sightings.of(values, seen),
         scales={c.name: (found.mean, found.std) for c, found in numbers.items() if not c.has_ids},
         edges={c.name: found.edges() for c, found in numbers.items() if c.has_ids},
     )
-    ids = {
+    return encoder, _ids_by_column(schema, ids_of)
+
+
+def _ids_by_column(
+    schema: LogSchema, ids_of: Mapping[str, NDArray[np.int32]]
+) -> dict[str, NDArray[np.int32]]:
+    """Return the id of every code for each column with codes, from those of vocabularies."""
+    return {
         column.name: ids_of[column.vocabulary_name]
         if column.buckets is None
         else np.arange(FIRST_VALUE + column.buckets, dtype=np.int32)
         for column in _slot_columns(schema)
     }
-    return encoder, ids
+
+
+def _texts_of(
+    reading: _Reading, name: str, column: Column
+) -> Callable[[NDArray[np.int64]], pl.Series]:
+    """Return what gives the value of a code."""
+    if column.kind == "numeric":
+        return lambda codes: pl.Series(codes + LOWEST_BIN).cast(pl.String)
+    return reading.dictionaries[name].texts
+
+
+def _grow_encoder(
+    grow: Growing, reading: _Reading, codes: Counts
+) -> tuple[LogEncoder, dict[str, NDArray[np.int32]], dict[str, VocabularyDay]]:
+    """Return the encoder of the next day, for each column with codes the id of every code, and what changed."""
+    schema, totals, seen = grow.encoder.schema, {}, {}
+    for name, columns in schema.vocabularies.items():
+        totals[name] = np.sum([codes[column.name] for column in columns], axis=(0, 1))
+        seen[name] = seen_values(totals[name], _texts_of(reading, name, columns[0]))
+    grown, ids_of = grow_encoder(grow.encoder, seen, grow.growth), {}
+    for name, total in totals.items():
+        ids_of[name] = np.full(len(total), UNKNOWN, np.int32)
+        ids_of[name][:FIRST_VALUE] = np.arange(FIRST_VALUE)
+        ids_of[name][FIRST_VALUE + np.flatnonzero(total[FIRST_VALUE:])] = grown.ids[name]
+    return grown.encoder, _ids_by_column(schema, ids_of), grown.days
 
 
 def _write_arrays(

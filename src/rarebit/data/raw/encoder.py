@@ -3,7 +3,9 @@
 A prepared folder has it, and so has every model trained on one, so that new raw rows can be scored.
 
     encoder/encoder.json      the schema, the scales of numbers, the edges of bins
-    encoder/values.parquet    the values of all vocabularies, one after the other, in the order of their ids
+    encoder/values.parquet    the values of all vocabularies, one after the other, in the order of their ids: how often and
+                              on which day they were seen
+    encoder/waiting.npy       counts of values without an id, in a sketch; only where there are such values
 """
 
 import hashlib
@@ -28,7 +30,9 @@ from rarebit.errors import DataError
 from rarebit.storage.files import read_json
 
 FORMAT = 2
-DESCRIPTION, VALUES = "encoder.json", "values.parquet"
+DESCRIPTION, VALUES, WAITING = "encoder.json", "values.parquet", "waiting.npy"
+FREE = "\uffff"
+"""Before the place of a value that was dropped, as its text: no character, so in no text of a log."""
 DAMAGE = (OSError, ValueError, LookupError, TypeError, AttributeError, pl.exceptions.PolarsError)
 LARGEST = float(np.finfo(np.float32).max)
 PIECE = 1 << 20
@@ -105,6 +109,32 @@ class EncodedRows:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Sightings:
+    """How often and when the values of an encoder were seen: what decides which values get and keep an id."""
+
+    day: int = 0
+    """Days since the log was prepared: how often the vocabularies grew."""
+    parent: str = ""
+    """Checksum of the encoder of the day before."""
+    counts: Mapping[str, NDArray[np.float64]] = field(repr=False)
+    """For each vocabulary, how often each value was seen, older days counting less."""
+    last_seen: Mapping[str, NDArray[np.int32]] = field(repr=False)
+    """For each vocabulary, the last day on which each value was seen."""
+    waiting: NDArray[np.float32] | None = field(default=None, repr=False)
+    """Counts of values without an id: a sketch, of a size that does not grow. None: there are none."""
+
+    @classmethod
+    def of(
+        cls, values: Mapping[str, pl.Series], counts: Mapping[str, NDArray[np.float64]] | None
+    ) -> "Sightings":
+        """Return those of the first day; without counts, every value was seen once."""
+        return cls(
+            counts=counts or {name: np.ones(len(found)) for name, found in values.items()},
+            last_seen={name: np.zeros(len(found), np.int32) for name, found in values.items()},
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
 class LogEncoder:
     """Turns raw rows into ids and numbers, and back."""
 
@@ -115,6 +145,13 @@ class LogEncoder:
     """For each standardised column, mean and standard deviation of its training rows."""
     edges: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
     """For each column of quantile bins, the edges between bins."""
+    seen: Sightings | None = field(default=None, repr=False, compare=False)
+    """How often and when values were seen; None in folders that earlier versions wrote."""
+
+    @cached_property
+    def checksum(self) -> str:
+        """The identity of the encoder: of everything that decides which id a value gets."""
+        return hashlib.sha256(json.dumps(self.fields.to_mapping()).encode()).hexdigest()[:16]
 
     @cached_property
     def fields(self) -> Schema:
@@ -203,7 +240,17 @@ class LogEncoder:
         every = [pl.Series("value", dtype=pl.String)]
         every += [values.cast(pl.String) for values in self.values.values()]
         # one file for all: a file for each of thousands of columns takes a minute to write
-        pl.concat(every, rechunk=False).to_frame().write_parquet(folder / VALUES)
+        frame = pl.concat(every, rechunk=False).to_frame()
+        if self.seen is not None:
+            names = list(self.values)
+            counts = [np.empty(0), *(self.seen.counts[name] for name in names)]
+            last = [np.empty(0, np.int32), *(self.seen.last_seen[name] for name in names)]
+            frame = frame.with_columns(
+                count=pl.Series(np.concatenate(counts)), last_seen=pl.Series(np.concatenate(last))
+            )
+            if self.seen.waiting is not None:
+                np.save(folder / WAITING, self.seen.waiting)
+        frame.write_parquet(folder / VALUES)
         description = {
             "format": FORMAT,
             "schema": self.schema.to_mapping(),
@@ -211,6 +258,8 @@ class LogEncoder:
             "edges": {name: list(edges) for name, edges in self.edges.items()},
             "values": {name: len(values) for name, values in self.values.items()},
             "digests": self._digests,
+            "day": None if self.seen is None else self.seen.day,
+            "parent": "" if self.seen is None else self.seen.parent,
         }
         text = json.dumps(description, indent=1, ensure_ascii=False) + "\n"
         (folder / DESCRIPTION).write_text(text, encoding="utf-8")
@@ -224,6 +273,7 @@ class LogEncoder:
             encoder = cls(
                 schema=LogSchema.from_mapping(description["schema"]),
                 values=_read_values(folder, description["values"]),
+                seen=_read_sightings(folder, description),
                 scales={name: (mean, std) for name, (mean, std) in description["scales"].items()},
                 edges={name: tuple(edges) for name, edges in description["edges"].items()},
             )
@@ -248,6 +298,28 @@ def _read_values(folder: Path, stored: Mapping[str, Any]) -> dict[str, pl.Series
     values, starts = pl.read_parquet(folder / VALUES)["value"], [0, *accumulate(stored.values())]
     parts = zip(stored, starts, starts[1:], strict=False)
     return {name: values[start:end] for name, start, end in parts}
+
+
+def _read_sightings(folder: Path, description: Mapping[str, Any]) -> Sightings | None:
+    """Return how often and when values were seen; None from an earlier version."""
+    day, sizes = description.get("day"), description["values"]
+    if day is None:
+        return None
+    stored, starts = pl.read_parquet(folder / VALUES), [0, *accumulate(sizes.values())]
+    parts = dict(zip(sizes, map(slice, starts, starts[1:]), strict=False))
+    counts, last_seen = (stored[name].to_numpy() for name in ("count", "last_seen"))
+    if type(day) is not int or not np.isfinite(counts).all() or last_seen.max(initial=0) > day:
+        raise ValueError(f"values cannot be seen on day {day!r} so")
+    waiting = None
+    if (folder / WAITING).exists():
+        waiting = np.load(folder / WAITING, allow_pickle=False)
+    return Sightings(
+        day=day,
+        parent=str(description["parent"]),
+        counts={name: counts[part].astype(np.float64) for name, part in parts.items()},
+        last_seen={name: last_seen[part].astype(np.int32) for name, part in parts.items()},
+        waiting=waiting,
+    )
 
 
 def _check_format(folder: Path, version: int) -> None:

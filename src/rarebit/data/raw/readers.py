@@ -6,7 +6,7 @@ columns in one row group they take 505 MB, this takes 137 MB.
 """
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -108,6 +108,30 @@ def column_names(path: Path, format: TextFormat | None = None) -> list[str]:
             return list(_open_parquet(stream).schema_arrow.names)
         reader = TextReader(stream, format or sniff_format(file), block_bytes=1 << 20)
         return _distinct(file, reader.read_names())
+
+
+def as_polars(frame: Any) -> pl.DataFrame:
+    """Return a Polars, pandas or PyArrow frame, or a mapping of arrays, as a Polars frame."""
+    if isinstance(frame, pl.LazyFrame):
+        frame = frame.collect()
+    if isinstance(frame, pl.DataFrame):
+        return frame.fill_nan(None)
+    for axis, mend in (
+        ("columns", "frame.columns.map('_'.join)"),
+        ("index", "frame.reset_index()"),
+    ):
+        if getattr(getattr(frame, axis, None), "nlevels", 1) > 1:
+            raise DataError(f"the frame has a MultiIndex as its {axis}; make it plain: {mend}")
+    try:
+        if isinstance(frame, Mapping):
+            return pl.DataFrame(dict(frame)).fill_nan(None)
+        if type(frame).__module__.partition(".")[0] in ("pandas", "pyarrow"):
+            return pl.DataFrame(frame, nan_to_null=True)
+    except (pl.exceptions.PolarsError, TypeError, ValueError, ImportError) as error:
+        raise DataError(f"the frame cannot be read: {error}") from None
+    raise DataError(
+        f"expected a Polars or pandas frame, or a mapping of arrays, got {type(frame).__name__}"
+    )
 
 
 def read_frame(
