@@ -263,6 +263,16 @@ def test_a_low_rank_table_starts_new_rows_at_the_closest_ones():
     assert_close(error @ model.table.right.T, torch.zeros(2, 2), rtol=0, atol=1e-5)
 
 
+def test_grown_parameters_stay_in_the_group_of_the_old_ones():
+    model = checks.small_model(rb.PEP())
+    rb.apply_(model, rb.PEP(), verbose=False)
+    optimizer = rb.optimizer(model, lr=0.1, threshold_weight_decay=0.3)
+    before = [(g["weight_decay"], len(g["params"])) for g in optimizer.param_groups]
+    rb.grow_(model, MORE, optimizer=optimizer, verbose=False)
+    assert [(g["weight_decay"], len(g["params"])) for g in optimizer.param_groups] == before
+    rb.check_optimizer(model, optimizer)
+
+
 def test_new_rows_behind_thresholds_learn():
     model = checks.applied(rb.PEP(granularity="field_dimension", init=-1.0))  # cuts at 0.27
     rb.grow_(model, {"table": checks.N + 2}, verbose=False)

@@ -142,6 +142,13 @@ def set_counts_(model: nn.Module, counts: Counts) -> None:
             module.is_known = True
 
 
+def keep_counting_(model: nn.Module) -> None:
+    """Let all tables that keep counts go on from them, and count each lookup in training."""
+    for module in model.modules():
+        if isinstance(module, Evidence):
+            module.is_known = module.is_growing = True
+
+
 class Evidence(nn.Module):
     """The counts of F tables, one table after the other, and the strength of each."""
 
@@ -164,7 +171,12 @@ class Evidence(nn.Module):
         return cls(counts, strength, is_known=False)
 
     def grow_(self, c: float | None) -> None:
-        """Count lookups in training from now on, from zero, with this c where a rule would take it from all rows."""
+        """Count lookups in training from now on, with this c where a rule would take it from all rows.
+
+        From zero, unless they are counted already: then this is another day of the same log.
+        """
+        if self.is_growing:
+            return
         self.counts.zero_()
         self.is_known = self.is_growing = True
         if c is not None:

@@ -738,8 +738,11 @@ def exchange_parameters(
             continue
         held = {id(p) for g in optimizer.param_groups for p in g["params"]}
         arrived = [p for p in exchange.new if id(p) not in held]
+        # a grown parameter stays in the group of the one it was: thresholds have their own
+        sources = {id(move.target): homes.get(id(move.source)) for move in exchange.moves}
+        homes |= {id(p): (exchange.grown and sources.get(id(p))) or group for p in arrived}
         for parameter in arrived:
-            fresh = group if exchange.grown else None
+            fresh = homes[id(parameter)] if exchange.grown else None
             state = _carried_state(optimizer, parameter, exchange.moves, fresh)
             if not state and isinstance(optimizer, torch.optim.Adagrad):
                 # torch makes this state with the optimizer, not later
@@ -750,7 +753,8 @@ def exchange_parameters(
         for parameter in gone:
             optimizer.state.pop(parameter, None)
         for other in optimizer.param_groups:
-            _exchange_in(other, exchange, arrived if other is group else [], names)
+            own = [p for p in arrived if homes[id(p)] is other]
+            _exchange_in(other, exchange, own, names)
 
 
 def _exchange_in(

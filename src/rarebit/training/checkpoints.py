@@ -239,6 +239,26 @@ class Checkpoints:
         self.folder.prune([name for kind in kinds for name in kind[-KEEP:]])
 
 
+def trained_state(
+    folder: str | os.PathLike[str],
+) -> tuple[dict[str, Tensor], dict[str, Any]] | None:
+    """Return the weights that a finished training left in its model, and its last state; None without checkpoints."""
+    found = CheckpointFolder(folder).newest(LOOP, _best_of)
+    if found is None:
+        return None
+    try:
+        if found.other is None and found.state["ema"] is not None:
+            raise CheckpointError(
+                f"{str(folder)!r} is of a training that averaged the weights and had no validation rows, so it does not "
+                "hold the weights that it ended with; train with validation rows, or without an average"
+            )
+        return dict((found.other or {"weights": found.state["model"]})["weights"]), found.state
+    except NONSENSE as error:
+        raise CheckpointError(
+            f"{found.name!r} in {str(folder)!r} does not hold the state of a training: {first_line(error)}"
+        ) from None
+
+
 def _best_of(state: Mapping[str, Any]) -> str | None:
     """Return the name of the best weights that a state refers to; it may come from a file."""
     match state:

@@ -351,11 +351,7 @@ def fit_started(
         progress.say(note)
     with row_gradients_kept(model):
         if optimizer is None:
-            options = {name: getattr(settings, name) for name in OPTIMIZER_SETTINGS}
-            change = callbacks.parameter_groups
-            optimizer = build_optimizer(
-                model, kind=settings.optimizer, change_groups=change, **options
-            )
+            optimizer = make_optimizer(model, settings, callbacks.parameter_groups)
         check_optimizer(model, optimizer)
         device = device_of(model)
         train = train if from_host else train.to(device)
@@ -391,6 +387,16 @@ def fit_started(
     history.reports = callbacks.report()
     history.scores = None if scores is None else scores.scores
     return measured(model, history, valid) if callbacks.changes_model_at_end else history
+
+
+def make_optimizer(
+    model: nn.Module,
+    settings: Training,
+    change_groups: Callable[[list[dict[str, Any]]], list[dict[str, Any]]] | None = None,
+) -> Optimizer:
+    """Return the optimizer that these settings describe."""
+    options = {name: getattr(settings, name) for name in OPTIMIZER_SETTINGS}
+    return build_optimizer(model, kind=settings.optimizer, change_groups=change_groups, **options)
 
 
 def _progressive_scores(

@@ -211,8 +211,6 @@ def run(
     >>> run(small, progress=False, say=lambda line: None).test.overall.rows
     200
     """
-    from rarebit import __version__
-
     # before anything is written: a prepared log may not be usable
     settings = with_checksum(settings)
     prepared = load_splits(settings.data) if isinstance(settings.data, PreparedLog) else None
@@ -256,23 +254,35 @@ def run(
         )
         if out is not None:
             save_model(model, out)
-            history_values = asdict(replace(history, scores=None))
-            history_values.pop("scores")  # one per row
-            described = {
-                "settings": stored_settings(settings),
-                "test": asdict(result.test),
-                "reports": history_values.pop("reports"),
-                "history": history_values,
-                "num_parameters": result.num_parameters,
-                "table_bytes": result.table_bytes,
-                "versions": {
-                    "rarebit": __version__,
-                    "torch": torch.__version__,
-                    "python": platform.python_version(),
-                },
-            }
-            write_json(out / RUN_FILE, described, error=ModelFileError)
+            write_json(
+                out / RUN_FILE,
+                describe_run(settings, history, result.test, model),
+                error=ModelFileError,
+            )
         return result
+
+
+def describe_run(
+    settings: RunSettings, history: History, test: Evaluation, model: nn.Module
+) -> dict[str, Any]:
+    """Return what the file of a finished run says."""
+    from rarebit import __version__
+
+    values = asdict(replace(history, scores=None))
+    values.pop("scores")  # one per row
+    return {
+        "settings": stored_settings(settings),
+        "test": asdict(test),
+        "reports": values.pop("reports"),
+        "history": values,
+        "num_parameters": num_parameters(model),
+        "table_bytes": table_bytes(model),
+        "versions": {
+            "rarebit": __version__,
+            "torch": torch.__version__,
+            "python": platform.python_version(),
+        },
+    }
 
 
 def read_run(folder: str | os.PathLike[str]) -> RunSettings:
