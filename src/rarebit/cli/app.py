@@ -24,6 +24,8 @@ from rarebit.cli.predict import predict_
 from rarebit.cli.prune import prune
 from rarebit.cli.serve import serve
 from rarebit.cli.train import train
+from rarebit.cli.update import EXAMPLES as UPDATE_EXAMPLES
+from rarebit.cli.update import update
 from rarebit.errors import RarebitError
 
 EXAMPLES = """[bold]Examples[/bold]
@@ -134,6 +136,7 @@ app.add_typer(
     )
 )
 app.command()(train)
+app.command(epilog=UPDATE_EXAMPLES)(update)
 app.command(epilog=COMPRESS_EXAMPLES)(compress)
 app.command()(prune)
 app.command()(compare)

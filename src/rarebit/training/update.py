@@ -30,7 +30,7 @@ from rarebit.data.schema import FIRST_VALUE, PADDING, UNKNOWN, Schema
 from rarebit.errors import DataError, ModelFileError, SettingsError
 from rarebit.methods._counts import keep_counting_
 from rarebit.models._base import RankingModel
-from rarebit.settings import require
+from rarebit.settings import require, suggest
 from rarebit.storage.files import file_lock, read_json, write_json
 from rarebit.tables.apply import find_sites, table_bytes
 from rarebit.tables.grow import NewRows, grow_
@@ -229,20 +229,35 @@ def update(
     growth: "Growth | None" = None,
     start: Start = "unknown",
     like: Mapping[str, str] | None = None,
+    passes: int = 1,
     bad_rows: Literal["stop", "aside"] = "stop",
     resume: bool = False,
     device: torch.device | str = "cpu",
     progress: Progress | bool = True,
     data_progress: DataProgress = no_progress,
 ) -> UpdateResult:
-    """Let a trained run learn another day of its log, in a new folder, and return what happened.
+    r"""Let a trained run learn another day of its log, in a new folder, and return what happened.
 
     start    how the rows of new ids start: as the row of unknown values, at the "prior", which is the mean of the table's
              rows, or at "noise"
     like     for a field, another one that groups its ids: a new item starts at the mean of the known items that had the
              same category on this day, `like={"item": "category"}`
+    passes   over the day; scores and figures "while learning" are of the first
 
     Tables that keep counts, such as those of shrinkage, give a new id the prior that they learned, whatever it starts with.
+
+    >>> import tempfile
+    >>> import rarebit as rb
+    >>> monday, tuesday = (f"user,click\n{names}\n" for names in ("ann,0\nbob,1\n" * 20, "bob,1\neve,0\n" * 9))
+    >>> with tempfile.TemporaryDirectory() as place:
+    ...     folder = Path(place)
+    ...     _ = (folder / "mon.csv").write_text(monday), (folder / "tue.csv").write_text(tuesday)
+    ...     _ = rb.prepare(folder / "mon.csv", folder / "data", label="click")
+    ...     settings = {"model": {"name": "fm", "dim": 4}, "data": {"folder": str(folder / "data")}}
+    ...     _ = rb.run(rb.RunSettings.from_mapping(settings), folder=folder / "mon", progress=False)
+    ...     day = update(folder / "mon", folder / "tue.csv", folder / "tue", progress=False)
+    >>> day.new_rows, day.fields[0].new
+    (9, 1)
     """
     from rarebit.data.raw.encoder import encoder_of
     from rarebit.data.raw.vocabulary import Growth
@@ -252,7 +267,13 @@ def update(
         start in ("unknown", "prior", "noise"),
         f"start must be unknown, prior or noise, got {start!r}",
     )
+    require(passes >= 1, f"passes must be at least 1, got passes={passes}")
     encoder = encoder_of(load_model(parent))
+    for name, by in like.items():
+        _check_like(encoder.fields, name, by)
+    for file in _listed(log):
+        if not Path(file).exists():
+            raise DataError(f"{str(file)!r} does not exist; check the name and the folder")
     learner = Learner.open(parent, encoder.fields, device=device)
     make_folder(folder)
     with file_lock(folder / LOCK):
@@ -267,6 +288,7 @@ def update(
             "growth": asdict(growth or Growth()),
             "start": start,
             "like": like,
+            "passes": passes,
             "bad_rows": bad_rows,
         }
         values = {"settings": stored_settings(learner.settings), UPDATE: asked}
@@ -290,7 +312,14 @@ def update(
             predict(learner.model, data).cpu(),
             _old_rows(learner.model, data, changes),
         )
-        history = learner.learn(data, folder=folder / CHECKPOINTS, resume=resume, progress=progress)
+        folders = [
+            *(folder / f"pass-{number + 1}" for number in range(passes - 1)),
+            folder / CHECKPOINTS,
+        ]
+        histories = [
+            learner.learn(data, folder=one, resume=resume, progress=progress) for one in folders
+        ]
+        history = histories[0]
         moved = _moved(learner.model, rows_before)
         after = predict(learner.model, data).cpu()
         assert history.scores is not None
@@ -335,7 +364,7 @@ def read_update(folder: str | os.PathLike[str]) -> dict[str, Any]:
         )
     from rarebit.data.raw.vocabulary import Growth
 
-    names = ("parent", "log", "start", "like", "bad_rows")
+    names = ("parent", "log", "start", "like", "passes", "bad_rows")
     return {**{name: values[name] for name in names}, "growth": Growth(**values["growth"])}
 
 
@@ -374,14 +403,19 @@ def _stages(scores: tuple[Tensor, Tensor, Tensor], data: Dataset, rows: Tensor) 
     return Stages(before=before, learning=learning, after=after)
 
 
+def _check_like(schema: Schema, name: str, by: str) -> None:
+    for wanted in (name, by):
+        if wanted not in schema.slots or schema[wanted].max_length != 1:
+            hint = suggest(wanted, list(schema.slots))
+            raise DataError(f"like: {wanted!r} is no field with one id per row{hint}")
+
+
 def like_group(data: Dataset, changes: "DayChanges", name: str, by: str) -> NewRows:
     """Return how new ids of a field start: at the mean row of the known ids that had their group on this day.
 
     An id whose group had no known id starts as unknown values do.
     """
-    for wanted in (name, by):
-        if wanted not in data.schema.slots or data.schema[wanted].max_length != 1:
-            raise DataError(f"like: {wanted!r} is no field with one id per row")
+    _check_like(data.schema, name, by)
     require(name in changes.columns, f"like: {name!r} is hashed or binned, so it gets no new ids")
     ids, groups = (data.ids[:, data.schema.slots[one].start].long() for one in (name, by))
     day, num_groups = changes.columns[name], data.schema[by].rows
