@@ -11,6 +11,7 @@ from torch.nn import functional as F
 import rarebit as rb
 from rarebit.errors import SettingsError
 from rarebit.methods._counts import GROWING_C, Evidence
+from rarebit.models import build_model, model_names
 from rarebit.models.deepfm import DeepFM
 from rarebit.study.runs import RunFolder, run_key
 from rarebit.study.worker import make_run, open_log
@@ -77,6 +78,29 @@ def test_each_batch_is_scored_before_the_model_trains_on_it(tables):
     torch.testing.assert_close(history.scores, expected, rtol=0, atol=0)
     assert all(map(torch.equal, model.state_dict().values(), own.state_dict().values()))
     assert history.epochs[0].valid == measure(expected, data.label)
+
+
+class Around(nn.Module):
+    """A model inside another class, whose scores in training nobody vouches for."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, batch: rb.data.Batch) -> Tensor:
+        return self.model(batch)
+
+
+@pytest.mark.parametrize("name", model_names())
+def test_scores_of_the_training_step_are_those_at_inference_time(name):
+    data = stream()
+    model = build_model(name, data.schema, {})
+    own = Around(copy.deepcopy(model))
+    found = []
+    for one in (model, own):
+        torch.manual_seed(1)  # of dropout
+        found.append(fitted(one, data).scores)
+    assert torch.equal(*found)
 
 
 def test_the_report_has_every_tenth_of_the_rows():

@@ -96,7 +96,7 @@ def test_old_ids_score_as_before_and_a_new_id_as_an_unknown_one(monday, tmp_path
     log = write_day(tmp_path / "tuesday.parquet", seed=1, items=range(10, ITEMS + 8))
     data = prepare_day(log, tmp_path / "day", like=encoder, growth=Growth())
     changes = changes_of(tmp_path / "day")
-    new = torch.tensor(changes.columns["item"].new)
+    new = torch.from_numpy(changes.columns["item"].new)
     assert len(new) >= 8  # those that came, and values of the first day that were left unknown
     slot = data.schema.slots["item"].start
     is_new = torch.isin(data.ids[:, slot], new.int())
@@ -240,7 +240,7 @@ def test_a_reused_row_starts_as_an_unknown_value_does(monday, tmp_path):
     log = write_day(tmp_path / "wednesday.parquet", seed=6, items=[*range(10), *range(50, 60)])
     data = prepare_day(log, tmp_path / "day", like=encoder, growth=growth)
     changes = changes_of(tmp_path / "day")
-    reset = list(changes.reset["item"])
+    reset = changes.reset["item"].tolist()
     assert len(reset) == 10
     learner = Learner.open(tmp_path / "tuesday", encoder.fields)
     learner.grow(data.schema, changes)

@@ -36,6 +36,7 @@ BENCHES = {
     "tail": "steps",
     "train": "train",
     "transfer": "steps",
+    "update": "data",
 }
 """The file of each bench."""
 

@@ -19,13 +19,24 @@ from importlib.util import find_spec
 from pathlib import Path
 from statistics import median
 from timeit import repeat
+from typing import Any
 
+import numpy as np
 import torch
 
-from rarebit.bench._frame import FOLDER, BenchResult, Say, measure, run_python
+from rarebit.bench._frame import (
+    FOLDER,
+    BenchResult,
+    Say,
+    measure,
+    run_python,
+    timing_figures,
+)
 from rarebit.bench._raw_log import write_raw_log
 from rarebit.data.dataset import Dataset
+from rarebit.data.log_schema import Column, LogSchema, Split
 from rarebit.data.order import shuffled_order
+from rarebit.data.prepare import prepare as prepare_log
 from rarebit.errors import MissingExtraError
 
 ROWS, ROUNDS = 300_000, 3
@@ -136,4 +147,62 @@ def _reading(folder: Path) -> BenchResult:
     return {
         "open_ms": 1000 * median(opening),
         "batches_rows_per_second": round(len(rows) / median(epochs)),
+    }
+
+
+def update(say: Say, *, rows: int = 1_000_000, rounds: int = 3) -> BenchResult:
+    """A day of 1,000,000 rows and 5 % new items through `update`, against `prepare` and `run` on the same rows.
+
+    Both read the file, encode it, train DCN-V2 with row-wise Adam and write a model. `update` also extends the vocabulary,
+    grows tables and optimizer, scores every row before it is learned, and twice more for its report; `run` trains on
+    80 % of the rows and scores the rest.
+    """
+    import polars as pl
+
+    from rarebit.training.run import run
+    from rarebit.training.settings import RunSettings
+    from rarebit.training.update import update as learn_day
+
+    sizes = {"user": 200_000, "item": 100_000, "shop": 5000, "kind": 300, "hour": 24, "device": 6}
+    draw = np.random.default_rng(0)
+
+    def write(path: Path, first: int) -> Path:
+        columns: dict[str, Any] = {
+            name: np.floor(size * draw.random(rows) ** 3).astype(np.int64)
+            for name, size in sizes.items()
+        }
+        columns["item"] += first
+        columns["click"] = (draw.random(rows) < 0.2 + 0.1 * (columns["kind"] % 3)).astype(np.int8)
+        pl.DataFrame(columns).write_parquet(path)
+        return path
+
+    def trained(log: Path, out: Path) -> None:
+        prepare_log(log, out / "data", schema=schema)
+        values = {
+            "model": {"name": "dcn_v2", "dim": 16},
+            "data": {"folder": str(out / "data")},
+            "training": {"epochs": 1, "tables": "rowwise"},
+        }
+        run(RunSettings.from_mapping(values), folder=out, progress=False, say=lambda _: None)
+
+    columns = tuple(Column(name=name) for name in sizes)
+    schema = LogSchema(label="click", columns=columns, split=Split(kind="order"))
+    with tempfile.TemporaryDirectory() as place:
+        folder, numbers = Path(place), itertools.count()
+        say(f"update: {2 * rounds} trainings on {rows:,} rows")
+        monday = write(folder / "monday.parquet", 0)
+        tuesday = write(folder / "tuesday.parquet", sizes["item"] // 20)
+        trained(monday, folder / "monday")
+        variants = {
+            "train": lambda: trained(tuesday, folder / f"train-{next(numbers)}"),
+            "update": lambda: learn_day(
+                folder / "monday", tuesday, folder / f"update-{next(numbers)}", progress=False
+            ),
+        }
+        times = measure(variants, budget=0.0, warm_up=0, min_rounds=rounds)
+    return {
+        "ratio": times["train"] / times["update"],
+        "ratio_of": "speed of update / speed of prepare and run, on the same rows",
+        "rows": rows,
+        **timing_figures(times),
     }

@@ -16,10 +16,10 @@ from rarebit.data.log_schema import (
     TextFormat,
     check_arguments,
 )
-from rarebit.data.prepared import ENCODER, PreparedFolder, Progress, no_progress
+from rarebit.data.prepared import CHANGES, ENCODER, PreparedFolder, Progress, no_progress
 from rarebit.data.sources import find_source
 from rarebit.errors import DataError, SettingsError, import_extra
-from rarebit.settings import from_mapping, require, suggest
+from rarebit.settings import require, suggest
 
 if TYPE_CHECKING:  # reading raw logs needs Polars, importing this does not
     from rarebit.data.raw.chunks import BadRows, RawChunk
@@ -165,17 +165,14 @@ def prepare_day(
 def changes_of(folder: PathLike) -> "DayChanges":
     """Return what a day that was prepared in a folder did to the vocabularies."""
     from rarebit.data.raw.encoder import LogEncoder
-    from rarebit.data.raw.vocabulary import DayChanges, VocabularyDay
+    from rarebit.data.raw.vocabulary import DayChanges, read_days
 
-    prepared = PreparedFolder(folder)
+    folder = Path(folder)
     try:
-        days = {
-            name: from_mapping(VocabularyDay, day, where=name)
-            for name, day in prepared.manifest["days"].items()
-        }
-    except LookupError:
-        raise DataError(f"{str(folder)!r} is no day of a log that grows") from None
-    return DayChanges.of(LogEncoder.open(Path(folder) / ENCODER).schema, days)
+        days = read_days(folder / CHANGES, PreparedFolder(folder).manifest["days"])
+    except (LookupError, OSError, TypeError, ValueError):
+        raise DataError(f"{str(folder)!r} is no day of a log that grows, or damaged") from None
+    return DayChanges.of(LogEncoder.open(folder / ENCODER).schema, days)
 
 
 def _path(file: PathLike) -> Path:

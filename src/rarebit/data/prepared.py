@@ -41,6 +41,8 @@ from rarebit.storage.files import (
 
 FORMAT = 1
 MANIFEST, ENCODER, SCHEMA, BAD_ROWS = "manifest.json", "encoder", "schema.toml", "bad_rows.jsonl"
+CHANGES = "changes.npz"
+"""What a day did to the vocabularies of a log that grows."""
 OWN = "manifest_sha256"
 SELECTIONS = "selections"
 """Selections that runs computed from the log; they are replaced with it."""

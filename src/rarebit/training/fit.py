@@ -377,6 +377,7 @@ def fit_started(
                 loop = TrainingLoop(steps, valid, settings, progress, ema=ema, callbacks=callbacks)
                 if scores is not None:
                     scores.ema, loop.scores, step.before_update = ema, scores, scores.score
+                    scores.is_same &= settings.precision == "float32" and not settings.compile
                 if folder is None:
                     history = loop.run()
                 else:

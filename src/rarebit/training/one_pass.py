@@ -5,7 +5,8 @@
 So the scores of all rows are of a model that has not seen their labels, and no row is set aside. Where weights are averaged,
 the averages give the scores. Tables that keep counts count what they look up, so that an id is new when it first comes.
 
-Batch normalisation and dropout score as at inference time. The scores are part of the checkpoints.
+Batch normalisation and dropout score as at inference time. A model of ours without them has the scores already: they are
+those that the loss was computed from. The scores are part of the checkpoints.
 """
 
 from collections.abc import Mapping
@@ -14,15 +15,27 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.modules.dropout import _DropoutNd
 
 from rarebit.callbacks import Callback, TrainingData
 from rarebit.data.dataset import Batch
 from rarebit.ema import EMA
 from rarebit.errors import CheckpointError
+from rarebit.models._base import RankingModel
 from rarebit.training.metrics import Forward, Metrics, device_of, measure, score
 
 PARTS = 10
 """Parts of the log that a report has figures of."""
+
+
+def _differs(module: nn.Module) -> bool:
+    """Return whether a part of a model of ours computes something else in training than at inference time."""
+    hooks = (module._forward_hooks, module._forward_pre_hooks)  # noqa: SLF001  # torch has no other list of them
+    dropout = getattr(module, "p" if isinstance(module, _DropoutNd) else "dropout", 0.0)
+    return (
+        isinstance(module, _NormBase) or any(hooks) or (isinstance(dropout, float) and dropout > 0)
+    )
 
 
 class ProgressiveScores(Callback):
@@ -40,18 +53,24 @@ class ProgressiveScores(Callback):
         self.model, self.label = model, data.train.label
         self.scores = torch.zeros(len(data.train), device=device_of(model))
         self.scored = 0
+        self.is_same = isinstance(model, RankingModel) and not any(map(_differs, model.modules()))
+        """Whether the model scores in training as it does at inference time."""
 
     @torch.no_grad()
-    def score(self, batch: Batch) -> None:
+    def score(self, batch: Batch, logits: Tensor) -> None:
         """Score a batch, between its backward and the step: the weights have not seen its labels."""
+        found = logits if self.is_same and self.ema is None else self._at_inference(batch)
+        self.scores[self.scored : self.scored + len(batch)] = found
+        self.scored += len(batch)
+
+    def _at_inference(self, batch: Batch) -> Tensor:
         training = [module for module in self.model.modules() if module.training]
         self.model.eval()
         with nullcontext() if self.ema is None else self.ema.applied(to_gradients=True):
             found = score(self.model, batch, self.forward)
         for module in training:
             module.training = True
-        self.scores[self.scored : self.scored + len(batch)] = found
-        self.scored += len(batch)
+        return found
 
     def metrics(self, rows: slice = slice(None)) -> Metrics:
         """Return the figures of some rows."""

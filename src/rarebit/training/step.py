@@ -117,8 +117,8 @@ class TrainingStep:
         self.say = say
         self.inspect: Callable[[Tensor], None] | None = None
         """Called with the loss between backward and update, by whoever looks for a fault."""
-        self.before_update: Callable[[Batch], None] | None = None
-        """Called with the batch between backward and update."""
+        self.before_update: Callable[[Batch, Tensor], None] | None = None
+        """Called with the batch and its logits in training, between backward and update."""
         self.device = device_of(model)
         self.stacks = [module for module in model.modules() if isinstance(module, PlainStack)]
         self.steps = torch.zeros((), dtype=torch.int64, device=self.device)
@@ -136,7 +136,7 @@ class TrainingStep:
         if self.inspect is not None:
             self.inspect(loss.detach())
         if self.before_update is not None:
-            self.before_update(batch)
+            self.before_update(batch, logits.detach())
         if self.clip_norm is not None:
             clip_grad_norm_(self.model, self.clip_norm)
         self.optimizer.step()

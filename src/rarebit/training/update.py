@@ -69,6 +69,9 @@ if TYPE_CHECKING:
 DATA, UPDATE = "data", "update"
 """The folder of the encoded day, and what the run's file calls the update."""
 
+MOST_SCORED = 200_000
+"""Rows of the day that are scored before and after it, at most: every row is scored while it is learned."""
+
 Start: TypeAlias = Literal["unknown", "prior", "noise"]
 """How rows of new ids start: as the row of unknown values, at the mean of the table's rows, or at random."""
 
@@ -308,8 +311,9 @@ def update(
         known_rows = {name: like_group(data, changes, name, by) for name, by in like.items()}
         old = {name: numbers[: encoder.fields[name].rows] for name, numbers in counts.items()}
         learner.grow(data.schema, changes, start=start, rows=known_rows, counts=old)
+        sample = _sample(data)
         before, rows_before = (
-            predict(learner.model, data).cpu(),
+            predict(learner.model, sample),
             _old_rows(learner.model, data, changes),
         )
         folders = [
@@ -321,7 +325,7 @@ def update(
         ]
         history = histories[0]
         moved = _moved(learner.model, rows_before)
-        after = predict(learner.model, data).cpu()
+        after = predict(learner.model, sample)
         assert history.scores is not None
         learning = history.scores.cpu()
         settings = replace(
@@ -332,16 +336,16 @@ def update(
         )
         data.known_counts = {name: counts[name] + seen for name, seen in data.counts().items()}
         finish_model(settings, learner.model, data, say=lambda _: None)
-        is_new = new_rows_of(data, changes)
-        scores = (before, learning, after)
+        is_new, shown = new_rows_of(data, changes), new_rows_of(sample, changes)
+        scores = (before.cpu(), learning[:: _stride(data)], after.cpu())
         result = UpdateResult(
             model=learner.model,
             folder=folder,
             rows=len(data),
             new_rows=int(is_new.sum()),
-            all=_stages(scores, data, torch.ones(len(data), dtype=torch.bool)),
-            new=_stages(scores, data, is_new) if bool(is_new.any()) else None,
-            known=_stages(scores, data, ~is_new) if not bool(is_new.all()) else None,
+            all=_stages(scores, sample, torch.ones(len(sample), dtype=torch.bool)),
+            new=_stages(scores, sample, shown) if bool(shown.any()) else None,
+            known=_stages(scores, sample, ~shown) if not bool(shown.all()) else None,
             fields=tuple(_field_days(data, changes, moved)),
             table_bytes=table_bytes(learner.model),
             samples_per_second=history.samples_per_second,
@@ -392,9 +396,19 @@ def new_rows_of(data: Dataset, changes: "DayChanges") -> Tensor:
     found = torch.zeros(len(data), dtype=torch.bool)
     for name, day in changes.columns.items():
         is_new = torch.zeros(day.rows, dtype=torch.bool)
-        is_new[torch.tensor(day.new, dtype=torch.int64)] = True
+        is_new[torch.from_numpy(day.new)] = True
         found |= is_new[data.ids[:, data.schema.slots[name]].long()].any(1)
     return found
+
+
+def _stride(data: Dataset) -> int:
+    return -(-len(data) // MOST_SCORED)
+
+
+def _sample(data: Dataset) -> Dataset:
+    """Return every so many-th row, so that there are not too many."""
+    rows = slice(None, None, _stride(data))
+    return Dataset(data.schema, data.ids[rows], data.numeric[rows], data.label[rows])
 
 
 def _stages(scores: tuple[Tensor, Tensor, Tensor], data: Dataset, rows: Tensor) -> Stages:
@@ -420,7 +434,7 @@ def like_group(data: Dataset, changes: "DayChanges", name: str, by: str) -> NewR
     ids, groups = (data.ids[:, data.schema.slots[one].start].long() for one in (name, by))
     day, num_groups = changes.columns[name], data.schema[by].rows
     place = torch.full((day.rows,), -1)
-    place[torch.tensor(day.new, dtype=torch.int64)] = torch.arange(len(day.new))
+    place[torch.from_numpy(day.new)] = torch.arange(len(day.new))
     is_new = place[ids] >= 0
 
     def start(rows: Tensor) -> Tensor:
@@ -446,8 +460,9 @@ def _old_rows(
         if name not in data.schema.slots:
             continue
         ids = data.ids[:, data.schema.slots[name]].long().unique()
-        new = torch.tensor(changes.columns[name].new if name in changes.columns else ())
-        ids = ids[~torch.isin(ids, new.long()) & (ids >= FIRST_VALUE)].to(home_of(site.table))
+        if name in changes.columns:
+            ids = ids[~torch.isin(ids, torch.from_numpy(changes.columns[name].new))]
+        ids = ids[ids >= FIRST_VALUE].to(home_of(site.table))
         with torch.no_grad():
             found.setdefault(name, []).append((site.info.name, ids, site.table(ids).clone()))
     return found

@@ -14,7 +14,7 @@ import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple, TypeVar
 
@@ -27,6 +27,7 @@ from rarebit.data.log_schema import SPLIT_NAMES, Column, LogSchema, Split, check
 from rarebit.data.order import random_bits, stream_key
 from rarebit.data.prepared import (
     BAD_ROWS,
+    CHANGES,
     ENCODER,
     SCHEMA,
     ArrayWriter,
@@ -43,7 +44,13 @@ from rarebit.data.raw.coding import LOWEST_BIN, CodedRows, GrowingDictionary, Ro
 from rarebit.data.raw.encoder import Finisher, LogEncoder, Sightings, encoder_of
 from rarebit.data.raw.infer import SAMPLE_ROWS, infer_schema
 from rarebit.data.raw.readers import as_polars, read_frame
-from rarebit.data.raw.vocabulary import Growth, VocabularyDay, grow_encoder, seen_values
+from rarebit.data.raw.vocabulary import (
+    Growth,
+    VocabularyDay,
+    grow_encoder,
+    save_days,
+    seen_values,
+)
 from rarebit.data.schema import FIRST_VALUE, MISSING, PADDING, UNKNOWN
 from rarebit.errors import DataError, SettingsError
 from rarebit.settings import to_mapping
@@ -267,7 +274,7 @@ def _write(
         encoder, ids_of = _make_encoder(schema, reading, codes, numbers)
     else:
         encoder, ids_of, days = _grow_encoder(grow, reading, codes)
-        description = {**description, "days": {n: asdict(day) for n, day in days.items()}}
+        description = {**description, "days": save_days(folder / CHANGES, days)}
     lookups = [ids_of[column.name] for column in _slot_columns(schema)]
     finisher = Finisher(schema, lookups, encoder.scales, encoder.edges)
     binned = _write_arrays(folder, spill, finisher, parts=parts, label=label, progress=progress)

@@ -21,7 +21,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import polars as pl
+import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from rarebit.data.log_schema import Column, LogSchema
 from rarebit.data.raw.chunks import BadRows
@@ -35,6 +37,7 @@ from rarebit.settings import check_types, require
 DEPTH, WIDTH = 4, 1 << 16
 """Size of the sketch: 1 MB for all vocabularies. A value collides in all rows with about one in 2^64."""
 NO_LABEL = "(no label)"
+ID_LISTS = ("new", "reset", "dropped")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,20 +71,36 @@ class Growth:
         return float(2.0 ** (-1.0 / self.half_life))
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class VocabularyDay:
     """What a day did to one vocabulary."""
 
     rows: int
     """Rows that a table of it has from now on."""
-    new: tuple[int, ...] = ()
-    """Ids that a value got today, those of `reset` first."""
-    reset: tuple[int, ...] = ()
-    """Ids among them that once were another value's: their rows must start anew."""
-    dropped: tuple[int, ...] = ()
-    """Ids that lost their value."""
-    waiting: int = 0
+    waiting: int
     """Values of the day that have no id yet."""
+    new: NDArray[np.int64]
+    """Ids that a value got today, those of `reset` first."""
+    reset: NDArray[np.int64]
+    """Ids among them that once were another value's: their rows must start anew."""
+    dropped: NDArray[np.int64]
+    """Ids that lost their value."""
+
+
+def save_days(path: Path, days: Mapping[str, VocabularyDay]) -> dict[str, Any]:
+    """Write the ids of a day's changes to a file, and return the rest as plain values."""
+    ids = {f"{name}/{part}": getattr(d, part) for name, d in days.items() for part in ID_LISTS}
+    np.savez(path, **ids)
+    return {name: {"rows": day.rows, "waiting": day.waiting} for name, day in days.items()}
+
+
+def read_days(path: Path, values: Mapping[str, Any]) -> dict[str, VocabularyDay]:
+    """Return what `save_days` wrote."""
+    with np.load(path, allow_pickle=False) as ids:
+        return {
+            name: VocabularyDay(**rest, **{part: ids[f"{name}/{part}"] for part in ID_LISTS})
+            for name, rest in values.items()
+        }
 
 
 class Grown(NamedTuple):
@@ -141,10 +160,10 @@ def grow_encoder(
         ids[name] = np.where(places >= 0, places + FIRST_VALUE, UNKNOWN).astype(np.int32)
         days[name] = VocabularyDay(
             rows=FIRST_VALUE + len(values[name]),
-            new=tuple((FIRST_VALUE + own).tolist()),
-            reset=tuple((FIRST_VALUE + free).tolist()),
-            dropped=tuple((FIRST_VALUE + np.flatnonzero(gone)).tolist()),
             waiting=int((places < 0).sum()),
+            new=FIRST_VALUE + own.astype(np.int64),
+            reset=FIRST_VALUE + free,
+            dropped=FIRST_VALUE + np.flatnonzero(gone),
         )
     now = Sightings(
         day=day,
@@ -242,9 +261,10 @@ class DayChanges:
         return {name: day.rows for name, day in self.columns.items()}
 
     @property
-    def reset(self) -> dict[str, tuple[int, ...]]:
+    def reset(self) -> dict[str, Tensor]:
         """Ids whose rows start anew, for `grow_`."""
-        return {name: day.reset for name, day in self.columns.items() if day.reset}
+        days = self.columns.items()
+        return {name: torch.from_numpy(day.reset) for name, day in days if len(day.reset)}
 
 
 def _values_of(frame: Any, schema: LogSchema) -> dict[str, tuple[pl.Series, NDArray[np.int64]]]:
