@@ -620,3 +620,83 @@ def test_interrupted_scoring_leaves_nothing(call, log, long_log, tmp_path):
         "rarebit: stopped; no unfinished output is left behind",
     )
     assert not list(tmp_path.glob("*scores*"))
+
+
+def test_parts_of_a_log_are_prepared_by_separate_processes(tmp_path, monkeypatch):
+    """Every command is a process of its own; encoding runs in two at once."""
+    monkeypatch.chdir(tmp_path)
+    for part, rows in (("1", rows_of()[:200]), ("2", rows_of()[200:])):
+        (tmp_path / f"part-{part}.csv").write_text(as_text(rows), "utf-8")
+
+    def start(*words):
+        command = [sys.executable, "-m", "rarebit", "data", *words]
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+        return subprocess.Popen(command, env=ENVIRONMENT, text=True, **pipes)
+
+    def run(*processes):
+        ended = [process.communicate() for process in processes]
+        assert [process.returncode for process in processes] == [0] * len(processes), ended
+        return [out for out, _ in ended]
+
+    files, schema = ("part-1.csv", "part-2.csv"), ("--schema", "s.toml")
+    run(
+        start(
+            "schema",
+            files[0],
+            "--label",
+            "click",
+            "--split",
+            "user",
+            "--by",
+            "user",
+            "--out",
+            "s.toml",
+        )
+    )
+    one = start("prepare", *files, *schema, "--out", "one")
+    counted = [start("count", f"part-{n}.csv", *schema, "--out", f"counts/{n}") for n in "12"]
+    run(one, *counted)
+    [out] = run(start("merge", "counts/1", "counts/2", "--out", "two"))
+    assert "data encode counts/2 --out two" in out
+    said = run(*(start("encode", f"counts/{n}", "--out", "two") for n in "21"))
+    assert any("300 rows read = 300 encoded + 0 skipped." in out for out in said)
+    wanted = {path.relative_to("one"): path for path in Path("one").rglob("*") if path.is_file()}
+    found = {path.relative_to("two"): path for path in Path("two").rglob("*") if path.is_file()}
+    assert found.keys() == wanted.keys()
+    for name, path in found.items():
+        assert path.read_bytes() == wanted[name].read_bytes(), name
+
+
+def test_parts_need_a_schema_a_log_and_a_folder(call, log):
+    parts = ("data", "count", log, "--out", "counts/1")
+    assert call("data", "schema", log, "--label", "click", "--out", "s.toml")[0] == 0
+    for words, message in (
+        (parts, "no schema, which all parts share"),
+        (("data", "count", "--schema", "s.toml", "--out", "counts/1"), "no log"),
+        (("data", "count", log, "--schema", "s.toml"), "no output folder"),
+        ((*parts, log, "--schema", "s.toml", "--for", "train"), "--for takes one file"),
+        ((*parts, "--schema", "s.toml", "--for", "later"), "unknown part 'later'"),
+        (("data", "merge", "counts/1", "--out", "out"), "holds no counted part"),
+        (("data", "encode", "counts/1", "--out", "out"), "holds no counted part"),
+        (
+            ("data", "prepare", log, log, "--valid", log, "--schema", "s.toml", "--out", "out"),
+            "a second log cannot be combined with --valid and --test",
+        ),
+    ):
+        code, _, err = call(*words)
+        assert code != 0
+        assert message in " ".join(err.split()), err
+    assert not Path("out").exists()
+    assert call(*parts, "--schema", "s.toml")[0] == 0
+    assert "counts/1 is encoded" not in call("data", "merge", "counts/1", "--out", "out")[1]
+    assert "300 encoded" in call("data", "encode", "counts/1", "--out", "out")[1]
+
+
+def test_what_is_still_to_encode_is_named(call, log):
+    assert call("data", "schema", log, "--label", "click", "--out", "s.toml")[0] == 0
+    for name in "ab":
+        shutil.copy(log, f"{name}.csv")
+        call("data", "count", f"{name}.csv", "--schema", "s.toml", "--out", f"counts/{name}")
+    assert call("data", "merge", "counts/a", "counts/b", "--out", "out")[0] == 0
+    _, out, _ = call("data", "encode", "counts/b", "--out", "out")
+    assert "counts/b is encoded. Still to encode: a.csv." in out

@@ -367,7 +367,7 @@ def test_a_list_of_files_is_one_log(tmp_path):
 @pytest.mark.parametrize(
     ("log", "settings", "message"),
     [
-        ([], {}, "a log needs at least one file, got an empty list"),
+        ([], {}, r"a log needs at least one file, got \[\]"),
         (5, {}, r"prepare reads files: .*; got int. Rows in memory: rb.Dataset.from_frame"),
         ([5], {}, "prepare reads files: .*; got int"),
         ({"train": ["a.csv"]}, {}, "prepare reads files: .*; got list"),

@@ -41,12 +41,26 @@ rarebit data prepare clicks.csv --schema clicks.toml --out data/clicks
 
 rarebit data prepare --source ml-1m --from ml-1m/ --out data/ml-1m
 """
+PARTS_EXAMPLE = """[bold]One log on several machines[/bold]
+
+rarebit data count monday.csv --schema clicks.toml --out counts/monday
+
+rarebit data count tuesday.csv --schema clicks.toml --out counts/tuesday
+
+rarebit data merge counts/monday counts/tuesday --out data/clicks
+
+rarebit data encode counts/monday --out data/clicks
+
+rarebit data encode counts/tuesday --out data/clicks
+"""
 
 SPLITS = ("random", "order", "time", "user", "given")
 SPLITS_BY_COLUMN = {"time": "timestamp", "user": "user", "given": "part"}
 """The splits that need a column, each with an example of its name."""
 MOST_LINES = 200
 """Columns that are shown: a table of thousands is not read, and takes a minute to draw."""
+MOST_PARTS = 20
+"""Parts that are listed by name."""
 BLOCKS = "▁▂▃▄▅▆▇█"
 ASCII_BLOCKS = "._-:=+*#"
 SHORT_KINDS = {"categorical": "cat", "multi": "multi", "numeric": "num"}
@@ -54,8 +68,18 @@ SHORT_KINDS = {"categorical": "cat", "multi": "multi", "numeric": "num"}
 data_app = typer.Typer(rich_markup_mode="rich")
 
 LogArgument = Annotated[
-    Path | None,
-    Argument(help="The log: .csv .tsv .txt (.gz .bz2 .xz), or .parquet.", readable=False),
+    list[Path] | None,
+    Argument(
+        help="The log: .csv .tsv .txt (.gz .bz2 .xz), or .parquet. Several files are one log, in this order.",
+        readable=False,
+    ),
+]
+OutOption = Annotated[Path | None, Option(help="The folder to create.")]
+SchemaOption = Annotated[
+    Path | None, Option(help="A schema file, as rarebit data schema writes it.", readable=False)
+]
+PartArgument = Annotated[
+    Path, Argument(help="A folder made by rarebit data count.", readable=False)
 ]
 LabelOption = Annotated[str | None, Option(help="The label column: 1 for a click, else 0.")]
 SplitOption = Annotated[
@@ -80,11 +104,9 @@ NamesOption = Annotated[
 @data_app.command(epilog=EXAMPLES)
 def prepare(  # noqa: PLR0917  # typer calls it by name
     log: LogArgument = None,
-    out: Annotated[Path | None, Option(help="The folder to create.")] = None,
+    out: OutOption = None,
     label: LabelOption = None,
-    schema: Annotated[
-        Path | None, Option(help="A schema file, as rarebit data schema writes it.", readable=False)
-    ] = None,
+    schema: SchemaOption = None,
     split: SplitOption = None,
     by: ByOption = None,
     shares: SharesOption = None,
@@ -112,15 +134,14 @@ def prepare(  # noqa: PLR0917  # typer calls it by name
     from rarebit.data.prepare import prepare as prepare_log
     from rarebit.data.prepare import prepare_source
 
-    if out is None:
-        raise SettingsError("no output folder; give the folder to create: --out data/clicks")
+    out = _needed(out)
     settings: dict[str, Any] = {
         "bad_rows": opt.choose_bad_rows(bad_rows, "stop" if source is None else "aside"),
         "overwrite": overwrite,
     }
     splitting = {"--split": split, "--by": by, "--shares": shares, "--seed": seed}
     if source is not None:
-        others: dict[str, object] = {"a log": log, "--valid": valid, "--test": test}
+        others: dict[str, object] = {"a log": log or None, "--valid": valid, "--test": test}
         others |= {"--separator": separator, "--encoding": encoding, "--names": names}
         others |= {"--label": label, "--schema": schema}
         opt.refuse_with("--source", others | splitting)
@@ -132,20 +153,109 @@ def prepare(  # noqa: PLR0917  # typer calls it by name
             )
     else:
         opt.refuse_with("your own log", {"--from": from_, "--protocol": protocol or None})
-        if log is None:
+        if not log:
             raise SettingsError("no log; give a file, or a public data set (--source ml-1m)")
-        parts = {"train": log, "valid": valid, "test": test}
+        first = log[0]
+        parts = {"train": first, "valid": valid, "test": test}
         logs = {part: file for part, file in parts.items() if file is not None}
         changes: dict[str, Any] = {"kind": "given", "column": ""}
         if len(logs) > 1:
-            opt.refuse_with("--valid and --test", splitting)
+            opt.refuse_with("--valid and --test", {"a second log": log[1:] or None, **splitting})
         else:
             changes = _split_changes(split, by, shares, seed)
-        found = _schema(log, label, schema, changes, _text(log, separator, encoding, names))
+        found = _schema(first, label, schema, changes, _text(first, separator, encoding, names))
         with screen.RunBars() as bars:
             given = logs if len(logs) > 1 else log
             prepare_log(given, out, schema=found, progress=bars.data_stage, **settings)
     _report(out)
+
+
+@data_app.command(epilog=PARTS_EXAMPLE)
+def count(  # noqa: PLR0917  # typer calls it by name
+    log: LogArgument = None,
+    schema: SchemaOption = None,
+    out: OutOption = None,
+    for_: Annotated[
+        str | None,
+        Option("--for", help="train, valid or test, for a log whose files are split already."),
+    ] = None,
+    bad_rows: opt.BadRows = None,
+    overwrite: opt.Overwrite = False,
+) -> None:
+    """Read a part of a log, to prepare the log on several machines: count, merge, encode."""
+    from rarebit.data.prepare import count_part
+
+    out = _needed(out, "counts/monday")
+    if not log:
+        raise SettingsError("no log; give the files of this part")
+    if schema is None:
+        raise SettingsError(
+            "no schema, which all parts share: rarebit data schema LOG --label click --out clicks.toml, "
+            "then --schema clicks.toml"
+        )
+    if for_ is not None and len(log) > 1:
+        raise SettingsError("--for takes one file; count the others as parts of their own")
+    with screen.RunBars() as bars:
+        count_part(
+            log if for_ is None else {for_: log[0]},
+            out,
+            schema=LogSchema.read(schema),
+            bad_rows=opt.choose_bad_rows(bad_rows),
+            overwrite=overwrite,
+            progress=bars.data_stage,
+        )
+    screen.line(
+        f"{out} is counted. Once all parts are: rarebit data merge, in the order of the log."
+    )
+
+
+@data_app.command(epilog=PARTS_EXAMPLE)
+def merge(
+    parts: Annotated[
+        list[Path],
+        Argument(
+            help="Folders made by rarebit data count, in the order of the log.", readable=False
+        ),
+    ],
+    out: OutOption = None,
+    overwrite: opt.Overwrite = False,
+) -> None:
+    """Split the rows of all counted parts and make the vocabulary; then encode each part."""
+    from rarebit.data.prepare import merge_parts
+
+    out = _needed(out)
+    with screen.RunBars() as bars:
+        merge_parts(parts, out, overwrite=overwrite, progress=bars.data_stage)
+    screen.line("Split and vocabulary are frozen. Encode the parts, in any order:")
+    for part in parts[:MOST_PARTS]:
+        screen.command("data", "encode", str(part), "--out", str(out))
+
+
+@data_app.command(epilog=PARTS_EXAMPLE)
+def encode(
+    part: PartArgument,
+    out: Annotated[
+        Path | None, Option(help="The folder made by rarebit data merge.", readable=False)
+    ] = None,
+) -> None:
+    """Write the rows of a counted part to a merged log. The last part completes the log."""
+    from rarebit.data.prepare import encode_part
+
+    out = _needed(out)
+    with screen.RunBars() as bars:
+        missing = encode_part(part, out, progress=bars.data_stage)
+    if not missing:
+        _report(out)
+        return
+    more = f" and {len(missing) - MOST_PARTS:,} more" if len(missing) > MOST_PARTS else ""
+    screen.line(f"{part} is encoded. Still to encode: {', '.join(missing[:MOST_PARTS])}{more}.")
+
+
+def _needed(out: Path | None, example: str = "data/clicks") -> Path:
+    """Return the output folder, or raise if none is given."""
+    if out is None:
+        raise SettingsError(f"no output folder; give the folder to create: --out {example}")
+    return out
 
 
 @data_app.command(name="schema")

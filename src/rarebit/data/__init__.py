@@ -5,7 +5,7 @@
     prepared, dataset             a prepared log on disk; arrays and batches
     co_occurrence, selection      which rare items may learn from frequent ones
     synthetic                     the built-in click log
-    raw/                          readers, guessing of schemas, encoding: needs Polars and PyArrow
+    raw/                          readers, guessing of schemas, encoding, parts: needs Polars and PyArrow
     sources/                      well-known data sets
     prepare                       the calls that prepare a log
 
@@ -16,7 +16,13 @@ from typing import TYPE_CHECKING, Any
 
 from rarebit.data.dataset import Batch, Dataset, Splits, collate
 from rarebit.data.log_schema import Column, LogSchema, Split, TextFormat
-from rarebit.data.prepare import infer_log, prepare_source
+from rarebit.data.prepare import (
+    count_part,
+    encode_part,
+    infer_log,
+    merge_parts,
+    prepare_source,
+)
 from rarebit.data.prepared import DataStatistics, PreparedFolder
 from rarebit.data.schema import Field, Schema
 from rarebit.data.selection import (
@@ -53,9 +59,12 @@ __all__ = [
     "TextFormat",
     "Vocabulary",
     "collate",
+    "count_part",
+    "encode_part",
     "generate",
     "infer_log",
     "load_selection",
+    "merge_parts",
     "prepare_source",
     "save_selection",
     "select",

@@ -59,9 +59,125 @@ def prepare(
     """
     from rarebit.data.raw.chunks import BadRows
     from rarebit.data.raw.encode import encode_log
-    from rarebit.data.raw.readers import find_format
 
     check_arguments(label, schema, split, format)
+    files, split = _files(log, schema, split)
+    if files[0][0] not in ("", "train"):
+        raise SettingsError("a log in several files needs one for train")
+    if schema is None:
+        found = infer_log(files[0][1], label, split=split, format=format)
+        found.warn()
+        schema = found.schema
+    schema = _with_text(files, schema, split, format)
+    bad = BadRows(bad_rows)
+    encode_log(
+        _read(files, schema, bad, progress),
+        schema,
+        out,
+        origin=_origin(files),
+        notes=schema.notes,
+        bad=bad,
+        overwrite=overwrite,
+        progress=progress,
+    )
+    return Dataset.open(out, verify=False)
+
+
+def count_part(
+    log: PathLike | Sequence[PathLike] | Mapping[str, PathLike],
+    out: PathLike,
+    *,
+    schema: LogSchema,
+    bad_rows: Literal["stop", "aside"] = "stop",
+    overwrite: bool = False,
+    progress: Progress = no_progress,
+) -> None:
+    r"""Read a part of a log into a folder of codes and counts: the first of three steps on several machines.
+
+    Every part needs the same `schema`. `merge_parts` and then `encode_part` of every part make the folder that
+    `prepare` makes of all files, byte for byte.
+    A mapping, such as `{"valid": "last-day.csv"}`, is a part of a log whose files are split already.
+
+    >>> import tempfile
+    >>> from rarebit.data import Column
+    >>> schema = LogSchema(label="click", columns=(Column(name="user"),))
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     place = Path(folder)
+    ...     for day in ("monday", "tuesday"):
+    ...         _ = (place / f"{day}.csv").write_text("user,click\n" + "ann,0\nbob,1\n" * 20)
+    ...         count_part(place / f"{day}.csv", place / "counts" / day, schema=schema)
+    ...     parts = [place / "counts" / "monday", place / "counts" / "tuesday"]
+    ...     merge_parts(parts, place / "clicks")
+    ...     encode_part(parts[1], place / "clicks")
+    ...     encode_part(parts[0], place / "clicks")
+    ...     len(Dataset.open(place / "clicks"))
+    ['monday.csv']
+    []
+    80
+    """
+    from rarebit.data.raw.chunks import BadRows
+    from rarebit.data.raw.parts import count_log
+
+    require(schema is not None, "parts of a log need a schema, the same for all of them")
+    check_arguments(schema=schema)
+    files, split = _files(log, schema, None)
+    schema = _with_text(files, schema, split, None)
+    bad = BadRows(bad_rows)
+    count_log(
+        _read(files, schema, bad, progress),
+        schema,
+        Path(out),
+        origin=_origin(files),
+        log=[path for _, path in files],
+        notes=schema.notes,
+        bad=bad,
+        overwrite=overwrite,
+    )
+
+
+def merge_parts(
+    parts: Sequence[PathLike],
+    out: PathLike,
+    *,
+    overwrite: bool = False,
+    progress: Progress = no_progress,
+) -> None:
+    """Split the rows of all parts and make the vocabulary: the second step, after `count_part` of every part.
+
+    The order of the parts is the order of the log. The folder `out` opens once every part is encoded.
+
+    >>> merge_parts([], "data/clicks")
+    Traceback (most recent call last):
+    ...
+    rarebit.errors.DataError: no parts to merge; give the folders that rarebit data count made
+    """
+    from rarebit.data.raw.parts import merge_counted
+
+    merge_counted([Path(part) for part in parts], Path(out), overwrite=overwrite, progress=progress)
+
+
+def encode_part(part: PathLike, out: PathLike, *, progress: Progress = no_progress) -> list[str]:
+    """Write the rows of a part to a merged folder: the third step, for every part and in any order.
+
+    Return the files of the parts that are still missing; none once the folder is complete. A part may be
+    encoded twice, also at once: after a failure, run it again.
+
+    >>> encode_part("counts/monday", "data/clicks")
+    Traceback (most recent call last):
+    ...
+    rarebit.errors.DataError: 'counts/monday' holds no counted part: manifest.json is missing; ...
+    """
+    from rarebit.data.raw.parts import encode_counted
+
+    return encode_counted(Path(part), Path(out), progress=progress)
+
+
+def _files(
+    log: PathLike | Sequence[PathLike] | Mapping[str, PathLike],
+    schema: LogSchema | None,
+    split: Split | None,
+) -> tuple[list[tuple[str, Path]], Split | None]:
+    """Return the files of a log, each with the split it is for or "", and the split if it changes."""
     if isinstance(log, Mapping):
         by_part = {}
         for name, file in log.items():
@@ -70,8 +186,6 @@ def prepare(
                 what = "unknown part" if part is None else f"two files for {part}, the second"
                 raise SettingsError(f"{what} {name!r}{suggest(name, SPLIT_NAMES)}")
             by_part[part] = _path(file)
-        if "train" not in by_part:
-            raise SettingsError("a log in several files needs one for train")
         files = [(part, by_part[part]) for part in SPLIT_NAMES if part in by_part]
         if split is not None and split.kind != "given":
             raise SettingsError(f"the files are split already: leave out the split by {split.kind}")
@@ -81,34 +195,28 @@ def prepare(
         listed = (
             [log] if isinstance(log, str | os.PathLike) or not isinstance(log, Sequence) else log
         )
-        require(len(listed) > 0, "a log needs at least one file, got an empty list")
         files = [("", _path(file)) for file in listed]
-    first = files[0][1]
-    if schema is None:
-        found = infer_log(first, label, split=split, format=format)
-        found.warn()
-        schema = found.schema
-    elif split is not None:
-        schema = replace(schema, split=split)
-    schema = replace(schema, text=format or schema.text or find_format(first))
-    bad = BadRows(bad_rows)
-    encode_log(
-        _read_files(files, schema, bad, progress),
-        schema,
-        out,
-        origin=", ".join(path.name for _, path in files),
-        notes=schema.notes,
-        bad=bad,
-        overwrite=overwrite,
-        progress=progress,
-    )
-    return Dataset.open(out, verify=False)
+    require(len(files) > 0, f"a log needs at least one file, got {log!r}")
+    return files, split
 
 
-def _read_files(
+def _with_text(
+    files: Sequence[tuple[str, Path]],
+    schema: LogSchema,
+    split: Split | None,
+    format: TextFormat | None,
+) -> LogSchema:
+    """Return the schema with the split and the text format that the files are read with."""
+    from rarebit.data.raw.readers import find_format
+
+    text = format or schema.text or find_format(files[0][1])
+    return replace(schema, split=split or schema.split, text=text)
+
+
+def _read(
     files: Sequence[tuple[str, Path]], schema: LogSchema, bad: "BadRows", progress: Progress
-) -> "Iterator[RawChunk]":
-    """Yield the rows of files, each of which may be a part of the log."""
+) -> Iterator["RawChunk"]:
+    """Yield the rows of the files in order."""
     from rarebit.data.raw.readers import read_raw
 
     counts = [c.name for c in schema.columns if c.kind == "numeric" and not c.is_number]
@@ -123,6 +231,10 @@ def _read_files(
             progress=partial(progress, "reading"),
         ):
             yield replace(chunk, part=part)
+
+
+def _origin(files: Sequence[tuple[str, Path]]) -> str:
+    return ", ".join(path.name for _, path in files)
 
 
 def prepare_day(
@@ -145,15 +257,15 @@ def prepare_day(
 
     listed = [log] if isinstance(log, str | os.PathLike) else log
     files = [("", _path(file)) for file in listed]
-    require(len(files) > 0, "a day needs at least one file, got an empty list")
+    require(len(files) > 0, f"a day needs at least one file, got {log!r}")
     text = format or like.schema.text
     schema = replace(like.schema, split=Split(kind="order", shares=(1.0, 0.0, 0.0)), text=text)
     bad = BadRows(bad_rows)
     encode_log(
-        _read_files(files, schema, bad, progress),
+        _read(files, schema, bad, progress),
         schema,
         out,
-        origin=", ".join(path.name for _, path in files),
+        origin=_origin(files),
         bad=bad,
         overwrite=overwrite,
         progress=progress,

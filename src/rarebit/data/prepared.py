@@ -7,6 +7,7 @@
     counts.npy       int64: how often each id of each field occurs in training, field after field
     schema.toml      the schema of the raw log, to edit and use again
     encoder/         the vocabulary, to encode other raw rows; training does without it
+    .parts/          only while parts of the log are still to be encoded, and without a manifest
 
 Opening compares every file with its checksum, and maps the arrays into memory.
 """
@@ -19,6 +20,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
+from io import BytesIO
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -37,6 +39,7 @@ from rarebit.storage.files import (
     leftovers,
     make_folder,
     own_checksum,
+    write_file,
 )
 
 FORMAT = 1
@@ -44,6 +47,8 @@ MANIFEST, ENCODER, SCHEMA, BAD_ROWS = "manifest.json", "encoder", "schema.toml",
 CHANGES = "changes.npz"
 """What a day did to the vocabularies of a log that grows."""
 OWN = "manifest_sha256"
+PARTS = ".parts"
+"""What encoding the parts of a merged log needs; removed when all of them are there."""
 SELECTIONS = "selections"
 """Selections that runs computed from the log; they are replaced with it."""
 _at_work: set[Path] = set()
@@ -146,12 +151,59 @@ class StoredEncoder:
         shutil.copytree(self.folder, folder)
 
 
-class PreparedFolder:
-    """The contents of a prepared folder; arrays are opened when asked for."""
+class ManifestFolder:
+    """A folder with a manifest, which has the size and the checksum of every file."""
+
+    what, command = "prepared log", "prepare"
+    """What the folder is, and the command that makes it."""
 
     def __init__(self, folder: str | os.PathLike[str]) -> None:
         self.folder = Path(folder)
-        self.manifest = _read_manifest(self.folder)
+        self.manifest = _read_manifest(self.folder, self.what, self.command)
+        kind = self.manifest.get("kind", ManifestFolder.what)
+        if kind != self.what:
+            raise DataError(
+                f"{str(self.folder)!r} is a {kind}, not a {self.what}; make one with rarebit data "
+                f"{self.command}"
+            )
+
+    @property
+    def checksum(self) -> str:
+        """The identity of the folder: the manifest's checksum, which covers the checksums of all files."""
+        return str(self.manifest[OWN])
+
+    def check_files(self) -> None:
+        """Raise if a file is missing or has another size."""
+        for name, file in self._files().items():
+            path = self.folder / name
+            if type(file["sha256"]) is not str:
+                raise DataError(f"{str(self.folder)!r} is damaged: {name} has no checksum")
+            if not path.is_file() or path.stat().st_size != file["bytes"]:
+                raise DataError(
+                    f"{str(self.folder)!r} is damaged: {name} is missing or not as long as it was "
+                    f"written; {self.command} it again"
+                )
+
+    def _files(self) -> dict[str, Any]:
+        """Return the files that must exist."""
+        files: dict[str, Any] = self.manifest["files"]
+        return files
+
+    def verify(self) -> None:
+        """Read every file and compare checksums; raise if one is damaged."""
+        for name, file in self._files().items():
+            if file_checksum(self.folder / name) != file["sha256"]:
+                raise DataError(
+                    f"{str(self.folder / name)!r} is damaged: it is not what its checksum says; "
+                    f"{self.command} the log again or take another copy"
+                )
+
+
+class PreparedFolder(ManifestFolder):
+    """The contents of a prepared folder; arrays are opened when asked for."""
+
+    def __init__(self, folder: str | os.PathLike[str]) -> None:
+        super().__init__(folder)
         try:
             encoder = self.folder / ENCODER
             self.schema = replace(
@@ -159,7 +211,7 @@ class PreparedFolder:
                 encoder=StoredEncoder(encoder) if encoder.exists() else None,
             )
             self.rows = tuple(int(rows) for rows in self.manifest["rows"])
-            self._check_files()
+            self.check_files()
         except DataError:
             raise
         except (LookupError, TypeError, ValueError, AttributeError, OSError) as error:
@@ -173,27 +225,15 @@ class PreparedFolder:
         except (LookupError, TypeError, ValueError, AttributeError) as error:
             raise DataError(f"{str(self.folder)!r} is damaged: {error}; prepare it again") from None
 
-    @property
-    def checksum(self) -> str:
-        """The identity of the log: the manifest's checksum, which covers the checksums of all files."""
-        return str(self.manifest[OWN])
-
-    def _check_files(self) -> None:
+    def check_files(self) -> None:
+        """Raise if the rows cannot be so many, or a file is missing or has another size."""
         if len(self.rows) != 3 or min(self.rows) < 0:
             raise DataError(f"{str(self.folder)!r} is damaged: it has {self.rows} rows")
-        for name, file in self._files().items():
-            path = self.folder / name
-            if type(file["sha256"]) is not str:
-                raise DataError(f"{str(self.folder)!r} is damaged: {name} has no checksum")
-            if not path.is_file() or path.stat().st_size != file["bytes"]:
-                raise DataError(
-                    f"{str(self.folder)!r} is damaged: {name} is missing or not as long as it was "
-                    "written; prepare it again"
-                )
+        super().check_files()
 
     def _files(self) -> dict[str, Any]:
         """Return the files that must exist: training does without the vocabulary."""
-        files: dict[str, Any] = self.manifest["files"]
+        files = super()._files()
         if (self.folder / ENCODER).exists():
             return files
         return {name: file for name, file in files.items() if not name.startswith(f"{ENCODER}/")}
@@ -227,26 +267,28 @@ class PreparedFolder:
         stats = [(self.folder / name).stat() for name in self._files()]
         return self.checksum, *((s.st_dev, s.st_ino, s.st_size, s.st_mtime_ns) for s in stats)
 
-    def verify(self) -> None:
-        """Read every file and compare checksums; raise if one is damaged."""
-        for name, file in self._files().items():
-            if file_checksum(self.folder / name) != file["sha256"]:
-                raise DataError(
-                    f"{str(self.folder / name)!r} is damaged: it is not what its checksum says; "
-                    "prepare the log again or take another copy"
-                )
-
 
 class ArrayWriter:
-    """Writes the rows of an array in any order, without holding it in memory."""
+    """Writes the rows of an array in any order, without holding it in memory.
 
-    def __init__(self, path: Path, shape: tuple[int, ...], dtype: Any) -> None:
-        self.file: BinaryIO = path.open("wb")
-        header = {"descr": np.lib.format.dtype_to_descr(np.dtype(dtype)), "fortran_order": False}
-        np.lib.format.write_array_header_1_0(self.file, {**header, "shape": shape})
-        self.start = self.file.tell()
+    Several processes may write to one file, each its own rows, once it exists (`is_new=False`).
+    """
+
+    def __init__(
+        self, path: Path, shape: tuple[int, ...], dtype: Any, *, is_new: bool = True
+    ) -> None:
+        described = {"descr": np.lib.format.dtype_to_descr(np.dtype(dtype)), "fortran_order": False}
+        header = BytesIO()
+        np.lib.format.write_array_header_1_0(header, {**described, "shape": shape})
+        self.start = header.tell()
         self.row_bytes = int(np.prod(shape[1:], dtype=np.int64)) * np.dtype(dtype).itemsize
-        self.file.truncate(self.start + shape[0] * self.row_bytes)
+        size = self.start + shape[0] * self.row_bytes
+        if not is_new and path.stat().st_size != size:
+            raise DataError(f"{str(path)!r} is damaged: it is not as long as it was written")
+        self.file: BinaryIO = path.open("wb" if is_new else "r+b")
+        if is_new:
+            self.file.write(header.getvalue())
+            self.file.truncate(size)
 
     def write(self, row: int, rows: NDArray[Any]) -> None:
         """Write some rows, the first at this row."""
@@ -295,7 +337,9 @@ def _check_free(target: Path, *, overwrite: bool) -> None:
     is_prepared = (target / MANIFEST).exists()
     if not (overwrite and is_prepared):
         hint = "choose another, or overwrite it (--overwrite)"
-        if not is_prepared:
+        if (target / PARTS).exists():
+            hint = "it waits for its parts: rarebit data encode, or remove it by hand"
+        elif not is_prepared:
             hint = "it was not prepared by Rarebit, so it stays as it is: choose another"
         raise DataError(f"{str(target)!r} exists already; {hint}")
     listed = _listed(target)
@@ -329,7 +373,7 @@ def write_manifest(folder: Path, values: Mapping[str, Any]) -> None:
     files = {
         path.relative_to(folder).as_posix(): path
         for path in sorted(folder.rglob("*"))
-        if path.is_file()
+        if path.is_file() and not path.relative_to(folder).parts[0].startswith(".")
     }
     described = {
         name: {"bytes": path.stat().st_size, "sha256": file_checksum(path)}
@@ -338,23 +382,27 @@ def write_manifest(folder: Path, values: Mapping[str, Any]) -> None:
     manifest = {"format": FORMAT, "rarebit": __version__, **values, "files": described}
     manifest[OWN] = own_checksum(manifest, OWN)
     text = json.dumps(manifest, indent=1, ensure_ascii=False) + "\n"
-    (folder / MANIFEST).write_text(text, encoding="utf-8")
+    write_file(folder / MANIFEST, text.encode(), error=DataError)
 
 
-def _read_manifest(folder: Path) -> dict[str, Any]:
+def _read_manifest(
+    folder: Path, what: str = ManifestFolder.what, command: str = ManifestFolder.command
+) -> dict[str, Any]:
     path = folder / MANIFEST
     try:
         manifest = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        raise DataError(
-            f"{str(folder)!r} holds no prepared log: {MANIFEST} is missing; make one with "
-            "rarebit data prepare"
-        ) from None
+        hint = f"make one with rarebit data {command}"
+        if (folder / PARTS).exists():
+            hint = "parts of the log are still to be encoded, with rarebit data encode"
+        raise DataError(f"{str(folder)!r} holds no {what}: {MANIFEST} is missing; {hint}") from None
     except NotADirectoryError:
-        words = ["rarebit", "data", "prepare", str(folder), "--label", "LABEL"]
-        command = shlex.join([*words, "--out", f"data/{folder.name.split('.')[0]}"])
+        needed = ["--label", "LABEL"] if command == "prepare" else ["--schema", "SCHEMA"]
+        words = ["rarebit", "data", command, str(folder), *needed]
+        words += ["--out", f"data/{folder.name.split('.')[0]}"]
         raise DataError(
-            f"{str(folder)!r} is a file, and a prepared log is a folder; prepare the log first: {command}"
+            f"{str(folder)!r} is a file, and a {what} is a folder; {command} the log first: "
+            f"{shlex.join(words)}"
         ) from None
     except OSError as error:
         raise DataError(f"cannot read {str(path)!r}: {error.strerror}") from None

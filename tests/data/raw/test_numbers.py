@@ -48,6 +48,17 @@ def test_half_zeros_are_one_bin_and_every_bin_is_trained(tmp_path):
     assert prepared.array("counts").tolist() == [0, 0, 0, 59, 10, 10, 10, 11]
 
 
+@pytest.mark.parametrize("bins", [2, 128, 129, 300])
+def test_many_bins_are_those_of_a_search(tmp_path, bins):
+    numbers = np.random.default_rng(0).permutation(600).astype(float)
+    numbers[:9] = np.nan
+    _, ids, _ = encode(tmp_path / "out", [quantile(bins)], n=pl.Series("n", numbers).fill_nan(None))
+    present = numbers[9:]
+    inner = np.quantile(present, np.arange(1, bins) / bins, method="inverted_cdf")
+    expected = 3 + np.searchsorted(inner, present, side="right")
+    assert ids[:, 0].tolist() == [2] * 9 + expected.tolist()
+
+
 @given(
     numbers=st.lists(st.none() | st.integers(-3, 3).map(float), min_size=1, max_size=40),
     bins=st.integers(2, 6),

@@ -2,11 +2,11 @@
 
 import json
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from threading import Lock
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import polars as pl
@@ -113,6 +113,22 @@ class BadRows:
             known = value is None or shortened(str(value)) in self.wrong_labels
             if known or len(self.wrong_labels) < MOST_LABELS:
                 self.wrong_labels[None if value is None else shortened(str(value))] += count
+
+    def counted(self) -> dict[str, Any]:
+        """Return all counts as plain values, for `add_counted`."""
+        return {
+            "reasons": dict(self.reasons),
+            "label": self.label,
+            "classes": self.classes.tolist(),
+            "wrong_labels": list(self.wrong_labels.items()),
+        }
+
+    def add_counted(self, counts: Mapping[str, Any]) -> None:
+        """Add the counts of the next part of the log."""
+        self.reasons.update(counts["reasons"])
+        self.label = counts["label"] or self.label
+        self.classes += counts["classes"]
+        self.wrong_labels.update(dict(counts["wrong_labels"]))
 
     def close(self) -> None:
         """Write rows to the file. More rows may follow."""

@@ -85,6 +85,10 @@ class GrowingDictionary:
         # Polars forgets the values when no series holds them any more
         self._anchor = pl.Series([""]).cast(self.dtype)
 
+    def add(self, texts: pl.Series) -> NDArray[np.int64]:
+        """Return the numbers of some values, which may be new."""
+        return texts.cast(self.dtype).to_physical().cast(pl.Int64).to_numpy()
+
     def texts(self, codes: NDArray[np.int64]) -> pl.Series:
         """Return the values of some numbers."""
         return pl.Series(codes.astype(np.uint32)).cat.to(self.dtype).cast(pl.String)

@@ -15,8 +15,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import polars as pl
@@ -90,27 +91,18 @@ def encode_log(
     with new_folder(Path(out), overwrite=overwrite) as folder:
         if bad.keep == "aside":
             bad.file = folder / BAD_ROWS
-        with closing(_Spill(folder)) as spill:
-            reading = _read(chunks, schema, spill, bad)
-            bad.close()
-            bad.raise_if_any()
-            if not len(spill):
-                raise DataError(
-                    f"no row of {origin} could be read: {bad.summary() or 'it is empty'}"
-                )
-            if bad.count and not bad.classes.all():
-                raise DataError(
-                    f"without its {bad.count:,} malformed rows ({bad.summary()}), every row of {origin} has the "
-                    f"label {int(bad.classes[1] > 0)}, and a model learns nothing from one class; fix the rows"
-                )
-            description = {
-                "rows_read": len(spill) + bad.count,
-                "values_cut": reading.cut,
-                "bad_rows": dict(bad.reasons),
-                "origin": origin,
-                "notes": list(notes()),
-            }
-            _write(folder, reading, schema, description, progress=progress, grow=grow)
+        with tempfile.TemporaryDirectory(dir=folder) as spilled:
+            reading = read_log(chunks, schema, Spill(Path(spilled)), bad)
+            description = describe_reading(reading, bad, origin, notes())
+            frozen = freeze(folder, reading, schema, description, progress=progress, grow=grow)
+            write_arrays(
+                *(folder, reading, frozen.finisher),
+                parts=frozen.parts,
+                places=frozen.places,
+                rows=len(reading),
+                progress=progress,
+            )
+        write_manifest(folder, frozen.manifest)
 
 
 class Growing(NamedTuple):
@@ -169,19 +161,24 @@ def encode_like(rows: pl.DataFrame, encoder: LogEncoder) -> Dataset:
     )
 
 
-class _Spill:
-    """Codes and numbers of all rows, in two files of a folder.
+class Spill:
+    """Codes and numbers of rows, in two files of a folder: new ones, or those that another process wrote.
 
     Plain reads and writes: a memory map of gigabytes would count as memory of the process.
     """
 
-    def __init__(self, folder: Path) -> None:
-        self.codes: BinaryIO = (folder / "codes.spill").open("w+b")
-        self.numbers: BinaryIO = (folder / "numbers.spill").open("w+b")
-        self.sizes: list[int] = []
-        self.slots = self.columns = 0
-        self.highest: NDArray[np.int32] = np.zeros(0, np.int32)
+    def __init__(self, folder: Path, written: Mapping[str, Any] | None = None) -> None:
+        self.codes, self.numbers = folder / "codes.spill", folder / "numbers.spill"
+        if written is None:
+            written = {"sizes": [], "columns": 0, "highest": []}
+            self.codes.touch()
+            self.numbers.touch()
+        self.sizes: list[int] = list(written["sizes"])
+        self.columns: int = written["columns"]
+        self.highest: NDArray[np.int32] = np.array(written["highest"], np.int32)
         """The highest code of each slot."""
+        self.recoded: list[NDArray[np.int32]] | None = None
+        """For each slot, the code in another dictionary of each code; nothing where it is the same."""
 
     def __len__(self) -> int:
         return sum(self.sizes)
@@ -189,45 +186,65 @@ class _Spill:
     def append(self, rows: CodedRows) -> None:
         if len(rows) == 0:
             return
-        self.slots, self.columns = len(rows.codes), len(rows.numbers)
-        self.codes.write(np.ascontiguousarray(rows.codes).data)
-        self.numbers.write(np.ascontiguousarray(rows.numbers).data)
+        self.columns = len(rows.numbers)
+        for file, array in ((self.codes, rows.codes), (self.numbers, rows.numbers)):
+            with file.open("ab") as end:
+                end.write(np.ascontiguousarray(array).data)
         self.sizes.append(len(rows))
         highest = rows.codes.max(axis=1, initial=0)
         self.highest = np.maximum(self.highest, highest) if len(self.highest) else highest
 
-    def chunks(self) -> Iterator[tuple[slice, CodedRows]]:
-        """Yield which rows a chunk has, and its codes and numbers."""
-        self.codes.seek(0)
-        self.numbers.seek(0)
-        start = 0
-        for rows in self.sizes:
-            codes = np.frombuffer(self.codes.read(4 * self.slots * rows), np.int32)
-            numbers = np.frombuffer(self.numbers.read(8 * self.columns * rows))
-            coded = CodedRows(codes.reshape(self.slots, rows), numbers.reshape(self.columns, rows))
-            yield slice(start, start + rows), coded
-            start += rows
+    def written(self) -> dict[str, Any]:
+        """Return what it takes to open the files again."""
+        return {"sizes": self.sizes, "columns": self.columns, "highest": self.highest.tolist()}
 
-    def close(self) -> None:
-        for file in (self.codes, self.numbers):
-            file.close()
-            Path(str(file.name)).unlink(missing_ok=True)
+    def recode(self, codes: list[NDArray[np.int32]]) -> None:
+        """Give codes of another dictionary from now on."""
+        self.recoded = codes
+        pairs = zip(codes, self.highest, strict=True)
+        self.highest = np.array([new.max() if len(new) else old for new, old in pairs], np.int32)
+
+    def chunks(self, *, codes: bool = True, numbers: bool = True) -> Iterator[CodedRows]:
+        """Yield the rows, chunk after chunk; without codes or numbers if they are not needed."""
+        slots, columns = len(self.highest) * codes, self.columns * numbers
+        with self.codes.open("rb") as from_codes, self.numbers.open("rb") as from_numbers:
+            for rows in self.sizes:
+                coded = np.frombuffer(from_codes.read(4 * slots * rows), np.int32)
+                coded = coded.reshape(slots, rows)
+                if slots and self.recoded is not None:
+                    pairs = zip(self.recoded, coded, strict=True)
+                    coded = np.stack([new.take(old) if len(new) else old for new, old in pairs])
+                found = np.frombuffer(from_numbers.read(8 * columns * rows))
+                yield CodedRows(coded, found.reshape(columns, rows))
 
 
 @dataclass
-class _Reading:
+class Reading:
     """The result of reading the log: codes on disk, the rest in memory, a few bytes per row."""
 
-    spill: _Spill
+    spills: list[Spill]
     dictionaries: Mapping[str, GrowingDictionary]
+    """For each vocabulary, the values of the codes."""
     labels: list[NDArray[np.uint8]] = field(default_factory=list)
     keys: list[NDArray[Any]] = field(default_factory=list)
     cut: int = 0
 
+    def __len__(self) -> int:
+        return sum(map(len, self.spills))
 
-def _read(chunks: Iterable[RawChunk], schema: LogSchema, spill: _Spill, bad: BadRows) -> _Reading:
+    def chunks(self, **needed: bool) -> Iterator[tuple[slice, CodedRows]]:
+        """Yield which rows a chunk has, and its codes and numbers."""
+        start = 0
+        for spill in self.spills:
+            for rows in spill.chunks(**needed):
+                yield slice(start, start + len(rows)), rows
+                start += len(rows)
+
+
+def read_log(chunks: Iterable[RawChunk], schema: LogSchema, spill: Spill, bad: BadRows) -> Reading:
+    """Read all rows; codes and numbers go to `spill`, malformed rows to `bad`."""
     dictionaries = {name: GrowingDictionary() for name in schema.vocabularies}
-    reading = _Reading(spill, dictionaries)
+    reading = Reading([spill], dictionaries)
     coder = RowCoder(schema, {name: found.dtype for name, found in dictionaries.items()})
     # skipped rows are written in the order they are found, which a second thread would leave to chance
     for chunk in chunks if bad.keep == "aside" else _one_ahead(chunks):
@@ -243,7 +260,29 @@ def _read(chunks: Iterable[RawChunk], schema: LogSchema, spill: _Spill, bad: Bad
         reading.labels.append(coded.label)
         reading.keys.append(key)
         reading.cut += coded.cut
+    bad.close()
     return reading
+
+
+def describe_reading(
+    reading: Reading, bad: BadRows, origin: str, notes: Sequence[str]
+) -> dict[str, Any]:
+    """Return what the manifest says about the rows that were read; raise if they cannot train a model."""
+    bad.raise_if_any()
+    if not len(reading):
+        raise DataError(f"no row of {origin} could be read: {bad.summary() or 'it is empty'}")
+    if bad.count and not bad.classes.all():
+        raise DataError(
+            f"without its {bad.count:,} malformed rows ({bad.summary()}), every row of {origin} has the "
+            f"label {int(bad.classes[1] > 0)}, and a model learns nothing from one class; fix the rows"
+        )
+    return {
+        "rows_read": len(reading) + bad.count,
+        "values_cut": reading.cut,
+        "bad_rows": dict(bad.reasons),
+        "origin": origin,
+        "notes": list(notes),
+    }
 
 
 def _one_ahead(items: Iterable[T]) -> Iterator[T]:
@@ -256,28 +295,44 @@ def _one_ahead(items: Iterable[T]) -> Iterator[T]:
             yield item  # type: ignore[misc]  # not the end, so an item
 
 
-def _write(
+class Frozen(NamedTuple):
+    """What is decided once all rows are counted: all but the rows is written."""
+
+    finisher: Finisher
+    parts: NDArray[np.uint8]
+    """Of each row: 0 train, 1 valid, 2 test."""
+    manifest: dict[str, Any]
+    """Everything but the checksums of the files."""
+
+    @property
+    def places(self) -> NDArray[np.int64]:
+        """Where the rows of train, valid and test begin."""
+        return np.cumsum([0, *self.manifest["rows"][:2]])
+
+
+def freeze(
     folder: Path,
-    reading: _Reading,
+    reading: Reading,
     schema: LogSchema,
     description: Mapping[str, Any],
     *,
     progress: Progress,
-    grow: "Growing | None",
-) -> None:
-    spill, label = reading.spill, np.concatenate(reading.labels)
-    parts = split_rows(schema.split, len(spill), np.concatenate(reading.keys))
-    codes = _count_codes(spill, parts, schema, progress)
+    grow: "Growing | None" = None,
+) -> Frozen:
+    """Split the rows, count, make the vocabulary, and write all files but the rows and the manifest."""
+    label = np.concatenate(reading.labels)
+    parts = split_rows(schema.split, len(reading), np.concatenate(reading.keys))
+    codes = _count_codes(reading, parts, schema, progress)
     columns = [column for column in schema.columns if column.is_number]
-    numbers = dict(zip(columns, _summarise_numbers(spill, parts, columns), strict=True))
+    numbers = dict(zip(columns, _summarise_numbers(reading, parts, columns), strict=True))
     if grow is None:
         encoder, ids_of = _make_encoder(schema, reading, codes, numbers)
     else:
         encoder, ids_of, days = _grow_encoder(grow, reading, codes)
         description = {**description, "days": save_days(folder / CHANGES, days)}
-    lookups = [ids_of[column.name] for column in _slot_columns(schema)]
+    lookups = [ids_of[column.name] for column in slot_columns(schema)]
     finisher = Finisher(schema, lookups, encoder.scales, encoder.edges)
-    binned = _write_arrays(folder, spill, finisher, parts=parts, label=label, progress=progress)
+    binned = _count_bins(reading, parts, finisher)
     ids = dict(binned)
     for name, counted in codes.items():
         size = encoder.fields[name].rows
@@ -289,7 +344,6 @@ def _write(
     np.save(folder / "counts.npy", np.concatenate([np.zeros(0, np.int64), *train_counts]))
     encoder.save(folder / ENCODER)
     (folder / SCHEMA).write_text(schema.to_toml(), encoding="utf-8")
-    spill.close()
     missing = {column.name: found.missing for column, found in numbers.items()}
     rows = np.bincount(parts, minlength=3)
     positives = np.bincount(parts, weights=label, minlength=3)
@@ -299,15 +353,13 @@ def _write(
         bad_rows=sum(description["bad_rows"].values()),
         fields=tuple(_describe(encoder, codes | binned, ids, missing, len(parts))),
     )
-    write_manifest(
-        folder,
-        {
-            "schema": encoder.fields.to_mapping(),
-            "rows": list(statistics.rows),
-            **description,
-            "statistics": to_mapping(statistics),
-        },
-    )
+    manifest = {
+        "schema": encoder.fields.to_mapping(),
+        "rows": list(statistics.rows),
+        **description,
+        "statistics": to_mapping(statistics),
+    }
+    return Frozen(finisher, parts, manifest)
 
 
 def split_rows(split: Split, num_rows: int, key: NDArray[Any]) -> NDArray[np.uint8]:
@@ -371,7 +423,7 @@ def _smallest(keys: NDArray[Any], k: int) -> NDArray[np.bool_]:
     return chosen
 
 
-def _slot_columns(schema: LogSchema) -> list[Column]:
+def slot_columns(schema: LogSchema) -> list[Column]:
     """Return the column of each slot with codes, in order."""
     return [
         column
@@ -382,12 +434,13 @@ def _slot_columns(schema: LogSchema) -> list[Column]:
 
 
 def _count_codes(
-    spill: _Spill, parts: NDArray[np.uint8], schema: LogSchema, progress: Progress
+    reading: Reading, parts: NDArray[np.uint8], schema: LogSchema, progress: Progress
 ) -> dict[str, NDArray[np.int64]]:
     """Return how often each code of each column occurs in each part."""
-    slots = _slot_columns(schema)
+    slots = slot_columns(schema)
     sizes: dict[str, int] = {}
-    for column, code in zip(slots, spill.highest.tolist(), strict=True):
+    highest = np.max([spill.highest for spill in reading.spills], axis=0).tolist()
+    for column, code in zip(slots, highest, strict=True):
         name = column.vocabulary_name
         if column.buckets is None:
             sizes[name] = max(sizes.get(name, 0), code + 1)
@@ -395,12 +448,12 @@ def _count_codes(
     for column in slots:
         hashed = None if column.buckets is None else FIRST_VALUE + column.buckets
         counts[column.name] = np.zeros((3, hashed or sizes[column.vocabulary_name]), np.int64)
-    for rows, coded in spill.chunks():
+    for rows, coded in reading.chunks(numbers=False):
         rows_of = [np.flatnonzero(parts[rows] == part) for part in range(3)]
         for column, codes in zip(slots, coded.codes, strict=True):
             for part, chosen in enumerate(rows_of):
                 add_counts(counts[column.name][part], codes.take(chosen))
-        progress("counting", rows.stop, len(spill))
+        progress("counting", rows.stop, len(reading))
     return counts
 
 
@@ -471,10 +524,10 @@ class _NumberSummary:
 
 
 def _summarise_numbers(
-    spill: _Spill, parts: NDArray[np.uint8], columns: list[Column]
+    reading: Reading, parts: NDArray[np.uint8], columns: list[Column]
 ) -> list[_NumberSummary]:
     summaries = [_NumberSummary(column, int((parts == 0).sum())) for column in columns]
-    for rows, coded in spill.chunks():
+    for rows, coded in reading.chunks(codes=False):
         train = np.flatnonzero(parts[rows] == 0)
         for summary, numbers in zip(summaries, coded.numbers, strict=True):
             summary.missing += int(np.isnan(numbers).sum())
@@ -482,6 +535,24 @@ def _summarise_numbers(
     for summary in summaries:
         summary.finish()
     return summaries
+
+
+def _count_bins(
+    reading: Reading, parts: NDArray[np.uint8], finisher: Finisher
+) -> dict[str, NDArray[np.int64]]:
+    """Return how often each id of each column of quantile bins occurs in each part."""
+    counts = {
+        name: np.zeros((3, FIRST_VALUE + len(edges) + 1), np.int64)
+        for name, edges in finisher.edges.items()
+    }
+    columns = [column.name for column in finisher.schema.columns if column.is_number]
+    for rows, coded in reading.chunks(codes=False) if counts else ():
+        for name, numbers in zip(columns, coded.numbers, strict=True):
+            if name in counts:
+                ids, size = finisher.bins(name, numbers), counts[name].shape[1]
+                found = np.bincount(parts[rows].astype(np.int32) * size + ids, minlength=3 * size)
+                counts[name] += found.reshape(3, size)
+    return counts
 
 
 def make_vocabulary(
@@ -515,7 +586,7 @@ def make_vocabulary(
 
 
 def _make_encoder(
-    schema: LogSchema, reading: _Reading, codes: Counts, numbers: Mapping[Column, _NumberSummary]
+    schema: LogSchema, reading: Reading, codes: Counts, numbers: Mapping[Column, _NumberSummary]
 ) -> tuple[LogEncoder, dict[str, NDArray[np.int32]]]:
     """Return the encoder, and for each column with codes the id of every code."""
     values, ids_of, seen = {}, {}, {}
@@ -550,12 +621,12 @@ def _ids_by_column(
         column.name: ids_of[column.vocabulary_name]
         if column.buckets is None
         else np.arange(FIRST_VALUE + column.buckets, dtype=np.int32)
-        for column in _slot_columns(schema)
+        for column in slot_columns(schema)
     }
 
 
 def _texts_of(
-    reading: _Reading, name: str, column: Column
+    reading: Reading, name: str, column: Column
 ) -> Callable[[NDArray[np.int64]], pl.Series]:
     """Return what gives the value of a code."""
     if column.kind == "numeric":
@@ -564,7 +635,7 @@ def _texts_of(
 
 
 def _grow_encoder(
-    grow: Growing, reading: _Reading, codes: Counts
+    grow: Growing, reading: Reading, codes: Counts
 ) -> tuple[LogEncoder, dict[str, NDArray[np.int32]], dict[str, VocabularyDay]]:
     """Return the encoder of the next day, for each column with codes the id of every code, and what changed."""
     schema, totals, seen = grow.encoder.schema, {}, {}
@@ -579,45 +650,38 @@ def _grow_encoder(
     return grown.encoder, _ids_by_column(schema, ids_of), grown.days
 
 
-def _write_arrays(
+def write_arrays(
     folder: Path,
-    spill: _Spill,
+    reading: Reading,
     finisher: Finisher,
     *,
     parts: NDArray[np.uint8],
-    label: NDArray[np.uint8],
-    progress: Progress,
-) -> dict[str, NDArray[np.int64]]:
+    places: NDArray[np.int64],
+    rows: int,
+    is_new: bool = True,
+    progress: Progress = no_progress,
+) -> None:
     """Write ids, numbers and labels: the rows of a chunk go to the next places of their parts.
 
-    Return how often each id of each column of quantile bins occurs, which is only known now.
+    `places` are those of the first rows, `rows` are all that the arrays have.
     """
-    rows = len(spill)
-    sizes = np.bincount(parts, minlength=3).tolist()
-    places = [0, sizes[0], sizes[0] + sizes[1]]
-    binned = {
-        name: np.zeros((3, FIRST_VALUE + len(finisher.edges[name]) + 1), np.int64)
-        for name in finisher.bin_slots
-    }
+    places, label = places.copy(), np.concatenate(reading.labels)
+    writer = partial(ArrayWriter, is_new=is_new)
     ids_file, numeric_file = folder / "ids.npy", folder / "numeric.npy"
     with (
-        closing(ArrayWriter(ids_file, (rows, finisher.num_slots), np.int32)) as to_ids,
-        closing(ArrayWriter(numeric_file, (rows, finisher.num_numbers), np.float32)) as to_numeric,
-        closing(ArrayWriter(folder / "label.npy", (rows,), np.uint8)) as to_label,
+        closing(writer(ids_file, (rows, finisher.num_slots), np.int32)) as to_ids,
+        closing(writer(numeric_file, (rows, finisher.num_numbers), np.float32)) as to_numeric,
+        closing(writer(folder / "label.npy", (rows,), np.uint8)) as to_label,
     ):
-        for which, coded in spill.chunks():
+        for which, coded in reading.chunks():
             ids, numeric = finisher(coded)
             for part in range(3):
                 chosen = np.flatnonzero(parts[which] == part)
-                part_ids = ids.take(chosen, axis=0)
-                to_ids.write(places[part], part_ids)
+                to_ids.write(places[part], ids.take(chosen, axis=0))
                 to_numeric.write(places[part], numeric.take(chosen, axis=0))
                 to_label.write(places[part], label[which].take(chosen))
                 places[part] += len(chosen)
-                for name, slot in finisher.bin_slots.items():
-                    add_counts(binned[name][part], part_ids[:, slot])
-            progress("writing", which.stop, rows)
-    return binned
+            progress("writing", which.stop, len(reading))
 
 
 def _describe(
