@@ -374,7 +374,7 @@ class Models:
             old, model.current, model.problem = model.current, version, ""
             if snapshot.note:
                 log("eager", model=source.name, note=snapshot.note)
-            log("loaded", model=source.name, version=snapshot.version)
+            log("loaded", model=source.name, version=snapshot.version, deltas=snapshot.deltas)
             if old is not None:
                 model.metrics.swaps += 1
                 self._finish(old)

@@ -3,6 +3,7 @@
     clicks.onnx                 rarebit serve clicks.onnx
     runs/clicks/model.json      rarebit serve runs/clicks
     models/clicks.onnx          rarebit serve models
+    models/clicks.*.delta       what changed since: applied to the copy of clicks.onnx, each to the version that it is for
     models/clicks/1/model.onnx  the same, as Triton lays out its models; the highest number is served
 
 A version is served from a copy, so that the file can be replaced at any time, and a worker that starts later loads
@@ -17,12 +18,14 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from mmap import ACCESS_READ, mmap
 from pathlib import Path
 
-from rarebit.errors import ServingError
+from rarebit.errors import RarebitError, ServingError
+from rarebit.export.delta import Delta, read_delta
 from rarebit.settings import suggest
 
 PACKAGE = Path(__file__).resolve().parents[2]
@@ -83,6 +86,8 @@ class Snapshot:
     num_bytes: int
     note: str = ""
     """Why torch scores it."""
+    deltas: tuple[str, ...] = ()
+    """The deltas that were applied, in this order."""
 
 
 def is_run(folder: Path) -> bool:
@@ -144,7 +149,7 @@ def find_source(path: Path, name: str) -> Source:
 
 def take_snapshot(source: Source) -> Snapshot:
     """Copy a model to a new folder; a run folder is exported there, or copied for torch."""
-    folder, note = PrivateFolder(), ""
+    folder, note, deltas = PrivateFolder(), "", list[str]()
     try:
         if source.path.is_dir():
             path = folder.path / f"{source.name}.onnx"
@@ -157,6 +162,7 @@ def take_snapshot(source: Source) -> Snapshot:
             _copy(source.path, path)
             for external in _external_data(source.path.parent, path):
                 _copy(external, folder.path / external.name)
+            deltas = _apply_deltas(source.path, path)
         digest, num_bytes = hashlib.sha256(), 0
         for file in sorted(one for one in folder.path.rglob("*") if one.is_file()):
             num_bytes += file.stat().st_size
@@ -164,7 +170,7 @@ def take_snapshot(source: Source) -> Snapshot:
                 while chunk := opened.read(CHUNK):
                     digest.update(chunk)
         version = source.version or digest.hexdigest()[:12]
-        return Snapshot(folder, path, version, num_bytes, note)
+        return Snapshot(folder, path, version, num_bytes, note, tuple(deltas))
     except OSError as error:
         folder.remove()
         raise ServingError(f"cannot copy {str(source.path)!r}: {error.strerror or error}") from None
@@ -192,6 +198,45 @@ def _copy(path: Path, target: Path) -> None:
         raise ServingError(
             f"{str(path)!r} changed while it was read; load it again when it is complete"
         )
+
+
+def _apply_deltas(model: Path, copy: Path) -> list[str]:
+    """Apply the deltas next to a model to its copy; return their names in this order."""
+    names = [one.stem for one in model.parent.glob("*.onnx")]
+    found = [
+        one
+        for one in sorted(model.parent.glob("*.delta"))
+        # of two models clicks and clicks.new, the second one has clicks.new.delta
+        if max((n for n in names if one.name.startswith(f"{n}.")), key=len, default="")
+        == model.stem
+    ]
+    ordered = _in_order({one.name: read_delta(one) for one in found})
+    for name, delta in ordered.items():
+        changed = copy.with_name(f"{copy.name}.changed")
+        try:
+            delta.apply(copy, changed)
+        except RarebitError as error:
+            raise ServingError(f"cannot apply {name!r}: {error}") from None
+        changed.replace(copy)
+    return list(ordered)
+
+
+def _in_order(deltas: Mapping[str, Delta]) -> dict[str, Delta]:
+    """Return deltas in the order in which each makes the version that the next one is for."""
+    by_base = {delta.base: name for name, delta in deltas.items()}
+    made = {delta.result for delta in deltas.values()}
+    ordered = dict[str, Delta]()
+    names = [name for name, delta in deltas.items() if delta.base not in made]
+    while len(names) == 1 and names[0] not in ordered:
+        name = names[0]
+        ordered[name] = deltas[name]
+        names = [found] if (found := by_base.get(deltas[name].result)) else []
+    if len(ordered) < len(deltas):
+        shown = ", ".join(deltas)
+        raise ServingError(
+            f"these deltas do not follow one another: {shown}; remove the wrong ones"
+        )
+    return ordered
 
 
 def _export(run: Path, target: Path) -> str:
