@@ -68,14 +68,14 @@ class Delta:
 
     def apply(self, base: Path, out: Path) -> None:
         """Write the new file; raise where the base is another file."""
-        found = _checksum(base)
-        if found != self.base or base.stat().st_size != self.base_bytes:
+        data, digest = _read(base), hashlib.sha256()
+        found = hashlib.sha256(data).hexdigest()
+        if found != self.base or len(data) != self.base_bytes:
             raise ModelFileError(
                 f"the delta is for version {self.base_version}; {base.name!r} is version {found[:SHORT]}"
             )
-        digest = hashlib.sha256()
         with out.open("xb", buffering=CHUNK) as file:
-            for piece in self._pieces(np.memmap(base, np.uint8, "r").data):
+            for piece in self._pieces(memoryview(data)):
                 digest.update(piece)
                 file.write(piece)
         if digest.hexdigest() != self.result:
@@ -97,14 +97,12 @@ def read_delta(path: str | os.PathLike[str]) -> Delta:
     from safetensors import SafetensorError
     from safetensors.numpy import load
 
+    data = _read(Path(path))
     try:
-        data = Path(path).read_bytes()
         found = load(data)
         header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
         described = json.loads(header["__metadata__"][METADATA])
         return _checked(described, found)
-    except OSError as error:
-        raise ModelFileError(f"cannot read {str(path)!r}: {error.strerror}") from None
     except (SafetensorError, ValueError, LookupError, TypeError, RecursionError) as error:
         raise ModelFileError(f"{str(path)!r} is no delta, or a damaged one: {error}") from None
 
@@ -169,9 +167,9 @@ def write_delta(
     literals, steps = _difference(*files)
     described = {
         "format": FORMAT,
-        "base": _checksum(Path(base)),
+        "base": hashlib.sha256(files[0].raw).hexdigest(),
         "base_bytes": len(files[0].data),
-        "result": _checksum(Path(new)),
+        "result": hashlib.sha256(files[1].raw).hexdigest(),
         "result_bytes": len(files[1].data),
     }
     tensors = {"literals": literals, "steps": _coded(steps)}
@@ -187,10 +185,9 @@ def write_delta(
     return write_file(Path(out), save, error=ExportError)
 
 
-def _checksum(path: Path) -> str:
+def _read(path: Path) -> bytes:
     try:
-        with path.open("rb") as file:
-            return hashlib.file_digest(file, "sha256").hexdigest()
+        return path.read_bytes()
     except OSError as error:
         raise ModelFileError(f"cannot read {str(path)!r}: {error.strerror}") from None
 
@@ -254,13 +251,11 @@ class _File:
     """An ONNX file in pieces."""
 
     def __init__(self, path: Path) -> None:
+        self.raw = _read(path)
+        self.data = np.frombuffer(self.raw, np.uint8)
+        starts: list[int] = []
         try:
-            self.raw = path.read_bytes()
-            self.data = np.frombuffer(self.raw, np.uint8)
-            starts: list[int] = []
             self._walk(0, len(self.raw), "model", starts)
-        except OSError as error:
-            raise ExportError(f"cannot read {str(path)!r}: {error.strerror}") from None
         except (ValueError, IndexError, RecursionError) as error:
             raise ExportError(f"{str(path)!r} has no delta: {error}") from None
         self.at = np.array([*starts, len(self.raw)], np.int64)

@@ -148,8 +148,8 @@ def find_source(path: Path, name: str) -> Source:
 
 
 def take_snapshot(source: Source) -> Snapshot:
-    """Copy a model to a new folder; a run folder is exported there, or copied for torch."""
-    folder, note, deltas = PrivateFolder(), "", list[str]()
+    """Copy a model to a new folder, with its deltas applied; a run folder is exported there, or copied for torch."""
+    folder, note, deltas = PrivateFolder(), "", dict[str, Delta]()
     try:
         if source.path.is_dir():
             path = folder.path / f"{source.name}.onnx"
@@ -159,17 +159,22 @@ def take_snapshot(source: Source) -> Snapshot:
                 shutil.copytree(source.path, path)
         else:
             path = folder.path / source.path.name
-            _copy(source.path, path)
-            for external in _external_data(source.path.parent, path):
-                _copy(external, folder.path / external.name)
-            deltas = _apply_deltas(source.path, path)
+            deltas = _deltas_of(source.path)
+            if deltas:
+                _apply(deltas, source.path, path)
+            else:
+                _copy(source.path, path)
+                for external in _external_data(source.path.parent, path):
+                    _copy(external, folder.path / external.name)
         digest, num_bytes = hashlib.sha256(), 0
         for file in sorted(one for one in folder.path.rglob("*") if one.is_file()):
             num_bytes += file.stat().st_size
             with file.open("rb") as opened:
-                while chunk := opened.read(CHUNK):
+                while not deltas and (chunk := opened.read(CHUNK)):
                     digest.update(chunk)
         version = source.version or digest.hexdigest()[:12]
+        if deltas:  # which have checked what they made
+            version = list(deltas.values())[-1].version
         return Snapshot(folder, path, version, num_bytes, note, tuple(deltas))
     except OSError as error:
         folder.remove()
@@ -200,25 +205,27 @@ def _copy(path: Path, target: Path) -> None:
         )
 
 
-def _apply_deltas(model: Path, copy: Path) -> list[str]:
-    """Apply the deltas next to a model to its copy; return their names in this order."""
+def _deltas_of(model: Path) -> dict[str, Delta]:
+    """Return the deltas next to a model, each before the one that is for the version it makes."""
     names = [one.stem for one in model.parent.glob("*.onnx")]
-    found = [
-        one
-        for one in sorted(model.parent.glob("*.delta"))
+
+    def owner(delta: Path) -> str:
         # of two models clicks and clicks.new, the second one has clicks.new.delta
-        if max((n for n in names if one.name.startswith(f"{n}.")), key=len, default="")
-        == model.stem
-    ]
-    ordered = _in_order({one.name: read_delta(one) for one in found})
-    for name, delta in ordered.items():
-        changed = copy.with_name(f"{copy.name}.changed")
+        return max((n for n in names if delta.name.startswith(f"{n}.")), key=len, default="")
+
+    found = sorted(one for one in model.parent.glob("*.delta") if owner(one) == model.stem)
+    return _in_order({one.name: read_delta(one) for one in found})
+
+
+def _apply(deltas: Mapping[str, Delta], model: Path, target: Path) -> None:
+    """Write what deltas make of a model."""
+    for name, delta in deltas.items():
+        changed = target.with_name(f"{target.name}.changed")
         try:
-            delta.apply(copy, changed)
+            delta.apply(target if target.exists() else model, changed)
         except RarebitError as error:
             raise ServingError(f"cannot apply {name!r}: {error}") from None
-        changed.replace(copy)
-    return list(ordered)
+        changed.replace(target)
 
 
 def _in_order(deltas: Mapping[str, Delta]) -> dict[str, Delta]:
