@@ -124,6 +124,16 @@ def test_a_delta_is_hardly_larger_than_what_changed(tmp_path, dim):
     assert apply_delta(tmp_path / "monday.onnx", delta, tmp_path / "made").read_bytes() == new
 
 
+def test_changes_in_place_need_no_search(tmp_path):
+    """Every fifth row of one number changes: what lies between is too short to be found elsewhere."""
+    table = np.random.default_rng(1).normal(size=(1000, 1)).astype(np.float32)
+    after = table.copy()
+    after[::5] += 1
+    _, _, delta = written(tmp_path, model_bytes([table]), model_bytes([after]))
+    assert len(read_delta(delta).literals) == 4 * 200
+    assert delta.stat().st_size < 200 * (4 + 3) + 600
+
+
 def test_nothing_new_is_a_delta_of_nothing(tmp_path):
     table = np.random.default_rng(0).normal(size=(5000, 16)).astype(np.float32)
     base = model_bytes([table])
@@ -204,6 +214,7 @@ HOSTILE = {
     "half a number": (file_of([0, 0, 3, 1, 0, 0x83]), "cut off"),
     "no steps": (file_of([]), "cut off"),
     "a number of six bytes": (file_of([0, 0, 3, 1, 0, *[0x80] * 5, 1]), "too large"),
+    "a number of ten bytes": (file_of([0, 0, 3, 1, 0, *[0x80] * 9, 1]), "too large"),
     "a number of 35 bits": (file_of([0, 0, 3, 1, 0, *[0xFF] * 4, 0x7F]), "too large"),
     "deep JSON": (file_of(header=b"[" * 100_000), "header"),
 }  # fmt: skip

@@ -11,8 +11,10 @@ import numpy as np
 import pytest
 from served import serving, wait_for, write_file
 
+from rarebit.errors import ServingError
 from rarebit.export.delta import read_delta, write_delta
 from rarebit.serving.forms import from_rows
+from rarebit.serving.repository import find_source, take_snapshot
 from rarebit.serving.scorer import load_scorer
 
 ROWS = [{"user": user, "tags": ["a"], "price": price} for user in ("ann", "é") for price in (1, 7)]
@@ -128,26 +130,36 @@ def test_deltas_that_do_not_fit_leave_the_old_version(days, models):
         assert server.ask("POST", LOAD).json["version"] == version_of(days, "wednesday")
 
 
-@pytest.mark.slow
-def test_a_server_starts_with_deltas_and_each_model_has_its_own(days, models):
+def snapshot_of(folder, name):
+    """Take a snapshot of a model, as a server that starts; return its version and deltas."""
+    snapshot = take_snapshot(find_source(folder, name))
+    try:
+        return snapshot.version, snapshot.deltas
+    finally:
+        snapshot.folder.remove()
+
+
+def test_each_model_has_its_own_deltas(days, models):
     shutil.copy(days / "tuesday.onnx", models / "clicks.new.onnx")
     shutil.copy(days / "clicks.tuesday.delta", models / "clicks.tuesday.delta")
     shutil.copy(days / "clicks.wednesday.delta", models / "clicks.new.wednesday.delta")
     shutil.copy(days / "clicks.wednesday.delta", models / "other.delta")
-    with serving(models) as server:
-        found = {one["name"]: one["deltas"] for one in server.status["models"]}
-        assert found == {
-            "clicks": ["clicks.tuesday.delta"],
-            "clicks.new": ["clicks.new.wednesday.delta"],
-        }
+    tuesday, wednesday = (version_of(days, day) for day in DAYS[1:])
+    assert snapshot_of(models, "clicks") == (tuesday, ("clicks.tuesday.delta",))
+    assert snapshot_of(models, "clicks.new") == (wednesday, ("clicks.new.wednesday.delta",))
+
+
+def test_a_delta_of_a_numbered_version_changes_the_version(days, tmp_path):
+    (tmp_path / "clicks" / "1").mkdir(parents=True)
+    shutil.copy(days / "monday.onnx", tmp_path / "clicks" / "1" / "model.onnx")
+    assert snapshot_of(tmp_path, "clicks") == ("1", ())
+    shutil.copy(days / "clicks.tuesday.delta", tmp_path / "clicks" / "1" / "model.delta")
+    assert snapshot_of(tmp_path, "clicks") == (version_of(days, "tuesday"), ("model.delta",))
 
 
 def test_deltas_in_a_circle_are_refused(days, tmp_path):
-    from rarebit.errors import ServingError
-    from rarebit.serving.repository import find_source, take_snapshot
-
     shutil.copy(days / "monday.onnx", tmp_path / "clicks.onnx")
     shutil.copy(days / "clicks.tuesday.delta", tmp_path)
     write_delta(days / "tuesday.onnx", days / "monday.onnx", tmp_path / "clicks.back.delta")
     with pytest.raises(ServingError, match="do not follow one another"):
-        take_snapshot(find_source(tmp_path, "clicks"))
+        snapshot_of(tmp_path, "clicks")
