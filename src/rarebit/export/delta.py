@@ -74,22 +74,26 @@ class Delta:
             raise ModelFileError(
                 f"the delta is for version {self.base_version}; {base.name!r} is version {found[:SHORT]}"
             )
-        with out.open("xb", buffering=CHUNK) as file:
-            for piece in self._pieces(memoryview(data)):
-                digest.update(piece)
-                file.write(piece)
+        with out.open("xb") as file:
+            for chunk in self._chunks(memoryview(data)):
+                digest.update(chunk)
+                file.write(chunk)
         if digest.hexdigest() != self.result:
             out.unlink()
             raise ModelFileError("the delta is damaged: what it makes has another checksum")
 
-    def _pieces(self, base: memoryview) -> Iterator[memoryview]:
+    def _chunks(self, base: memoryview) -> Iterator[bytes]:
+        """Yield the new file in chunks: a thread that hashes piece by piece would wait for the others each time."""
         literals, end = self.literals.data, 0
+        parts, size = list[memoryview](), 0
         for literal, source, copied in self.steps.tolist():
             start, end = end, end + literal
-            if literal:
-                yield literals[start:end]
-            if copied:
-                yield base[source : source + copied]
+            parts += (literals[start:end], base[source : source + copied])
+            size += literal + copied
+            if size >= CHUNK:
+                yield b"".join(parts)
+                parts, size = [], 0
+        yield b"".join(parts)
 
 
 def read_delta(path: str | os.PathLike[str]) -> Delta:
