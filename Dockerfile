@@ -3,7 +3,7 @@
 FROM python:3.12-slim
 COPY constraints.txt dist/*.whl /build/
 # Scoring needs neither torch nor the packages for training, so the wheel goes in without its requirements.
-RUN pip install --no-cache-dir -c /build/constraints.txt numpy onnxruntime orjson pyarrow rich starlette typer uvicorn \
+RUN pip install --no-cache-dir -c /build/constraints.txt numpy onnxruntime orjson pyarrow rich safetensors starlette typer uvicorn \
     && pip install --no-cache-dir --no-deps /build/*.whl \
     && rm -r /build && useradd --create-home rarebit
 USER rarebit

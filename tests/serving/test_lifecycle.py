@@ -166,11 +166,9 @@ def test_a_stop_finishes_accepted_requests(path):
 
 
 def list_copies(server):
-    """Return the private copies that the workers of a server were started with."""
-    commands = [
-        Path(f"/proc/{worker}/cmdline").read_bytes().split(b"\0") for worker in server.workers
-    ]
-    return [Path(json.loads(command[4])["path"]).parent for command in commands]
+    """Return the private copies of models that a server holds a lock on."""
+    opened = [one.readlink() for one in Path(f"/proc/{server.process.pid}/fd").iterdir()]
+    return [path.parent for path in opened if path.parent.name.startswith("rarebit-serve-")]
 
 
 @pytest.mark.slow

@@ -16,6 +16,7 @@ BENCHES = {
     "checkpoint": "processes",
     "compress": "tables",
     "data": "data",
+    "delta": "serving",
     "ema": "steps",
     "export": "serving",
     "forgetting": "steps",

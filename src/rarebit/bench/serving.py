@@ -1,22 +1,28 @@
-"""From a trained model to scores: an exported file against eager torch, and the server against a hand-written one.
+"""From a trained model to scores: an exported file against eager torch, the server against a hand-written one, and the delta
+of the next day against what changed.
 
 The model is DCN-V2 on 39 columns of Criteo's shape, whose 967,795 values are texts. Both sides get the same raw rows and give the
 same scores, which is checked first.
 """
 
+import copy
+import hashlib
 import itertools
 import json
 import os
 import re
 import selectors
+import shutil
 import socket
 import statistics
 import subprocess
 import sys
 import tempfile
+import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
+from http.client import HTTPConnection
 from pathlib import Path
 from typing import Any, Self
 
@@ -26,14 +32,18 @@ import torch
 from rarebit.bench._frame import BenchResult, Say, compare
 from rarebit.data.dataset import Batch
 from rarebit.data.log_schema import Column, LogSchema
+from rarebit.data.schema import Schema
 from rarebit.data.synthetic import PRESETS
 from rarebit.errors import import_extra
+from rarebit.export.delta import apply_delta, write_delta
 from rarebit.export.export import export as export_model
 from rarebit.methods.evidence_coding import EvidenceCoding
 from rarebit.methods.quantize import Quantize
 from rarebit.models import build_model
 from rarebit.models._base import RankingModel
+from rarebit.serving.scorer import load_scorer
 from rarebit.tables.apply import apply_
+from rarebit.tables.grow import grow_
 from rarebit.training.model_file import save_model
 
 DIM, HIDDEN = 16, (400, 400)
@@ -42,6 +52,8 @@ STD = 0.3
 UNKNOWN_SHARE = 0.01
 """Of the values of a row."""
 PROGRAM = Path(__file__).with_name("_fastapi_program.py")
+CHANGED_ROWS, NEW_VALUES, REPLACED_VALUES = 0.03, 0.005, 0.001
+"""Shares of a day."""
 ROWS, CONNECTIONS, REQUESTS = 100, 8, 64
 SERVER_CORE, CLIENT_CORE = 0, 1
 SOURCE = Path(__file__).resolve().parents[2]
@@ -51,19 +63,26 @@ Row = dict[str, str]
 
 def criteo_model() -> RankingModel:
     """Return DCN-V2 with random weights and the vocabulary of a log of Criteo's shape."""
+    torch.manual_seed(0)
+    settings = {"dim": DIM, "hidden": list(HIDDEN), "std": STD}
+    values = {
+        column.name: list(map(_text, range(column.num_values))) for column in PRESETS["criteo"]
+    }
+    return build_model("dcn_v2", _schema(values), settings).eval()
+
+
+def _text(number: int) -> str:
+    return f"{number * 2654435761 % 2**32:08x}"
+
+
+def _schema(values: Mapping[str, Sequence[str]]) -> Schema:
+    """Return the schema of a log with these values."""
     from rarebit.data.raw.encoder import LogEncoder
 
     pl = import_extra("polars", "data", "a vocabulary of texts")
-    drawn = PRESETS["criteo"]
-    columns = tuple(Column(name=column.name) for column in drawn)
-    values = {
-        column.name: pl.Series([f"{n * 2654435761 % 2**32:08x}" for n in range(column.num_values)])
-        for column in drawn
-    }
-    encoder = LogEncoder(schema=LogSchema(label="click", columns=columns), values=values)
-    torch.manual_seed(0)
-    settings = {"dim": DIM, "hidden": list(HIDDEN), "std": STD}
-    return build_model("dcn_v2", encoder.fields, settings).eval()
+    columns = tuple(Column(name=name) for name in values)
+    found = {name: pl.Series(texts) for name, texts in values.items()}
+    return LogEncoder(schema=LogSchema(label="click", columns=columns), values=found).fields
 
 
 def raw_rows(model: RankingModel, rows: int) -> list[Row]:
@@ -263,6 +282,159 @@ def _memory_of_small_tables(say: Say, load: "Load") -> BenchResult:
     return figures
 
 
+def delta(say: Say, *, rounds: int = 7) -> BenchResult:
+    """The delta of a day on which 3 % of the rows changed, 0.5 % of the values are new, 0.1 % were replaced, and all other weights changed.
+
+    `ratio` is the size of the delta over the bytes that changed: of rows, texts of values, and weights. `apply_seconds` is the
+    time from the request to load until the server answers by the new version, while a client sends 100 rows at a time
+    without a pause; `whole_seconds` is the same with the whole file in place of the delta. `file_seconds` and
+    `session_seconds` are parts of it: making the new file, and ONNX Runtime's start.
+    """
+    import_extra("starlette", "serve", "bench delta")
+    monday = criteo_model()
+    tuesday, changed = _next_day(monday)
+    rows = raw_rows(tuesday, ROWS * REQUESTS)
+    parts = [rows[start : start + ROWS] for start in range(0, len(rows), ROWS)]
+    bodies = [json.dumps({"rows": part}).encode() for part in parts]
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        served, made, whole = (folder / f"{one}.onnx" for one in ("clicks", "made", "whole"))
+        patch = folder / "tuesday.delta"
+        for model, path in ((monday, served), (tuesday, whole)):
+            say(f"delta: exporting {path.stem}")
+            export_model(model, path)
+        start = time.perf_counter()
+        write_delta(served, whole, patch)
+        figures: BenchResult = {"write_seconds": time.perf_counter() - start}
+        old, new = served.read_bytes(), whole.read_bytes()
+        versions = [hashlib.sha256(data).hexdigest()[:12] for data in (old, new)]
+        with _server(["-m", "rarebit", "serve", str(served)], pinned=False) as server:
+            Load(bodies).wait_for(server)
+            say(f"delta: {rounds} rounds with a client that never pauses")
+            client = Client(server, bodies)
+            client.wanted = {
+                version: [EagerRows(model)(part) for part in parts]
+                for version, model in zip(versions, (monday, tuesday), strict=True)
+            }
+            seconds: dict[str, list[float]] = {"apply": [], "whole": []}
+            beside = served.with_name("clicks.tuesday.delta")
+            with client:
+                for _ in range(rounds):
+                    shutil.copy(patch, beside)
+                    seconds["apply"].append(client.load(versions[1]))
+                    beside.unlink()
+                    client.load(versions[0])
+                    served.write_bytes(new)
+                    seconds["whole"].append(client.load(versions[1]))
+                    served.write_bytes(old)
+                    client.load(versions[0])
+        files, sessions = [], []
+        for _ in range(rounds):
+            start = time.perf_counter()
+            apply_delta(served, patch, made)
+            files.append(time.perf_counter() - start)
+            start = time.perf_counter()
+            load_scorer(made, 1)
+            sessions.append(time.perf_counter() - start)
+        size = patch.stat().st_size
+    assert client.failed == 0, f"{client.failed} requests failed"
+    return {
+        "ratio": size / changed,
+        "ratio_of": "bytes of the delta / bytes that changed",
+        "apply_seconds": statistics.median(seconds["apply"]),
+        "apply_most_seconds": max(seconds["apply"]),
+        "whole_seconds": statistics.median(seconds["whole"]),
+        "file_seconds": statistics.median(files),
+        "session_seconds": statistics.median(sessions),
+        "delta_megabytes": size / 1e6,
+        "changed_megabytes": changed / 1e6,
+        "whole_megabytes": len(new) / 1e6,
+        "requests": client.answered,
+        "failed_requests": client.failed,
+        "slowest_request_ms": 1000 * client.slowest,
+        **figures,
+    }
+
+
+def _next_day(model: RankingModel) -> tuple[RankingModel, int]:
+    """Return the model of the next day, and how many bytes changed."""
+    later, draw = copy.deepcopy(model), torch.Generator().manual_seed(1)
+    changed, values = 0, {}
+    with torch.no_grad():
+        for key, weight in later.named_parameters():
+            is_table = "tables" in key
+            chosen = torch.rand(len(weight), generator=draw) < (CHANGED_ROWS if is_table else 1.0)
+            noise = torch.randn(weight.shape, generator=draw)[chosen]
+            weight[chosen] += 0.01 * noise
+            changed += noise.nbytes
+    for name, series in model.schema.encoder.values.items():
+        texts, new = series.to_list(), round(len(series) * NEW_VALUES)
+        for place in range(0, len(texts), round(1 / REPLACED_VALUES)):
+            texts[place] = f"other {place}"
+            changed += len(texts[place])
+        added = [f"new {number}" for number in range(new)]
+        changed += sum(map(len, added)) + 4 * DIM * new
+        values[name] = texts + added
+    schema = _schema(values)
+    grow_(later, {field.name: field.rows for field in schema.fields}, start="noise", verbose=False)
+    later.schema = schema
+    return later, changed
+
+
+class Client:
+    """A client that sends one request after the other while models are loaded."""
+
+    wanted: dict[str, list[list[float]]]
+    """By version, the scores of each body."""
+
+    def __init__(self, server: "Server", bodies: Sequence[bytes]) -> None:
+        self.server, self.bodies = server, [Load.request(body) for body in bodies]
+        self.answered = self.failed = 0
+        self.slowest, self.version = 0.0, ""
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._work)
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop.set()
+        self._thread.join()
+
+    def load(self, version: str) -> float:
+        """Load the model; return the seconds until it is answered that this version is served."""
+        start, connection = time.perf_counter(), HTTPConnection("127.0.0.1", self.server.port)
+        connection.request("POST", "/v2/repository/models/clicks/load")
+        answer = json.loads(connection.getresponse().read())
+        seconds = time.perf_counter() - start
+        connection.close()
+        assert answer.get("version") == version, answer
+        while self.version != version and self._thread.is_alive():
+            time.sleep(0.001)
+        return seconds
+
+    def _work(self) -> None:
+        with _Connection(self.server.port) as connection:
+            for number in itertools.cycle(range(len(self.bodies))):
+                if self._stop.is_set():
+                    return
+                start = time.perf_counter()
+                try:
+                    connection.send(self.bodies[number])
+                    while not connection.receive():
+                        pass
+                    found = json.loads(connection.body)
+                    wanted = self.wanted[found["version"]][number]
+                    assert np.abs(np.subtract(found["scores"], wanted)).max() < 1e-5
+                except Exception:  # noqa: BLE001  # whatever it was, the request has no right answer
+                    self.failed += 1
+                    return
+                self.version = found["version"]
+                self.slowest = max(self.slowest, time.perf_counter() - start)
+                self.answered += 1
+
+
 class Server:
     """A server process and its port."""
 
@@ -281,12 +453,14 @@ class Server:
 
 
 @contextmanager
-def _server(command: Sequence[str]) -> Iterator[Server]:
-    """Start a server on one core and a free port, and stop it in the end."""
+def _server(command: Sequence[str], *, pinned: bool = True) -> Iterator[Server]:
+    """Start a server on a free port, on one core or all, and stop it in the end."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    with _on_core(SERVER_CORE):  # children have the cores of their parent
+    with (
+        _on_core(SERVER_CORE) if pinned else nullcontext()
+    ):  # children have the cores of their parent
         process = subprocess.Popen(  # noqa: S603  # our own programs
             [sys.executable, *command, "--port", str(port)],
             env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(SOURCE)},
@@ -319,8 +493,13 @@ class Load:
 
     def __init__(self, bodies: Sequence[bytes]) -> None:
         self.bodies = bodies
+        self._requests = list(map(self.request, bodies))
+
+    @staticmethod
+    def request(body: bytes) -> bytes:
+        """Return a request with this body."""
         head = "POST /score HTTP/1.1\r\nhost: bench\r\ncontent-type: application/json\r\ncontent-length: {}\r\n\r\n"
-        self._requests = [head.format(len(body)).encode() + body for body in bodies]
+        return head.format(len(body)).encode() + body
 
     def wait_for(self, server: Server, seconds: float = 120.0) -> None:
         """Wait until a server answers."""

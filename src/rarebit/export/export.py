@@ -5,6 +5,8 @@
     pt2      a program of torch.export: ids in, scores out
     torch    a folder: tables as they are in `nn.Embedding`, the other weights, and the vocabulary as Parquet
 
+With `since`, an ONNX file becomes a delta: what changed since an earlier file (`delta.py`).
+
 The file is loaded again in a fresh process that imports no Rarebit, and scores the same rows as the model: rows of the log
 where they are at hand, and rows with unknown, missing, rare and odd values. The largest difference is part of the file.
 A file that differs by more than 1e-5 is not written.
@@ -34,7 +36,9 @@ from torch import Tensor, nn
 from rarebit.data.dataset import Batch, Dataset
 from rarebit.data.schema import FIRST_VALUE, MISSING, PADDING, Schema
 from rarebit.errors import ExportError, SettingsError, import_extra
+from rarebit.export.delta import write_delta
 from rarebit.models._base import RankingModel
+from rarebit.settings import size as shown
 from rarebit.settings import suggest
 from rarebit.storage.files import explain, file_checksum, fresh_folder, write_file
 from rarebit.tables.apply import end_training_, find_sites, find_tables, merge_, table_bytes
@@ -71,9 +75,15 @@ class Exported:
     """Rows that were scored by the file and by the model."""
     largest_difference: float
     """Between the two scores of a row."""
+    whole_bytes: int | None = None
+    """Bytes of the whole file, where only a delta is written."""
 
     def __str__(self) -> str:
         size = f"{self.num_bytes / 1e6:.1f} MB"
+        if self.whole_bytes is not None:
+            size = (
+                f"a delta of {shown(self.num_bytes)}; the whole file has {shown(self.whole_bytes)}"
+            )
         what = f"{self.rows:,} rows, largest difference {self.largest_difference:.1g}"
         return f"{self.path}: {size}; checked in a fresh process: {what}"
 
@@ -87,13 +97,15 @@ def export(
     example: Sequence[Tensor] | Mapping[str, Tensor] | None = None,
     rows: Dataset | None = None,
     facts: Mapping[str, Any] | None = None,
+    since: str | os.PathLike[str] | None = None,
 ) -> Exported:
     """Write a model to a file that scores without Rarebit, and check its scores in a fresh process.
 
     A model that was trained on a prepared log takes raw values, or ids and numbers with `ids=True` (the only inputs of
     "pt2"). A model of your own class needs an `example` of its inputs, of at least two rows; all inputs have one
     number of rows, which may be any other later. `rows` are rows of the log to check the scores on; `facts` go into
-    the file.
+    the file. `since` is an ONNX file that was exported earlier: then a delta is written, which makes the new file of it
+    (`rarebit.export.delta.apply_delta`).
 
     >>> clicks = {"user": ["ann", "bob"] * 20, "click": [0, 1] * 20}
     >>> from rarebit.models.fm import FM
@@ -109,6 +121,10 @@ def export(
         raise ExportError(
             f"cannot write {str(target)!r}: it is a folder; name a file for the model"
         )
+    if since is not None and to != "onnx":
+        raise SettingsError(f"a delta (since=) is for ONNX files, not for the format {to!r}")
+    if since is not None and not Path(since).is_file():
+        raise ExportError(f"{str(since)!r} does not exist; expected an exported ONNX file")
     if ours and example is not None:
         raise SettingsError("a model of Rarebit knows its inputs; leave out example=")
     if not ours and example is None and to != "torch":
@@ -125,6 +141,8 @@ def export(
     use_traced_tables_(model)
     if to == "pt2":
         return _export_pt2(source, target)
+    if since is not None:
+        return _export_delta(source, target, Path(since))
     if to == "onnx":
         return _export_onnx(source, target, to)
     return _export_triton(source, target)
@@ -441,6 +459,14 @@ def _export_onnx(source: _Source, target: Path, to: Format) -> Exported:
     return Exported(path=target, to=to, num_bytes=size, rows=rows, largest_difference=difference)
 
 
+def _export_delta(source: _Source, target: Path, since: Path) -> Exported:
+    with _scratch(target) as folder:
+        whole = _export_onnx(source, folder / "model.onnx", "onnx")
+        write_delta(since, whole.path, target)
+    size = target.stat().st_size
+    return replace(whole, path=target, num_bytes=size, whole_bytes=whole.num_bytes)
+
+
 def _trace_onnx(source: _Source, path: Path, weights: Path) -> Any:
     """Return the program as an ONNX model whose weights lie in a file."""
     import_extra("onnxscript", "export", "exporting to ONNX")
@@ -465,7 +491,9 @@ def _trace_onnx(source: _Source, path: Path, weights: Path) -> Any:
     if written.exists():
         written.rename(weights)
         _point_to(proto, weights.name)
-    del proto.metadata_props[:]
+    del proto.metadata_props[:], proto.graph.metadata_props[:]
+    for node in proto.graph.node:  # where torch found it in our source: paths of this machine
+        del node.metadata_props[:]
     if not any(opset.domain == ML for opset in proto.opset_import):
         proto.opset_import.append(onnx.helper.make_opsetid(ML, ML_OPSET))
     return proto

@@ -334,6 +334,7 @@ class Front:
             "version": version.snapshot.version,
             "loaded": version.loaded,
             "bytes": version.snapshot.num_bytes,
+            "deltas": version.snapshot.deltas,
             "note": version.snapshot.note,
             "problem": model.problem,
             "kind": facts.get("model"),

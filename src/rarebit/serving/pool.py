@@ -17,6 +17,7 @@ import subprocess
 import sys
 import time
 from collections import deque
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -89,10 +90,10 @@ class WorkerProcess:
 class Version:
     """A version of a model: its workers and the requests that wait for one of them."""
 
-    def __init__(
-        self, name: str, snapshot: Snapshot, settings: ServeSettings, metrics: ModelMetrics
-    ) -> None:
-        self.name, self.snapshot, self.settings, self.metrics = name, snapshot, settings, metrics
+    snapshot: Snapshot
+
+    def __init__(self, name: str, settings: ServeSettings, metrics: ModelMetrics) -> None:
+        self.name, self.settings, self.metrics = name, settings, metrics
         self.ready: dict[str, Any] = {}
         """What the first worker said about the model."""
         self.counts = VersionMetrics([], has_deciles=False)
@@ -115,32 +116,34 @@ class Version:
         """Whether a worker is there to answer."""
         return not self.is_retired and any(worker.is_ready for worker in self.workers)
 
-    async def start(self) -> None:
-        """Start the workers, and wait until all have loaded and checked the model."""
+    async def start(self, take: Callable[[], Snapshot]) -> None:
+        """Start the workers, and wait until all have loaded and checked the model.
+
+        The processes start, and import what they need, while the snapshot is taken.
+        """
+        processes: list[tuple[subprocess.Popen[bytes], socket.socket]] = []
         try:
-            starting = [self._start_worker() for _ in range(self.settings.workers)]
-            await asyncio.gather(*starting)
+            processes.extend(self._start_process() for _ in range(self.settings.workers))
+            self.snapshot = await asyncio.to_thread(take)
+        except BaseException:
+            for process, stream in processes:
+                stream.close()
+                process.kill()
+                process.wait()
+            raise
+        try:
+            await asyncio.gather(*(self._start_worker(*one) for one in processes))
         except BaseException:
             await self.stop(at_once=True)
             raise
 
-    async def _start_worker(self) -> None:
-        """Start a worker and wait until it is ready."""
+    def _start_process(self) -> tuple["subprocess.Popen[bytes]", socket.socket]:
+        """Start a worker process, which waits for its settings."""
         ours, theirs = socket.socketpair()
-        values = {
-            "path": str(self.snapshot.path),
-            "name": self.name,
-            "version": self.snapshot.version,
-            "threads": self.settings.threads,
-            "max_rows": self.settings.max_rows,
-            "max_bytes": self.settings.max_bytes,
-            "wait_ms": self.settings.wait_ms,
-        }
-        command = [sys.executable, "-m", "rarebit.serving.worker", str(theirs.fileno())]
         with theirs:
             try:
-                process = subprocess.Popen(  # noqa: ASYNC220, S603  # it returns at once; our own module
-                    [*command, orjson.dumps(values).decode()],
+                process = subprocess.Popen(  # noqa: S603  # our own module
+                    [sys.executable, "-m", "rarebit.serving.worker", str(theirs.fileno())],
                     pass_fds=[theirs.fileno()],
                     env=environment(),
                     stdin=subprocess.DEVNULL,
@@ -149,9 +152,23 @@ class Version:
             except OSError as error:
                 ours.close()
                 raise ServingError(f"cannot start a worker process: {error.strerror}") from None
+        return process, ours
+
+    async def _start_worker(self, process: "subprocess.Popen[bytes]", ours: socket.socket) -> None:
+        """Let a worker process load the model, and wait until it is ready."""
         reader, writer = await asyncio.open_connection(sock=ours)
         worker = WorkerProcess(process, writer)
         self.workers.append(worker)
+        settings = {
+            "path": str(self.snapshot.path),
+            "name": self.name,
+            "version": self.snapshot.version,
+            "threads": self.settings.threads,
+            "max_rows": self.settings.max_rows,
+            "max_bytes": self.settings.max_bytes,
+            "wait_ms": self.settings.wait_ms,
+        }
+        writer.write(pack(settings))
         inbox = Inbox()
         first: list[Frame] = []
         with suppress(ConnectionError):
@@ -222,7 +239,7 @@ class Version:
                 self._check_end()
                 return
             try:
-                await self._start_worker()
+                await self._start_worker(*self._start_process())
             except ServingError as error:
                 log("worker_not_started", model=self.name, error=str(error))
                 await asyncio.sleep(min(0.1 * 2**attempt, LONGEST_PAUSE))
@@ -362,19 +379,19 @@ class Models:
     async def _load(self, source: Source) -> Version:
         async with self._loading:
             model = self.by_name.get(source.name) or Model(source.name)
+            version = Version(source.name, self.settings, model.metrics)
             try:
-                snapshot = await asyncio.to_thread(take_snapshot, source)
-                version = Version(source.name, snapshot, self.settings, model.metrics)
-                await version.start()
+                await version.start(lambda: take_snapshot(source))
             except RarebitError as error:
                 model.problem = str(error)
                 log("load_failed", model=source.name, error=str(error))
                 raise
             self.by_name[source.name] = model
+            snapshot = version.snapshot
             old, model.current, model.problem = model.current, version, ""
             if snapshot.note:
                 log("eager", model=source.name, note=snapshot.note)
-            log("loaded", model=source.name, version=snapshot.version)
+            log("loaded", model=source.name, version=snapshot.version, deltas=snapshot.deltas)
             if old is not None:
                 model.metrics.swaps += 1
                 self._finish(old)

@@ -3,6 +3,7 @@
     clicks.onnx                 rarebit serve clicks.onnx
     runs/clicks/model.json      rarebit serve runs/clicks
     models/clicks.onnx          rarebit serve models
+    models/clicks.*.delta       what changed since: applied to the copy of clicks.onnx, each to the version that it is for
     models/clicks/1/model.onnx  the same, as Triton lays out its models; the highest number is served
 
 A version is served from a copy, so that the file can be replaced at any time, and a worker that starts later loads
@@ -17,12 +18,14 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from mmap import ACCESS_READ, mmap
 from pathlib import Path
 
-from rarebit.errors import ServingError
+from rarebit.errors import RarebitError, ServingError
+from rarebit.export.delta import Delta, read_delta
 from rarebit.settings import suggest
 
 PACKAGE = Path(__file__).resolve().parents[2]
@@ -83,6 +86,8 @@ class Snapshot:
     num_bytes: int
     note: str = ""
     """Why torch scores it."""
+    deltas: tuple[str, ...] = ()
+    """The deltas that were applied, in this order."""
 
 
 def is_run(folder: Path) -> bool:
@@ -143,8 +148,8 @@ def find_source(path: Path, name: str) -> Source:
 
 
 def take_snapshot(source: Source) -> Snapshot:
-    """Copy a model to a new folder; a run folder is exported there, or copied for torch."""
-    folder, note = PrivateFolder(), ""
+    """Copy a model to a new folder, with its deltas applied; a run folder is exported there, or copied for torch."""
+    folder, note, deltas = PrivateFolder(), "", dict[str, Delta]()
     try:
         if source.path.is_dir():
             path = folder.path / f"{source.name}.onnx"
@@ -154,17 +159,23 @@ def take_snapshot(source: Source) -> Snapshot:
                 shutil.copytree(source.path, path)
         else:
             path = folder.path / source.path.name
-            _copy(source.path, path)
-            for external in _external_data(source.path.parent, path):
-                _copy(external, folder.path / external.name)
+            deltas = _deltas_of(source.path)
+            if deltas:
+                _apply(deltas, source.path, path)
+            else:
+                _copy(source.path, path)
+                for external in _external_data(source.path.parent, path):
+                    _copy(external, folder.path / external.name)
         digest, num_bytes = hashlib.sha256(), 0
         for file in sorted(one for one in folder.path.rglob("*") if one.is_file()):
             num_bytes += file.stat().st_size
             with file.open("rb") as opened:
-                while chunk := opened.read(CHUNK):
+                while not deltas and (chunk := opened.read(CHUNK)):
                     digest.update(chunk)
         version = source.version or digest.hexdigest()[:12]
-        return Snapshot(folder, path, version, num_bytes, note)
+        if deltas:  # which have checked what they made
+            version = list(deltas.values())[-1].version
+        return Snapshot(folder, path, version, num_bytes, note, tuple(deltas))
     except OSError as error:
         folder.remove()
         raise ServingError(f"cannot copy {str(source.path)!r}: {error.strerror or error}") from None
@@ -192,6 +203,47 @@ def _copy(path: Path, target: Path) -> None:
         raise ServingError(
             f"{str(path)!r} changed while it was read; load it again when it is complete"
         )
+
+
+def _deltas_of(model: Path) -> dict[str, Delta]:
+    """Return the deltas next to a model, each before the one that is for the version it makes."""
+    names = [one.stem for one in model.parent.glob("*.onnx")]
+
+    def owner(delta: Path) -> str:
+        # of two models clicks and clicks.new, the second one has clicks.new.delta
+        return max((n for n in names if delta.name.startswith(f"{n}.")), key=len, default="")
+
+    found = sorted(one for one in model.parent.glob("*.delta") if owner(one) == model.stem)
+    return _in_order({one.name: read_delta(one) for one in found})
+
+
+def _apply(deltas: Mapping[str, Delta], model: Path, target: Path) -> None:
+    """Write what deltas make of a model."""
+    for name, delta in deltas.items():
+        changed = target.with_name(f"{target.name}.changed")
+        try:
+            delta.apply(target if target.exists() else model, changed)
+        except RarebitError as error:
+            raise ServingError(f"cannot apply {name!r}: {error}") from None
+        changed.replace(target)
+
+
+def _in_order(deltas: Mapping[str, Delta]) -> dict[str, Delta]:
+    """Return deltas in the order in which each makes the version that the next one is for."""
+    by_base = {delta.base: name for name, delta in deltas.items()}
+    made = {delta.result for delta in deltas.values()}
+    ordered = dict[str, Delta]()
+    names = [name for name, delta in deltas.items() if delta.base not in made]
+    while len(names) == 1 and names[0] not in ordered:
+        name = names[0]
+        ordered[name] = deltas[name]
+        names = [found] if (found := by_base.get(deltas[name].result)) else []
+    if len(ordered) < len(deltas):
+        shown = ", ".join(deltas)
+        raise ServingError(
+            f"these deltas do not follow one another: {shown}; remove the wrong ones"
+        )
+    return ordered
 
 
 def _export(run: Path, target: Path) -> str:

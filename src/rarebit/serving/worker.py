@@ -1,8 +1,8 @@
 """A process that scores the requests for one version of a model.
 
-    python -m rarebit.serving.worker SOCKET '{"path": ..., "name": ..., "version": ...}'
+    python -m rarebit.serving.worker SOCKET
 
-It reads requests from a socket that it inherits, and answers on it. What is pending is scored as one batch. When
+It reads its settings and then requests from a socket that it inherits, and answers on it. What is pending is scored as one batch. When
 the socket ends, the front has stopped or was killed, and the process ends as well.
 """
 
@@ -236,14 +236,19 @@ def inflate(body: bytes, encoding: str, most: int) -> bytes:
     return found
 
 
-def main(descriptor: str, text: str) -> None:
+def main(descriptor: str) -> None:
     """Load the model, say so, and work until the stream ends."""
     for name in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(name, signal.SIG_IGN)  # the front stops its workers
     return_memory()
-    stream = socket.socket(fileno=int(descriptor))
-    settings = orjson.loads(text)
+    stream, inbox, frames = socket.socket(fileno=int(descriptor)), Inbox(), list[Frame]()
     with suppress(BrokenPipeError, ConnectionResetError), stream:
+        while not frames:
+            data = stream.recv(READ)
+            if not data:
+                return
+            frames = inbox.feed(data)
+        settings = frames[0].header
         try:
             scorer = load_scorer(Path(settings["path"]), settings["threads"])
         except RarebitError as error:
