@@ -36,6 +36,7 @@ from rarebit.training.optimizers import optimizer
 from rarebit.training.run import run
 from rarebit.training.settings import RunSettings, Training
 from rarebit.training.step import clip_grad_norm_
+from rarebit.training.update import update
 
 __all__ = [
     "EMA",
@@ -89,4 +90,5 @@ __all__ = [
     "set_counts_",
     "study",
     "transfer",
+    "update",
 ]

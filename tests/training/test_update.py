@@ -280,6 +280,34 @@ def test_counts_before_a_day_are_those_of_the_log(monday, tmp_path):
     assert counts["item"][:3].tolist() == [0, 0, 0]
 
 
+@pytest.mark.slow
+def test_deltas_of_the_days_make_the_exported_files_and_their_scores(monday, tmp_path):
+    """Values come, go, and get the ids of others: the file that is made of deltas scores as the run does."""
+    pytest.importorskip(
+        "onnxruntime", reason="capability: package onnxruntime: it is not installed"
+    )
+    from rarebit.export.delta import apply_delta
+    from rarebit.export.raw import FileScorer
+
+    rb.export(rb.load_model(monday), tmp_path / "0.onnx")
+    run, growth = monday, Growth(drop_after=1, drop_below=1000.0)
+    for day, items in enumerate((range(20), [*range(10), *range(50, 65)], range(40, 70)), 1):
+        log = write_day(tmp_path / f"{day}.parquet", seed=day, items=items)
+        result = update(run, log, tmp_path / f"day-{day}", growth=growth, progress=False)
+        assert result.fields[1].dropped > 0
+        assert (result.fields[1].reset > 0) == (day > 1)
+        run, new = tmp_path / f"day-{day}", tmp_path / f"{day}.onnx"
+        rb.export(rb.load_model(run), tmp_path / f"{day}.delta", since=tmp_path / f"{day - 1}.onnx")
+        apply_delta(tmp_path / f"{day - 1}.onnx", tmp_path / f"{day}.delta", new)
+        everything = write_day(tmp_path / "all.parquet", seed=9, items=range(80), rows=500)
+        of_file, of_run = (
+            score_log(model, everything, out=tmp_path / "scores.csv")
+            and pl.read_csv(tmp_path / "scores.csv").to_numpy()
+            for model in (FileScorer(new), rb.load_model(run))
+        )
+        assert np.abs(of_file - of_run).max() < 1e-6
+
+
 KILLED = """
 import os, signal, sys
 from rarebit.training.fit import Silence
