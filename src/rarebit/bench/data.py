@@ -37,7 +37,7 @@ from rarebit.data.dataset import Dataset
 from rarebit.data.log_schema import Column, LogSchema, Split
 from rarebit.data.order import shuffled_order
 from rarebit.data.prepare import prepare as prepare_log
-from rarebit.errors import MissingExtraError
+from rarebit.errors import MissingExtraError, import_extra
 
 ROWS, ROUNDS = 300_000, 3
 BATCH_SIZE, EPOCHS, OPENINGS = 4096, 5, 11
@@ -157,12 +157,11 @@ def update(say: Say, *, rows: int = 1_000_000, rounds: int = 3) -> BenchResult:
     grows tables and optimizer, scores every row before it is learned, and twice more for its report; `run` trains on
     80 % of the rows and scores the rest.
     """
-    import polars as pl
-
     from rarebit.training.run import run
     from rarebit.training.settings import RunSettings
     from rarebit.training.update import update as learn_day
 
+    pl = import_extra("polars", "data", "reading raw logs")
     sizes = {"user": 200_000, "item": 100_000, "shop": 5000, "kind": 300, "hour": 24, "device": 6}
     draw = np.random.default_rng(0)
 

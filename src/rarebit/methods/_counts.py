@@ -142,13 +142,6 @@ def set_counts_(model: nn.Module, counts: Counts) -> None:
             module.is_known = True
 
 
-def keep_counting_(model: nn.Module) -> None:
-    """Let all tables that keep counts go on from them, and count each lookup in training."""
-    for module in model.modules():
-        if isinstance(module, Evidence):
-            module.is_known = module.is_growing = True
-
-
 class Evidence(nn.Module):
     """The counts of F tables, one table after the other, and the strength of each."""
 
@@ -181,6 +174,10 @@ class Evidence(nn.Module):
         self.is_known = self.is_growing = True
         if c is not None:
             self.strength.fill_(c)
+
+    def keep_counting_(self) -> None:
+        """Go on from the counts that are there, and count each lookup in training."""
+        self.is_known = self.is_growing = True
 
     def split(self, sizes: Sequence[int]) -> list["Evidence"]:
         """Return the evidence of each table; memory is shared, not copied."""

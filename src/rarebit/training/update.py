@@ -11,7 +11,7 @@ methods before they were merged, counts, and the state of the optimizer.
 
 import os
 import shlex
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
@@ -28,7 +28,6 @@ from rarebit.data.prepared import MANIFEST, PreparedFolder, no_progress
 from rarebit.data.prepared import Progress as DataProgress
 from rarebit.data.schema import FIRST_VALUE, PADDING, UNKNOWN, Schema
 from rarebit.errors import DataError, ModelFileError, SettingsError
-from rarebit.methods._counts import keep_counting_
 from rarebit.models._base import RankingModel
 from rarebit.settings import require, suggest
 from rarebit.storage.files import file_lock, read_json, write_json
@@ -107,7 +106,10 @@ class Learner:
             raise ModelFileError(
                 f"the checkpoint in {str(folder)!r} is not that of its run: {first_line(error)}; train it again"
             ) from None
-        keep_counting_(model)
+        for module in model.modules():
+            keep_counting: Callable[[], None] | None = getattr(module, "keep_counting_", None)
+            if keep_counting is not None:  # the counts of a table
+                keep_counting()
         return cls(settings, model, optimizer)
 
     def grow(
