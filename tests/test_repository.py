@@ -54,7 +54,7 @@ DATA_ORDER = [
     *("schema", "log_schema", "order", "prepared", "dataset"),
     *("co_occurrence", "selection", "synthetic"),
     *("raw", "raw.chunks", "raw.text_files", "raw.readers", "raw.coding"),
-    *("raw.infer", "raw.encoder", "raw.vocabulary", "raw.encode", "raw.parts"),
+    *("raw.periods", "raw.infer", "raw.encoder", "raw.vocabulary", "raw.encode", "raw.parts"),
     *("sources._base", "sources.avazu", "sources.book_crossing", "sources.criteo"),
     *("sources.frappe", "sources.ml_1m", "sources", "prepare"),
 ]

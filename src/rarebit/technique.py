@@ -461,7 +461,7 @@ def parse_techniques(text: str) -> tuple[Expression, ...]:
     >>> [expression.text for expression in parse_techniques("baseline,hashing+low-rank:rank=4")]
     ['baseline', 'hashing+low-rank:rank=4']
     """
-    return tuple(_parse_expression(piece) for piece in _split(text, ","))
+    return tuple(_parse_expression(piece) for piece in split_text(text, ","))
 
 
 def read_value(text: str) -> Any:
@@ -477,7 +477,7 @@ def _parse_expression(text: str) -> Expression:
     require(bool(text), "expected the name of a method before and after each comma, got nothing")
     if text == BASELINE:
         return Expression()
-    parts = tuple(_parse_part(piece, text) for piece in _split(text, "+"))
+    parts = tuple(_parse_part(piece, text) for piece in split_text(text, "+"))
     for first, then in itertools.combinations(parts, 2):
         for part in (first, then):
             require(
@@ -491,7 +491,7 @@ def _parse_expression(text: str) -> Expression:
 
 
 def _parse_part(text: str, whole: str) -> Part:
-    name, *assignments = _split(text, ":")
+    name, *assignments = split_text(text, ":")
     require(name != BASELINE, f"baseline means plain tables and stands alone, got {whole!r}")
     require(bool(name), f"expected the name of a method, as in hashing+low-rank, got {whole!r}")
     technique = technique_class(name)
@@ -537,7 +537,7 @@ def value_text(value: Any, *, in_list: bool = False) -> str:
     raise SettingsError(f"{value!r} cannot be typed as a value; use a settings file")
 
 
-def _split(text: str, mark: str) -> list[str]:
+def split_text(text: str, mark: str) -> list[str]:
     """Split a text at a mark, but not inside quotes and lists."""
     parts, depth = [""], 0
     for piece in PIECE.findall(text):

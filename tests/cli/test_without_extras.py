@@ -59,6 +59,7 @@ WALK = {
     "data prepare --source ml-1m --from . --out ml-1m": "data",
     "data schema log.csv --label click": "data",
     "data show nothing": "none",
+    "backtest log.csv --label click --time day": "data",
     "bench data": "data",
     "serve nothing.onnx": "serve",
 }

@@ -9,9 +9,9 @@ from rarebit.errors import SettingsError
 from rarebit.technique import (
     Expression,
     Part,
-    _split,
     parse_techniques,
     read_value,
+    split_text,
     technique_from_mapping,
     technique_name,
     technique_text,
@@ -119,7 +119,7 @@ def test_any_text_is_read_or_refused_in_a_sentence(text):
 
 @given(pieces=st.lists(st.text(st.characters(exclude_characters=",[]\"'"), max_size=5), min_size=1))
 def test_without_quotes_and_lists_splitting_is_plain(pieces):
-    assert _split(",".join(pieces), ",") == [piece.strip() for piece in pieces]
+    assert split_text(",".join(pieces), ",") == [piece.strip() for piece in pieces]
 
 
 def test_a_value_cannot_smuggle_in_another():

@@ -13,6 +13,8 @@ from rarebit import __version__
 from rarebit.bench import bench_names, run_bench
 from rarebit.cli import options as opt
 from rarebit.cli import screen
+from rarebit.cli.backtest import EXAMPLES as BACKTEST_EXAMPLES
+from rarebit.cli.backtest import backtest_command
 from rarebit.cli.compare import compare
 from rarebit.cli.compress import EXAMPLES as COMPRESS_EXAMPLES
 from rarebit.cli.compress import compress
@@ -35,6 +37,8 @@ rarebit demo
 rarebit data prepare clicks.csv --label click --out data/clicks
 
 rarebit compare --data data/clicks --model deepfm --methods baseline,low-rank,hashing --seeds 5
+
+rarebit backtest clicks.parquet --label click --time timestamp --by week --policies grow,fixed,retrain
 
 rarebit train --data data/clicks --out runs/clicks
 
@@ -140,6 +144,7 @@ app.command(epilog=UPDATE_EXAMPLES)(update)
 app.command(epilog=COMPRESS_EXAMPLES)(compress)
 app.command()(prune)
 app.command()(compare)
+app.command(name="backtest", epilog=BACKTEST_EXAMPLES)(backtest_command)
 app.command(name="diagnose")(diagnose_command)
 app.command()(methods)
 app.command(name="export")(export_command)

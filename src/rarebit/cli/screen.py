@@ -29,10 +29,9 @@ from rich.segment import Segment
 from rich.table import Table
 from rich.text import Text
 
-from rarebit.study.pool import StudyLines
+from rarebit.study.pool import StudyLines, Summary
 
 if TYPE_CHECKING:
-    from rarebit.study.runs import RunRecord
     from rarebit.training.fit import EpochRecord
     from rarebit.training.metrics import Evaluation
 
@@ -296,7 +295,7 @@ class StudyBars(_Bars, StudyLines):
             note="" if auc is None else f"valid AUC {auc:.4f}",
         )
 
-    def finish(self, name: str, record: "RunRecord") -> None:
+    def finish(self, name: str, record: Summary) -> None:
         super().finish(name, record)
         self._end(name)
 

@@ -2,10 +2,10 @@
 
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from rarebit.data.dataset import Dataset
 from rarebit.data.log_schema import (
@@ -20,14 +20,19 @@ from rarebit.data.prepared import CHANGES, ENCODER, PreparedFolder, Progress, no
 from rarebit.data.sources import find_source
 from rarebit.errors import DataError, SettingsError, import_extra
 from rarebit.settings import require, suggest
+from rarebit.storage.files import file_checksum, fresh_folder, read_json, write_json
 
 if TYPE_CHECKING:  # reading raw logs needs Polars, importing this does not
     from rarebit.data.raw.chunks import BadRows, RawChunk
     from rarebit.data.raw.encoder import LogEncoder
     from rarebit.data.raw.infer import Inferred
+    from rarebit.data.raw.periods import By
     from rarebit.data.raw.vocabulary import DayChanges, Growth
 
 PathLike = str | os.PathLike[str]
+
+PERIODS = "periods.json"
+"""What a folder of periods says of itself."""
 
 
 def prepare(
@@ -285,6 +290,102 @@ def changes_of(folder: PathLike) -> "DayChanges":
     except (LookupError, OSError, TypeError, ValueError):
         raise DataError(f"{str(folder)!r} is no day of a log that grows, or damaged") from None
     return DayChanges.of(LogEncoder.open(folder / ENCODER).schema, days)
+
+
+def prepare_periods(
+    log: PathLike,
+    out: PathLike,
+    *,
+    label: str | None = None,
+    time: str | None = None,
+    by: "By" = "day",
+    warm_up: int = 1,
+    schema: LogSchema | None = None,
+    growth: "Growth | None" = None,
+    progress: Progress = no_progress,
+) -> list[Path]:
+    """Cut a log into periods of time, and encode each with a vocabulary that grows; return their folders.
+
+    The first period has the rows of `warm_up` periods and starts the vocabulary. The others are days of a log that grows, as
+    `prepare_day` makes them. A folder that holds the same periods already is left as it is. The log is sorted in memory.
+    """
+    from rarebit.data.raw.encoder import encoder_of
+    from rarebit.data.raw.periods import SortedLog
+    from rarebit.data.raw.readers import column_names, log_files
+    from rarebit.data.raw.vocabulary import Growth
+
+    source, target, growth = _path(log), Path(out), growth or Growth()
+    check_arguments(label, schema)
+    if schema is not None:
+        label = schema.label
+        time = time or (schema.split.column if schema.split.kind == "time" else None)
+    if not label:
+        raise SettingsError("which column is the label? Name it (--label click), or give a schema")
+    if not time:
+        raise SettingsError("which column is the time? Name it (--time timestamp)")
+    text = None if schema is None else schema.text
+    files = log_files(source, is_text=text is not None)
+    columns = column_names(source, text) if schema is None else schema.columns_read
+    asked = {
+        "log": [file_checksum(file) for file in files if file.exists()],
+        "label": label,
+        "time": time,
+        "by": by,
+        "warm_up": warm_up,
+        "schema": None if schema is None else schema.to_mapping(),
+        "growth": asdict(growth),
+    }
+    if target.exists():
+        return _known_periods(target, asked)
+    rows = SortedLog.read(
+        source,
+        time,
+        [label, *columns],
+        format=text,
+        missing=() if schema is None else schema.missing,
+        progress=partial(progress, "reading"),
+    )
+    parts = rows.cut(by, label, warm_up=warm_up)
+    every = Split(kind="order", shares=(1.0, 0.0, 0.0))
+    with fresh_folder(target) as folder:
+        for number, part in enumerate(parts):
+            raw, period = folder / "part.parquet", folder / f"{number:04}"
+            part.rows.write_parquet(raw)
+            if number == 0:
+                if schema is None:
+                    found = infer_log(raw, label, split=Split(kind="time", column=time))
+                    found.warn()
+                    schema = found.schema
+                data = prepare(raw, period, schema=schema, split=every)
+            else:
+                data = prepare_day(raw, period, like=encoder_of(data), growth=growth)
+            raw.unlink()
+            progress("periods", number + 1, len(parts))
+        write_json(
+            folder / PERIODS,
+            {"asked": asked, "starts": [part.start for part in parts]},
+            error=DataError,
+        )
+    return _known_periods(target, asked)
+
+
+def _known_periods(folder: Path, asked: Mapping[str, object]) -> list[Path]:
+    """Return the folders of the periods of a log; raise where it is another log, or was cut in another way."""
+    found = read_periods(folder)
+    for name, wanted in asked.items():
+        if found["asked"].get(name) != wanted:
+            raise DataError(
+                f"{str(folder)!r} holds periods with another {name}; choose another output folder, or remove it"
+            )
+    return [folder / f"{number:04}" for number in range(len(found["starts"]))]
+
+
+def read_periods(folder: PathLike) -> dict[str, Any]:
+    """Return what a folder of periods says of itself: what was asked for, and the start of each period."""
+    try:
+        return read_json(Path(folder) / PERIODS)
+    except (OSError, ValueError) as error:
+        raise DataError(f"{str(folder)!r} holds no periods of a log: {error}") from None
 
 
 def _path(file: PathLike) -> Path:

@@ -1,6 +1,6 @@
 """Plots of a diagnosis as PNG images: spectra, abundance, norms, speed of products, sub-embeddings.
 
-And of sizes: AUC by the size of the tables, in a study and of compressed runs.
+And of sizes: AUC by the size of the tables, in a study and of compressed runs. And of time: AUC of policies in a backtest.
 
 Needs matplotlib, which is imported in functions only and used without its global state.
 """
@@ -12,7 +12,7 @@ import re
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rarebit.diagnosis.measure import SubEmbeddings, TableDiagnosis, short_names
 from rarebit.errors import import_extra
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
     from matplotlib.lines import Line2D
 
+    from rarebit.study.backtest import BacktestResult, PolicyResult
     from rarebit.study.results import CellResult, StudyResult, VariantResult
 
 MOST_PANELS = 48
@@ -98,9 +99,58 @@ def draw_frontier(panels: Sequence[FrontierPanel], *, ours: Sequence[str]) -> di
         fontsize=8,
         frameon=False,
     )
-    image = io.BytesIO()
-    figure.savefig(image, format="svg")
-    return {"frontier.png": _as_png(figure), "frontier.svg": image.getvalue()}
+    return {"frontier.png": _as_png(figure), "frontier.svg": _as_svg(figure)}
+
+
+def draw_backtest(result: "BacktestResult") -> dict[str, bytes]:
+    """Return the AUC of policies in each period, on all rows and on those with young ids, as PNG and SVG by file name.
+
+    The lower panels have the difference to the control, whose AUC moves as much from period to period as all others.
+    """
+    figure = _new_figure(11.0, 6.4, what="drawing a backtest (without it there are the tables)")
+    panels = figure.subplots(2, 2, sharex=True, squeeze=False)
+    titles = {"period_aucs": "all rows", "period_young_aucs": "rows with young ids"}
+    control = result.policy(result.control)
+    places = range(len(result.periods))
+    drawn: dict[str, Line2D] = {}
+    for (upper, lower), (name, title) in zip(panels.T, titles.items(), strict=True):
+        theirs = _period_means(control, name)
+        for number, policy in enumerate(result.policies):
+            means = _period_means(policy, name)
+            is_control = policy is control
+            style: dict[str, Any] = {
+                "color": QUIET if is_control else f"C{number}",
+                "linewidth": 1.8 if is_control else 1.2,
+                "linestyle": "--" if is_control else "-",
+            }
+            [drawn[policy.name]] = upper.plot(places, means, **style)
+            gains = [a - b for a, b in zip(means, theirs, strict=True)]
+            lower.plot(places, gains, **style)
+        upper.set_title(title, fontsize=10)
+        upper.set_ylabel("AUC", fontsize=8)
+        lower.set_ylabel(f"AUC minus that of {result.control}", fontsize=8)
+        step = max(len(result.periods) // 6, 1)
+        marks = list(places)[::step]
+        lower.set_xticks(marks, [result.periods[mark].start.split()[0] for mark in marks])
+        for axes in (upper, lower):
+            axes.tick_params(labelsize=7)
+            _quieten(axes)
+    figure.suptitle("Each period is scored before training on it; mean over seeds", fontsize=11)
+    figure.legend(
+        list(drawn.values()),
+        list(drawn),
+        loc="outside lower center",
+        ncols=min(len(drawn), 5),
+        fontsize=8,
+        frameon=False,
+    )
+    return {"backtest.png": _as_png(figure), "backtest.svg": _as_svg(figure)}
+
+
+def _period_means(policy: "PolicyResult", name: str) -> list[float]:
+    """Return a figure of each period, the mean over seeds; NaN where it is not defined."""
+    seeds = [[_or_nan(value) for value in getattr(run, name)] for run in policy.runs]
+    return [statistics.fmean(values) for values in zip(*seeds, strict=True)]
 
 
 def _draw_frontier(
@@ -253,6 +303,12 @@ def _new_figure(
 def _as_png(figure: "Figure") -> bytes:
     image = io.BytesIO()
     figure.savefig(image, format="png")
+    return image.getvalue()
+
+
+def _as_svg(figure: "Figure") -> bytes:
+    image = io.BytesIO()
+    figure.savefig(image, format="svg")
     return image.getvalue()
 
 

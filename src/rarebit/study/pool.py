@@ -16,10 +16,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self, TypeAlias
-
-if TYPE_CHECKING:
-    from rarebit.study.runs import RunRecord
+from typing import Any, Protocol, Self, TypeAlias
 
 PACKAGE = Path(__file__).resolve().parents[2]
 """The folder that `rarebit` is imported from, so that workers import the same."""
@@ -30,6 +27,14 @@ Values: TypeAlias = Mapping[str, Any]
 """A task or an answer, as JSON holds it."""
 Answers: TypeAlias = queue.SimpleQueue[tuple[str, Values] | None]
 """The answers of all workers with the keys of their tasks; None when a worker has no more to do."""
+
+
+class Summary(Protocol):
+    """The result of a run, as far as progress reports it."""
+
+    @property
+    def summary(self) -> str:
+        """The result in a line."""
 
 
 class StudyProgress:
@@ -44,7 +49,7 @@ class StudyProgress:
     def epoch(self, name: str, values: Values) -> None:
         """Report an epoch of a run: `epoch` of `epochs`, and `valid_auc`."""
 
-    def finish(self, name: str, record: "RunRecord") -> None:
+    def finish(self, name: str, record: Summary) -> None:
         """Report the result of a run."""
 
     def fail(self, name: str, why: str) -> None:
@@ -61,12 +66,9 @@ class StudyLines(StudyProgress):
         self.runs, self.done = runs, there
         self.say(f"{runs} run{'s' if runs != 1 else ''}, {there} already finished")
 
-    def finish(self, name: str, record: "RunRecord") -> None:
+    def finish(self, name: str, record: Summary) -> None:
         self.done += 1
-        self.say(
-            f"{self.done} of {self.runs}: {name}: AUC {record.auc:.4f}, validation AUC "
-            f"{record.valid_auc:.4f} (epoch {record.best_epoch} of {record.epochs})"
-        )
+        self.say(f"{self.done} of {self.runs}: {name}: {record.summary}")
 
     def fail(self, name: str, why: str) -> None:
         self.done += 1

@@ -7,7 +7,7 @@ enough to show it again.
 import math
 import os
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from operator import attrgetter
 from pathlib import Path
@@ -307,14 +307,18 @@ def variant_table(cell: CellResult) -> TextTable:
             variant.name,
             *([str(variant.num_trials)] if is_tuned else []),
             str(len(variant.runs)),
-            *(_with_spread(variant, name) for name in ("auc", "rarest_auc", "logloss")),
+            *(
+                with_spread(variant.figures(name).values())
+                for name in ("auc", "rarest_auc", "logloss")
+            ),
             f"{first.parameters:,}" if first else NOTHING,
             size(first.table_bytes) if first else NOTHING,
             NOTHING if (ratio := cell.time_ratio(variant)) is None else f"x {ratio:.2f}",
         )
-        rows.append((*row, _with_spread(variant, "abundance", 2)) if has_abundance else row)
+        abundances = with_spread(variant.figures("abundance").values(), 2)
+        rows.append((*row, abundances) if has_abundance else row)
     if cell.ceiling is not None:
-        best = [_formatted(value, ".4f") for value in (cell.ceiling.auc, cell.ceiling.rarest_auc)]
+        best = [formatted(value, ".4f") for value in (cell.ceiling.auc, cell.ceiling.rarest_auc)]
         before, after = header.index("AUC") - 1, len(header) - header.index("AUC") - 2
         rows.append(("best possible", *[""] * before, *best, *[""] * after))
     return TextTable(f"{cell.model} on {cell.data}", tuple(header), rows)
@@ -331,10 +335,10 @@ def comparison_table(cell: CellResult, minimum_effect: float) -> TextTable:
             (
                 method.name,
                 method.control or "",
-                _formatted(ours.mean, "+.4f"),
-                _ends(ours if ours.n > 1 else None),
-                _formatted(cell.mean_difference(method, "rarest_auc"), "+.4f"),
-                _ends(averaged),
+                formatted(ours.mean, "+.4f"),
+                ends(ours if ours.n > 1 else None),
+                formatted(cell.mean_difference(method, "rarest_auc"), "+.4f"),
+                ends(averaged),
                 f"{ours.wins} of {ours.n}",
                 ours.verdict,
             )
@@ -350,7 +354,7 @@ def decile_table(cell: CellResult) -> TextTable:
     rows = []
     for method in cell.methods:
         differences = cell.decile_differences(method)
-        rows.append((method.name, *(_formatted(one, "+.0f", 10_000) for one in differences)))
+        rows.append((method.name, *(formatted(one, "+.0f", 10_000) for one in differences)))
     title = "Difference in AUC x 10,000 by tenths of the test rows, rarest first"
     return TextTable(title, ("method", *map(str, range(1, TENTHS + 1))), rows)
 
@@ -381,15 +385,18 @@ def _mean(values: Sequence[float]) -> float | None:
     return statistics.fmean(values) if values else None
 
 
-def _formatted(value: float | None, form: str, factor: int = 1) -> str:
+def formatted(value: float | None, form: str, factor: int = 1) -> str:
+    """Return a number as text; a dash where there is none."""
     return NOTHING if value is None or math.isnan(value) else format(factor * value, form)
 
 
-def _with_spread(variant: VariantResult, figure: str, digits: int = 4) -> str:
-    values = list(variant.figures(figure).values())
+def with_spread(figures: Iterable[float], digits: int = 4) -> str:
+    """Return mean and standard deviation over seeds as text."""
+    values = list(figures)
     spread = f" ± {statistics.stdev(values):.{digits}f}" if len(values) > 1 else ""
-    return f"{_formatted(_mean(values), f'.{digits}f')}{spread}"
+    return f"{formatted(_mean(values), f'.{digits}f')}{spread}"
 
 
-def _ends(interval: Comparison | PairedAUC | None) -> str:
+def ends(interval: Comparison | PairedAUC | None) -> str:
+    """Return the ends of an interval as text; a dash where there is none."""
     return NOTHING if interval is None else f"{interval.low:+.4f} to {interval.high:+.4f}"

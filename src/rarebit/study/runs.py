@@ -81,6 +81,14 @@ class RunRecord:
             if not math.isfinite(getattr(self, name)):
                 raise StudyError(f"{name} of run {self.key} is {getattr(self, name)}")
 
+    @property
+    def summary(self) -> str:
+        """The result in a line."""
+        return (
+            f"AUC {self.auc:.4f}, validation AUC {self.valid_auc:.4f} "
+            f"(epoch {self.best_epoch} of {self.epochs})"
+        )
+
     @staticmethod
     def test_figures(measured: Evaluation) -> dict[str, Any]:
         """Return the figures that are measured on the test rows, by name."""

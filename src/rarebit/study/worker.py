@@ -3,6 +3,7 @@
     python -m rarebit.study.worker DEVICE THREADS
 
     in     {"folder": STUDY, "settings": {...}, "modules": [], "keep_model": false, "pruning": null}
+           {"backtest": FOLDER, "name": "grow, seed 0", "policy": "grow", "settings": {...}, "modules": []}
     out    {"epoch": 1, "epochs": 10, "valid_auc": 0.8}      after each epoch
            {"done": true} | {"diverged": "why"} | {"failed": "why"} | {"stopped": true}
 
@@ -31,6 +32,8 @@ from torch import Tensor, nn
 from rarebit.data.dataset import Splits
 from rarebit.errors import DataError, NotFiniteError, RarebitError, TrainingInterrupted
 from rarebit.machine import commit
+from rarebit.study.backtest import DATA as PERIODS
+from rarebit.study.backtest import PeriodLog, PlannedRun
 from rarebit.study.runs import RunFolder, RunRecord, run_key
 from rarebit.tables.apply import find_sites, table_bytes
 from rarebit.tables.spectrum import default_chunk, information_abundance, triangle_of
@@ -203,25 +206,17 @@ class Worker:
         self.device, self.tell = device, tell
         self.log_settings: object = None
         self.log: Log | None = None
+        self.periods: PeriodLog | None = None
 
     def work(self, task: Mapping[str, Any]) -> None:
         """Make a run and tell how it ended; a run that fails does not stop the next one."""
         try:
             for module in task.get("modules", ()):  # methods without an entry point
                 import_module(module)
-            settings = RunSettings.from_mapping(task["settings"])
-            if self.log is None or self.log_settings != settings.data:
-                self.log = None  # frees its memory first
-                self.log, self.log_settings = open_log(settings, self.device), settings.data
-            make_run(
-                settings,
-                self.log,
-                RunFolder(Path(task["folder"]), run_key(settings)),
-                device=self.device,
-                keep_model=task["keep_model"],
-                pruning=None if task.get("pruning") is None else Path(task["pruning"]),
-                tell=self.tell,
-            )
+            if "backtest" in task:
+                self._make_policy(task)
+            else:
+                self._make_run(task)
         except TrainingInterrupted:
             self.tell({"stopped": True})
             raise
@@ -234,6 +229,27 @@ class Worker:
             self.tell({"failed": f"{type(error).__name__}: {error}"})
         else:
             self.tell({"done": True})
+
+    def _make_run(self, task: Mapping[str, Any]) -> None:
+        settings = RunSettings.from_mapping(task["settings"])
+        if self.log is None or self.log_settings != settings.data:
+            self.log = None  # frees its memory first
+            self.log, self.log_settings = open_log(settings, self.device), settings.data
+        make_run(
+            settings,
+            self.log,
+            RunFolder(Path(task["folder"]), run_key(settings)),
+            device=self.device,
+            keep_model=task["keep_model"],
+            pruning=None if task.get("pruning") is None else Path(task["pruning"]),
+            tell=self.tell,
+        )
+
+    def _make_policy(self, task: Mapping[str, Any]) -> None:
+        folder = Path(task["backtest"])
+        self.periods = self.periods or PeriodLog(folder / PERIODS)
+        run = PlannedRun.of_task(task)
+        run.make(folder, self.periods, device=self.device, tell=self.tell)
 
 
 def main(device: str, threads: str) -> None:

@@ -51,6 +51,7 @@ from rarebit.training.run import (
     CHECKPOINTS,
     LOCK,
     RUN_FILE,
+    TrainingJob,
     describe_run,
     finish_model,
     make_folder,
@@ -82,14 +83,22 @@ class Learner:
         self.settings, self.model, self.optimizer = settings, model, optimizer
 
     @classmethod
+    def start(
+        cls, settings: RunSettings, first: Dataset, *, device: torch.device | str = "cpu"
+    ) -> "Learner":
+        """Return the learner of a log that begins with these rows, before training."""
+        refuse_stages(settings.methods)
+        job = TrainingJob(
+            settings=settings, train=first, valid=None, device=device, say=lambda _: None
+        )
+        model = job.start(settings.methods)
+        return cls(settings, model, make_optimizer(model, settings.training))
+
+    @classmethod
     def open(cls, folder: Path, schema: Schema, *, device: torch.device | str = "cpu") -> "Learner":
         """Return the learner of a finished run, from its last checkpoint."""
         settings = read_run(folder)
-        for method in settings.methods:
-            if type(method).drive is not Technique.drive:
-                raise SettingsError(
-                    f"{method} trains in stages of its own and cannot learn another day; train anew on all rows"
-                )
+        refuse_stages(settings.methods)
         found = trained_state(folder / CHECKPOINTS)
         if found is None:
             raise ModelFileError(
@@ -161,6 +170,15 @@ class Learner:
                 folder=folder,
                 resume=resume,
                 progress=progress,
+            )
+
+
+def refuse_stages(methods: Sequence[Technique]) -> None:
+    """Raise for a method that cannot learn day after day."""
+    for method in methods:
+        if type(method).drive is not Technique.drive:
+            raise SettingsError(
+                f"{method} trains in stages of its own and cannot learn another day; train anew on all rows"
             )
 
 

@@ -288,7 +288,7 @@ class RowCoder:
         """Return what the split goes by: seconds, the user's code, or the number of the part."""
         split = self.schema.split
         if split.kind == "time":
-            return _seconds(split.column, types[split.column])
+            return as_seconds(split.column, types[split.column])
         text = text_of(pl.col(split.column), types[split.column])
         if split.kind == "given":
             parts = {name: SPLIT_NAMES.index(part) for name, part in PART_NAMES.items()}
@@ -345,7 +345,7 @@ def as_float(text: str) -> float | None:
         return None
 
 
-def _seconds(name: str, dtype: pl.DataType) -> pl.Expr:
+def as_seconds(name: str, dtype: pl.DataType) -> pl.Expr:
     """Return a time as a number that grows with it, null for what is no time."""
     column = pl.col(name)
     if dtype in (pl.Date, pl.Datetime):

@@ -58,7 +58,7 @@ def read_raw(
     files is either yielded or there. `format` describes text files; it is guessed if not given.
     `integers` are text columns to return as integers, in blocks where all values are integers.
     """
-    files, rows, done = _files(path, is_text=format is not None), 0, 0
+    files, rows, done = log_files(path, is_text=format is not None), 0, 0
     total = sum(_size(file) for file in files)
     for file in files:
         known = bad.count
@@ -94,7 +94,7 @@ def find_format(path: Path, known: TextFormat | None = None) -> TextFormat | Non
 
     None for a log without text files.
     """
-    texts = [file for file in _files(path, is_text=known is not None) if not _is_parquet(file)]
+    texts = [file for file in log_files(path, is_text=known is not None) if not _is_parquet(file)]
     if not texts:
         return None
     return sniff_format(texts[0]) if known is None else sniff_like(texts[0], known)
@@ -102,7 +102,7 @@ def find_format(path: Path, known: TextFormat | None = None) -> TextFormat | Non
 
 def column_names(path: Path, format: TextFormat | None = None) -> list[str]:
     """Return the names of the columns of a log, from its first file."""
-    file = _files(path, is_text=format is not None)[0]
+    file = log_files(path, is_text=format is not None)[0]
     with ByteStream(file) as stream:
         if _is_parquet(file):
             return list(_open_parquet(stream).schema_arrow.names)
@@ -241,7 +241,7 @@ def _listed(names: Sequence[str]) -> str:
     return ", ".join(repr(shortened(name)) for name in names[:MOST_LISTED]) + more
 
 
-def _files(path: Path, *, is_text: bool = False) -> list[Path]:
+def log_files(path: Path, *, is_text: bool = False) -> list[Path]:
     """Return the files of a log: one, or those of a folder by name."""
     known = TEXT + PARQUET
     if not path.is_dir():
