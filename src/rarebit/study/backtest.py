@@ -39,7 +39,7 @@ from rarebit.data.prepare import changes_of, prepare_periods, read_periods
 from rarebit.data.prepared import PreparedFolder, no_progress
 from rarebit.data.prepared import Progress as DataProgress
 from rarebit.data.schema import FIRST_VALUE, UNKNOWN, Schema
-from rarebit.errors import DataError, SettingsError, StudyError, StudyInterrupted
+from rarebit.errors import SettingsError, StudyError, StudyInterrupted
 from rarebit.machine import allowed_cores, choose_device, commit, machine
 from rarebit.settings import check_types, from_mapping, require, size, suggest
 from rarebit.storage.files import file_lock, make_folder, read_json, write_json
@@ -55,7 +55,14 @@ from rarebit.training.fit import make_optimizer
 from rarebit.training.metrics import measure, predict
 from rarebit.training.run import finish_model, train_model
 from rarebit.training.settings import PreparedLog, RunSettings
-from rarebit.training.update import Learner, Start, counts_before, like_group, new_rows_of
+from rarebit.training.update import (
+    Learner,
+    Start,
+    check_like,
+    counts_before,
+    like_group,
+    new_rows_of,
+)
 from rarebit.training.update import refuse_stages as refuse_methods
 
 if TYPE_CHECKING:
@@ -741,7 +748,8 @@ def backtest(
         )
         periods = PeriodLog(where / DATA)
         for variant in variants:
-            _check_groups(variant.policy, periods.data[0].schema)
+            for pair in variant.policy.groups.items():
+                check_like(periods.data[0].schema, *pair)
         data = PreparedLog(folder=str((where / DATA).absolute()), checksum=periods.checksum)
         variants = [one._replace(settings=replace(one.settings, data=data)) for one in variants]
         wanted = {
@@ -830,16 +838,6 @@ def _make(
     progress.plan(len(runs), len(runs) - len(missing))
     pool.run({key: run.task(folder) for key, run in missing.items()}, hear, None)
     return made
-
-
-def _check_groups(policy: Policy, schema: Schema) -> None:
-    """Raise for a field of `like` that the log does not have."""
-    for wanted in (*policy.groups, *policy.groups.values()):
-        if wanted not in schema.slots or schema[wanted].max_length != 1:
-            names = [field.name for field in schema.table_fields if field.max_length == 1]
-            raise DataError(
-                f"{policy}: {wanted!r} is no field with one id per row{suggest(wanted, names)}"
-            )
 
 
 def _facts(log: PeriodLog) -> Iterator[PeriodFacts]:

@@ -293,7 +293,7 @@ def update(
     require(passes >= 1, f"passes must be at least 1, got passes={passes}")
     encoder = encoder_of(load_model(parent))
     for name, by in like.items():
-        _check_like(encoder.fields, name, by)
+        check_like(encoder.fields, name, by)
     for file in _listed(log):
         if not Path(file).exists():
             raise DataError(f"{str(file)!r} does not exist; check the name and the folder")
@@ -437,7 +437,8 @@ def _stages(scores: tuple[Tensor, Tensor, Tensor], data: Dataset, rows: Tensor) 
     return Stages(before=before, learning=learning, after=after)
 
 
-def _check_like(schema: Schema, name: str, by: str) -> None:
+def check_like(schema: Schema, name: str, by: str) -> None:
+    """Raise unless both are fields with one id per row."""
     for wanted in (name, by):
         if wanted not in schema.slots or schema[wanted].max_length != 1:
             hint = suggest(wanted, list(schema.slots))
@@ -449,7 +450,7 @@ def like_group(data: Dataset, changes: "DayChanges", name: str, by: str) -> NewR
 
     An id whose group had no known id starts as unknown values do.
     """
-    _check_like(data.schema, name, by)
+    check_like(data.schema, name, by)
     require(name in changes.columns, f"like: {name!r} is hashed or binned, so it gets no new ids")
     ids, groups = (data.ids[:, data.schema.slots[one].start].long() for one in (name, by))
     day, num_groups = changes.columns[name], data.schema[by].rows
