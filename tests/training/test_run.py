@@ -243,6 +243,13 @@ def test_a_folder_with_a_first_stage_is_refused_before_anything_of_it_is_changed
     assert (tmp_path / "run" / "run.json").read_bytes() == before
 
 
+def test_a_folder_with_a_model_is_refused(tmp_path):
+    folder = rb.save_model(nn.Sequential(nn.Embedding(3, 2)), tmp_path / "mine")
+    with pytest.raises(ModelFileError, match="holds a model already; choose another folder"):
+        rb.run(settings_of(), folder=folder, progress=False, say=silence)
+    assert not (folder / "run.json").exists()
+
+
 def test_a_folder_that_another_run_uses_is_refused_before_anything_of_it_is_changed(tmp_path):
     settings, folder = settings_of(), tmp_path / "run"
     refused = []

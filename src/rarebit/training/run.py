@@ -37,7 +37,7 @@ from rarebit.technique import SharedStage, Technique, suggestions
 from rarebit.training.fit import History, Progress, check_data, fit_started, training_data
 from rarebit.training.memory import check_building
 from rarebit.training.metrics import Evaluation, evaluate, evaluate_scores
-from rarebit.training.model_file import save_model
+from rarebit.training.model_file import FOLDER, save_model
 from rarebit.training.settings import PreparedLog, RunSettings, Training, load_splits
 
 CHECKPOINTS, STAGE = "checkpoints", "pruning"
@@ -223,6 +223,8 @@ def run(
                     f"{str(out)!r} holds a run already; resume it "
                     f"(rarebit train --resume {shlex.quote(str(out))}), or choose another folder"
                 )
+            if (out / FOLDER.description).exists():  # such as a compressed run
+                raise ModelFileError(f"{str(out)!r} holds a model already; choose another folder")
             values = {"settings": stored_settings(settings)}
             write_json(out / RUN_FILE, values, error=ModelFileError)
         splits = prepared or load_splits(settings.data, progress=data_progress)
