@@ -331,42 +331,30 @@ def update(
         known_rows = {name: like_group(data, changes, name, by) for name, by in like.items()}
         old = {name: numbers[: encoder.fields[name].rows] for name, numbers in counts.items()}
         learner.grow(data.schema, changes, start=start, rows=known_rows, counts=old)
-        sample = _sample(data)
-        before, rows_before = (
-            predict(learner.model, sample),
-            _old_rows(learner.model, data, changes),
-        )
-        folders = [
-            *(folder / f"pass-{number + 1}" for number in range(passes - 1)),
-            folder / CHECKPOINTS,
+        watch = DayWatch(learner.model, data, changes)
+        folders = [folder / f"pass-{number}" for number in range(1, passes)]
+        history, *_ = [
+            learner.learn(data, folder=one, resume=resume, progress=progress)
+            for one in (*folders, folder / CHECKPOINTS)
         ]
-        histories = [
-            learner.learn(data, folder=one, resume=resume, progress=progress) for one in folders
-        ]
-        history = histories[0]
-        moved = _moved(learner.model, rows_before)
-        after = predict(learner.model, sample)
         assert history.scores is not None
         learning = history.scores.cpu()
-        settings = replace(
-            learner.settings,
-            data=PreparedLog(
-                folder=str(folder / DATA), checksum=PreparedFolder(folder / DATA).checksum
-            ),
-        )
+        all_rows, new, known = watch.stages(learning)
+        fields = tuple(watch.fields())
+        checksum = PreparedFolder(folder / DATA).checksum
+        log_of_day = PreparedLog(folder=str(folder / DATA), checksum=checksum)
+        settings = replace(learner.settings, data=log_of_day)
         data.known_counts = {name: counts[name] + seen for name, seen in data.counts().items()}
         finish_model(settings, learner.model, data, say=lambda _: None)
-        is_new, shown = new_rows_of(data, changes), new_rows_of(sample, changes)
-        scores = (before.cpu(), learning[:: _stride(data)], after.cpu())
         result = UpdateResult(
             model=learner.model,
             folder=folder,
             rows=len(data),
-            new_rows=int(is_new.sum()),
-            all=_stages(scores, sample, torch.ones(len(sample), dtype=torch.bool)),
-            new=_stages(scores, sample, shown) if bool(shown.any()) else None,
-            known=_stages(scores, sample, ~shown) if not bool(shown.all()) else None,
-            fields=tuple(_field_days(data, changes, moved)),
+            new_rows=int(new_rows_of(data, changes).sum()),
+            all=all_rows,
+            new=new,
+            known=known,
+            fields=fields,
             table_bytes=table_bytes(learner.model),
             samples_per_second=history.samples_per_second,
         )
@@ -421,22 +409,6 @@ def new_rows_of(data: Dataset, changes: "DayChanges") -> Tensor:
     return found
 
 
-def _stride(data: Dataset) -> int:
-    return -(-len(data) // MOST_SCORED)
-
-
-def _sample(data: Dataset) -> Dataset:
-    """Return every so many-th row, so that there are not too many."""
-    rows = slice(None, None, _stride(data))
-    return Dataset(data.schema, data.ids[rows], data.numeric[rows], data.label[rows])
-
-
-def _stages(scores: tuple[Tensor, Tensor, Tensor], data: Dataset, rows: Tensor) -> Stages:
-    label = data.label.cpu()[rows]
-    before, learning, after = (measure(one[rows], label) for one in scores)
-    return Stages(before=before, learning=learning, after=after)
-
-
 def check_like(schema: Schema, name: str, by: str) -> None:
     """Raise unless both are fields with one id per row."""
     for wanted in (name, by):
@@ -471,53 +443,70 @@ def like_group(data: Dataset, changes: "DayChanges", name: str, by: str) -> NewR
     return start
 
 
-def _old_rows(
-    model: nn.Module, data: Dataset, changes: "DayChanges"
-) -> dict[str, list[tuple[str, Tensor, Tensor]]]:
-    """Return the rows of the old ids of a day, by field: the table, the ids, and a copy of their rows."""
-    found: dict[str, list[tuple[str, Tensor, Tensor]]] = {}
-    for site in find_sites(model):
-        name = site.info.field
-        if name not in data.schema.slots:
-            continue
-        ids = data.ids[:, data.schema.slots[name]].long().unique()
-        if name in changes.columns:
-            ids = ids[~torch.isin(ids, torch.from_numpy(changes.columns[name].new))]
-        ids = ids[ids >= FIRST_VALUE].to(home_of(site.table))
-        with torch.no_grad():
-            found.setdefault(name, []).append((site.info.name, ids, site.table(ids).clone()))
-    return found
+class DayWatch:
+    """What the report of a day compares: scores and rows from before it with those after it."""
 
+    def __init__(self, model: nn.Module, data: Dataset, changes: "DayChanges") -> None:
+        self.model, self.data, self.changes = model, data, changes
+        self.every = slice(None, None, -(-len(data) // MOST_SCORED))
+        """The rows that are scored before and after the day."""
+        parts = (data.ids, data.numeric, data.label)
+        self.sample = Dataset(data.schema, *(part[self.every] for part in parts))
+        self.before = predict(model, self.sample).cpu()
+        self.rows = self._old_rows()
 
-@torch.no_grad()
-def _moved(
-    model: nn.Module, before: Mapping[str, Sequence[tuple[str, Tensor, Tensor]]]
-) -> dict[str, float]:
-    """Return how far rows moved, as a share of their length, by field."""
-    tables = {site.info.name: site.table for site in find_sites(model)}
-    moved = {}
-    for field, parts in before.items():
-        squares = [0.0, 0.0]
-        for name, ids, rows in parts:
-            squares[0] += float((tables[name](ids) - rows).square().sum())
-            squares[1] += float(rows.square().sum())
-        moved[field] = (squares[0] / squares[1]) ** 0.5 if squares[1] else 0.0
-    return moved
+    def stages(self, learning: Tensor) -> tuple[Stages, Stages | None, Stages | None]:
+        """Return the figures of all rows, of those with a new id, and of the others; `learning` are scores while learning."""
+        scores = (self.before, learning[self.every], predict(self.model, self.sample).cpu())
+        is_new = new_rows_of(self.sample, self.changes)
 
+        def of(rows: Tensor) -> Stages:
+            before, while_learning, after = (
+                measure(one[rows], self.sample.label[rows]) for one in scores
+            )
+            return Stages(before=before, learning=while_learning, after=after)
 
-def _field_days(
-    data: Dataset, changes: "DayChanges", moved: Mapping[str, float]
-) -> Iterator[FieldDay]:
-    for field in data.schema.table_fields:
-        ids, day = data.ids[:, data.schema.slots[field.name]], changes.columns.get(field.name)
-        values = int((ids != PADDING).sum())
-        yield FieldDay(
-            name=field.name,
-            rows=field.rows,
-            new=0 if day is None else len(day.new),
-            reset=0 if day is None else len(day.reset),
-            dropped=0 if day is None else len(day.dropped),
-            waiting=0 if day is None else day.waiting,
-            unknown_share=int((ids == UNKNOWN).sum()) / max(values, 1),
-            moved=moved.get(field.name, 0.0),
-        )
+        groups = [of(rows) if bool(rows.any()) else None for rows in (is_new, ~is_new)]
+        return of(torch.ones_like(is_new)), groups[0], groups[1]
+
+    def fields(self) -> Iterator[FieldDay]:
+        """Yield what the day did to each field."""
+        for field in self.data.schema.table_fields:
+            ids = self.data.ids[:, self.data.schema.slots[field.name]]
+            day = self.changes.columns.get(field.name)
+            yield FieldDay(
+                name=field.name,
+                rows=field.rows,
+                new=0 if day is None else len(day.new),
+                reset=0 if day is None else len(day.reset),
+                dropped=0 if day is None else len(day.dropped),
+                waiting=0 if day is None else day.waiting,
+                unknown_share=int((ids == UNKNOWN).sum()) / max(int((ids != PADDING).sum()), 1),
+                moved=self._moved(field.name),
+            )
+
+    @torch.no_grad()
+    def _old_rows(self) -> dict[str, tuple[Tensor, Tensor]]:
+        """Return the old ids of the day and a copy of their rows, by the name of the table."""
+        found, slots = {}, self.data.schema.slots
+        for site in find_sites(self.model):
+            name = site.info.field
+            if name in slots:
+                ids = self.data.ids[:, slots[name]].long().unique()
+                if name in self.changes.columns:
+                    new = torch.from_numpy(self.changes.columns[name].new)
+                    ids = ids[~torch.isin(ids, new)]
+                ids = ids[ids >= FIRST_VALUE].to(home_of(site.table))
+                found[site.info.name] = ids, site.table(ids).clone()
+        return found
+
+    @torch.no_grad()
+    def _moved(self, field: str) -> float:
+        """Return how far the rows of a field moved, as a share of their length."""
+        moved = length = 0.0
+        for site in find_sites(self.model):
+            if site.info.field == field and site.info.name in self.rows:
+                ids, rows = self.rows[site.info.name]
+                moved += float((site.table(ids) - rows).square().sum())
+                length += float(rows.square().sum())
+        return float((moved / length) ** 0.5) if length else 0.0
