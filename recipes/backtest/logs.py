@@ -16,7 +16,13 @@ fourth period, and fewer seeds on the larger log, where it takes most of the tim
         --out backtests/complete-journey
 
     rarebit backtest logs/ml-1m.parquet --label liked --time time --by 20 \
-        --policies grow,grow:start=prior,grow:start=noise,grow:like=movie/genres,fixed,hashing,frozen,retrain:every=4 \
+        --policies grow,grow:start=prior,grow:start=noise,grow:like=movie/genres,fixed,hashing,frozen,retrain:every=4,retrain:seeds=2 \
+        --model dcn_v2 --set model.dim=16 --set training.tables=rowwise --batch-size 256 --epochs 1 --seeds 3 \
+        --out backtests/ml-1m
+
+Methods for rare ids in daily training, with the same dials and in the same folder, so that its runs of plain tables are there already:
+
+    rarebit backtest logs/ml-1m.parquet --label liked --time time --by 20 --policies grow --methods baseline,shrinkage,tail --control grow \
         --model dcn_v2 --set model.dim=16 --set training.tables=rowwise --batch-size 256 --epochs 1 --seeds 3 \
         --out backtests/ml-1m
 """
