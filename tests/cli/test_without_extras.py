@@ -59,6 +59,10 @@ WALK = {
     "data prepare --source ml-1m --from . --out ml-1m": "data",
     "data schema log.csv --label click": "data",
     "data show nothing": "none",
+    "data count log.csv --schema schema.toml --out counts": "data",
+    "data merge counts --out merged": "data",
+    "data encode counts --out merged": "data",
+    "update --model run --data log.csv --out next": "data",
     "backtest log.csv --label click --time day": "data",
     "bench data": "data",
     "serve nothing.onnx": "serve",
@@ -76,6 +80,7 @@ SLOW = {
 def walk(folder, python, before, commands):
     """Call commands in one process; each works, or names its extra in one line."""
     (folder / "log.csv").write_text("user,click\n" + "ann,0\nbob,1\n" * 20)
+    (folder / "schema.toml").write_text('label = "click"\n\n[[columns]]\nname = "user"\n')
     environment = os.environ | {"PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
         [python, "-c", before + CALL_ALL, json.dumps(list(commands))],

@@ -69,7 +69,7 @@ def update(  # noqa: PLR0917  # typer calls it by name
     threads: opt.Threads = None,
 ) -> None:
     """Let a trained run learn another day of its log: new values get rows, old ones keep theirs."""
-    from rarebit.data.raw.vocabulary import Growth
+    from rarebit.data import Growth
     from rarebit.training.update import read_update
     from rarebit.training.update import update as learn_day
 

@@ -282,8 +282,8 @@ def update(
     >>> day.new_rows, day.fields[0].new
     (9, 1)
     """
+    from rarebit.data import Growth
     from rarebit.data.raw.encoder import encoder_of
-    from rarebit.data.raw.vocabulary import Growth
 
     parent, folder, like = Path(parent), Path(out), dict(like or {})
     require(
@@ -374,7 +374,7 @@ def read_update(folder: str | os.PathLike[str]) -> dict[str, Any]:
         raise ModelFileError(
             f"{str(folder)!r} holds a run of rarebit train, no update; resume it with rarebit train --resume"
         )
-    from rarebit.data.raw.vocabulary import Growth
+    from rarebit.data import Growth
 
     names = ("parent", "log", "start", "like", "passes", "bad_rows")
     return {**{name: values[name] for name in names}, "growth": Growth(**values["growth"])}
