@@ -42,6 +42,8 @@ rarebit backtest clicks.parquet --label click --time timestamp --by week --polic
 
 rarebit train --data data/clicks --out runs/clicks
 
+rarebit update --model runs/clicks --data tomorrow.csv --out runs/tomorrow
+
 rarebit diagnose runs/clicks
 
 rarebit prune --data data/clicks --model deepfm --sparsity 0.9,0.99 --out runs/pruned
