@@ -103,6 +103,21 @@ def test_scores_of_the_training_step_are_those_at_inference_time(name):
     assert torch.equal(*found)
 
 
+class Noisy(DeepFM):
+    """A model of someone else on top of ours, which is another one in training."""
+
+    def forward(self, batch: rb.data.Batch) -> Tensor:
+        noise = 1.0 if self.training else 0.0
+        return super().forward(batch) + noise
+
+
+def test_a_model_that_is_another_one_in_training_is_scored_as_at_inference_time():
+    data = stream()
+    model = Noisy(data.schema, dim=4, hidden=(4,))
+    first = rb.predict(model, data)[:BATCH]
+    assert torch.equal(fitted(model, data).scores[:BATCH], first)
+
+
 def test_the_report_has_every_tenth_of_the_rows():
     data = stream(105)
     history = fitted(model_of(), data)

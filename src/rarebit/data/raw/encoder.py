@@ -306,7 +306,8 @@ def read_values(folder: Path, stored: Mapping[str, Any]) -> dict[str, pl.Series]
     if all(isinstance(file, str) for file in stored.values()):
         files = {name: folder / Path(file).name for name, file in stored.items()}
         return {name: pl.read_parquet(file)["value"] for name, file in files.items()}
-    values, starts = pl.read_parquet(folder / VALUES)["value"], [0, *accumulate(stored.values())]
+    values = pl.read_parquet(folder / VALUES, columns=["value"])["value"]
+    starts = [0, *accumulate(stored.values())]
     parts = zip(stored, starts, starts[1:], strict=False)
     return {name: values[start:end] for name, start, end in parts}
 
@@ -316,7 +317,8 @@ def _read_sightings(folder: Path, description: Mapping[str, Any]) -> Sightings |
     day, sizes = description.get("day"), description["values"]
     if day is None:
         return None
-    stored, starts = pl.read_parquet(folder / VALUES), [0, *accumulate(sizes.values())]
+    stored = pl.read_parquet(folder / VALUES, columns=["count", "last_seen"])
+    starts = [0, *accumulate(sizes.values())]
     parts = dict(zip(sizes, map(slice, starts, starts[1:]), strict=False))
     counts, last_seen = (stored[name].to_numpy() for name in ("count", "last_seen"))
     if type(day) is not int or not np.isfinite(counts).all() or last_seen.max(initial=0) > day:
