@@ -19,7 +19,7 @@ import rarebit as rb  # noqa: E402  # after the check that Polars is there
 from rarebit.data import Column, Growth, LogSchema, Split  # noqa: E402  # the same
 from rarebit.data.prepare import changes_of, prepare_day  # noqa: E402  # the same
 from rarebit.data.raw.encoder import encoder_of  # noqa: E402  # the same
-from rarebit.errors import DataError, ModelFileError, SettingsError  # noqa: E402  # the same
+from rarebit.errors import CheckpointError, DataError, ModelFileError, SettingsError  # noqa: E402  # the same
 from rarebit.tables.apply import _place, find_sites  # noqa: E402  # the same
 from rarebit.technique import parse_techniques, technique_names  # noqa: E402  # the same
 from rarebit.training.metrics import auc  # noqa: E402  # the same
@@ -368,6 +368,51 @@ def test_wrong_arguments_are_named_and_leave_nothing(monday, tmp_path):
     update(monday, log, out, progress=False)
     with pytest.raises(ModelFileError, match="holds a run already; resume it"):
         update(monday, log, out, progress=False)
+
+
+def test_an_average_without_validation_rows_cannot_go_on(tmp_path):
+    log = write_day(tmp_path / "monday.parquet", seed=0, items=range(ITEMS), rows=400)
+    split = Split(kind="order", shares=(0.9, 0.0, 0.1))
+    rb.prepare(log, tmp_path / "data", schema=SCHEMA, split=split)
+    values = {"model": {"name": "fm", "dim": 4}, "data": {"folder": str(tmp_path / "data")}}
+    values["training"] = {"epochs": 1, "ema_decay": 0.9}
+    settings = rb.RunSettings.from_mapping(values)
+    rb.run(settings, folder=tmp_path / "run", progress=False, say=lambda _: None)
+    with pytest.raises(CheckpointError, match="had no validation rows, so it does not hold"):
+        update(tmp_path / "run", log, tmp_path / "tuesday", progress=False)
+
+
+def test_counts_of_tables_go_on_from_those_of_the_training_rows(tmp_path):
+    run = train(tmp_path, "shrinkage")
+    log = write_day(tmp_path / "day.parquet", seed=1, items=range(ITEMS))
+    encoder = encoder_of(rb.load_model(run))
+    data = prepare_day(log, tmp_path / "day", like=encoder, growth=Growth())
+    before = Learner.open(run, encoder.fields)
+    counts = [m.counts.sum() for m in before.model.modules() if hasattr(m, "keep_counting_")]
+    before.grow(data.schema, changes_of(tmp_path / "day"))
+    before.learn(data, progress=False)
+    after = [m.counts.sum() for m in before.model.modules() if hasattr(m, "keep_counting_")]
+    lookups = data.ids.numel()  # every slot, padding included
+    assert counts
+    assert [int(new - old) for new, old in zip(after, counts, strict=True)] == [lookups] * len(
+        counts
+    )
+
+
+def test_codes_of_a_day_know_the_counts_of_all_days(tmp_path):
+    """Items that the day does not have were seen before, so their rows keep most of their bits."""
+    found = []
+    for methods in ("", "evidence-coding:size=1/3"):
+        folder = tmp_path / (methods[:8] or "plain")
+        folder.mkdir()
+        run = train(folder, methods)
+        log = write_day(folder / "day.parquet", seed=1, items=range(3))
+        update(run, log, folder / "tuesday", progress=False)
+        rows, _ = rows_by_value(folder / "tuesday")
+        absent = sorted(rows.keys() - {"i0", "i1", "i2"})
+        found.append(torch.stack([rows[value] for value in absent]))
+    plain, coded = found
+    assert float((coded - plain).norm() / plain.norm()) < 0.5
 
 
 def test_a_run_without_checkpoints_cannot_go_on(tmp_path):

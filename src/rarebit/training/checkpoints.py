@@ -247,16 +247,18 @@ def trained_state(
     if found is None:
         return None
     try:
-        if found.other is None and found.state["ema"] is not None:
-            raise CheckpointError(
-                f"{str(folder)!r} is of a training that averaged the weights and had no validation rows, so it does not "
-                "hold the weights that it ended with; train with validation rows, or without an average"
-            )
-        return dict((found.other or {"weights": found.state["model"]})["weights"]), found.state
+        is_averaged = found.other is None and found.state["ema"] is not None
+        weights = dict((found.other or {"weights": found.state["model"]})["weights"])
     except NONSENSE as error:
         raise CheckpointError(
             f"{found.name!r} in {str(folder)!r} does not hold the state of a training: {first_line(error)}"
         ) from None
+    if is_averaged:
+        raise CheckpointError(
+            f"{str(folder)!r} is of a training that averaged the weights and had no validation rows, so it does not "
+            "hold the weights that it ended with; train with validation rows, or without an average"
+        )
+    return weights, found.state
 
 
 def _best_of(state: Mapping[str, Any]) -> str | None:
