@@ -16,7 +16,8 @@ from rarebit.study.pool import StudyProgress
 from rarebit.study.runs import ensemble_record, run_key, stage_key
 from rarebit.study.study import _stage_makers_first
 from rarebit.study.tuning import search
-from rarebit.study.variants import SWEEP, variants_of
+from rarebit.study.tuning import SWEEP
+from rarebit.study.variants import variants_of
 from rarebit.study.worker import shortened
 from rarebit.technique import technique_text
 from rarebit.training.metrics import Evaluation, measure

@@ -16,7 +16,7 @@ from rarebit.methods.low_rank import LowRank
 from rarebit.study.plan import StudyPlan
 from rarebit.study.runs import RunFolder, RunRecord, run_key
 from rarebit.study.study import Cell, Failure
-from rarebit.study.tuning import Axis, axes_of, search
+from rarebit.study.tuning import SWEEP, Axis, axes_of, search
 from rarebit.study.worker import make_run, open_log
 from rarebit.training.settings import RunSettings
 
@@ -70,7 +70,13 @@ def test_a_search_with_trials_to_spare_ends_at_the_peak(lr, decay):
 def test_the_first_trial_is_the_start_and_there_are_no_more_than_asked_for(trials, lr, decay):
     found = search(START, [LR, DECAY], trials, peak_at(lr, decay))
     assert found.trials[0] == START
-    assert len(found.trials) <= trials
+    assert len(found.trials) <= (2 * trials if trials >= SWEEP else trials)
+    for number in range(trials, len(found.trials)):  # only an edge has more than asked for
+        before, new = found.trials[:number], found.trials[number]
+        assert any(
+            not min(map(place, before)) <= place(new) <= max(map(place, before))
+            for place in (octaves, decades)
+        )
     scores = [peak_at(lr, decay)(run) for run in found.trials]
     assert found.best == scores.index(max(scores))
 
@@ -84,6 +90,15 @@ def test_the_edge_is_where_the_best_is_the_last_value_tried(trials, lr, decay):
         if place(best) in (min(tried), max(tried)):
             expected.add(name)
     assert set(found.edge) == expected
+
+
+def test_a_search_that_ends_at_an_edge_goes_on_until_it_leaves_it():
+    far = peak_at(14, 0)
+    assert octaves(search(START, [LR, DECAY], SWEEP - 1, far).trials[-1]) < 14
+    found = search(START, [LR, DECAY], SWEEP, far)
+    assert (octaves(found.trials[found.best]), found.edge) == (14, ())
+    assert SWEEP < len(found.trials) < 2 * SWEEP
+    assert search(START, [LR, DECAY], SWEEP, peak_at(99, 0)).edge == ("learning rate",)
 
 
 def test_one_trial_has_no_edge():

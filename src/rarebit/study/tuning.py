@@ -18,6 +18,8 @@ from rarebit.training.settings import RunSettings
 
 LR_STEP, DECAY_STEP = 2.0, 10.0
 """Factors from one learning rate, and one weight decay, to the next."""
+SWEEP = 12
+"""Settings tried for a control that is tuned by definition, unless all variants try more."""
 FIRST_DECAY = 1e-5
 """The smallest weight decay tried where there is none to multiply."""
 AVERAGES = (None, 0.1, 0.3, 1.0, 3.0, 10.0)
@@ -78,7 +80,11 @@ def search(start: RunSettings, axes: Sequence[Axis], trials: int, score: Score) 
         near = {point: run for point, run in _neighbours(best, start, axes) if point not in tried}
         # first what lies beyond all that was tried: an axis is followed as long as that helps
         beyond = [point for point in near if _is_beyond(point, best, tried, axes)]
-        new = (beyond or [*near])[: trials - len(tried)]
+        left = trials - len(tried)
+        if left <= 0 and trials >= SWEEP:
+            new = beyond[: max(left + trials, 0)]
+        else:
+            new = (beyond or [*near])[: max(left, 0)]
         if not new:
             moved = [axes[_moved(point, best)].name for point in beyond]
             edge = tuple(dict.fromkeys(moved)) if trials > 1 else ()

@@ -35,7 +35,7 @@ from rarebit.settings import require, updated
 from rarebit.storage.files import make_folder, read_json, write_json
 from rarebit.study.plan import OWN, StudyPlan, StudySettings
 from rarebit.study.runs import UNREADABLE, run_key
-from rarebit.study.tuning import LR_STEP, Axis, axes_of
+from rarebit.study.tuning import LR_STEP, SWEEP, Axis, axes_of
 from rarebit.tables.apply import find_sites, find_tables, table_bytes
 from rarebit.tables.table import field_of, full_table
 from rarebit.technique import (
@@ -52,8 +52,6 @@ from rarebit.training.fit import fit
 from rarebit.training.run import finish_model, start_model
 from rarebit.training.settings import RunSettings
 
-SWEEP = 12
-"""The least number of trials of a control that is tuned by definition."""
 START_ROWS = 1000
 """Rows of the training data by which the start of tables is measured."""
 TABLE_RATE, START = "learning rate of the tables", "start"
