@@ -92,8 +92,9 @@ __all__ = ["Pruned"]
 PrunedBy = Literal["threshold", "magnitude"]
 PrunedStart = Literal["ticket", "random", "trained"]
 
-ENTRY_BYTES, ROW_BYTES, TABLE_BYTES = 5, 4.125, 12
-"""Of a packed table: a value and its column; an offset and a bit; one more offset, and the bits of a last word."""
+ENTRY_BYTES, OFFSET_BYTES, BIT_BYTES, TABLE_BYTES = 5, 4, 0.125, 12
+"""Of a packed table: a value and its column; the offset of a row that has entries; the bit of any row; one more offset, and the bits
+of a last word."""
 
 
 @dataclass(frozen=True)
@@ -161,14 +162,19 @@ class Pruned(Method):
 
     @classmethod
     def for_share(cls, shapes: Sequence[tuple[int, int]], share: float) -> Self:
-        """Return the budget whose packed tables take at most this share of the bytes, if no row is empty.
+        """Return the largest budget whose packed tables take at most this share of the bytes, however it is spread over rows.
 
         >>> Pruned.for_share([(1000, 64)], share=0.1).keep
         4292
         """
         check_share(share)
-        whole = 4 * sum(rows * width for rows, width in shapes)
-        return cls(keep=max(int((share * whole - _empty_bytes(shapes)) / ENTRY_BYTES), 1))
+        room = share * 4 * sum(rows * width for rows, width in shapes) - _empty_bytes(shapes)
+        # as many rows have entries as there are rows, or as there are entries
+        full = room / ENTRY_BYTES
+        sparse = (room + OFFSET_BYTES * sum(rows for rows, _ in shapes)) / (
+            ENTRY_BYTES + OFFSET_BYTES
+        )
+        return cls(keep=max(int(full), int(sparse), 1))
 
     def drive(self, job: TrainingJob) -> Trained:
         """Train in two stages."""
@@ -219,8 +225,8 @@ class Pruned(Method):
 
 
 def _empty_bytes(shapes: Sequence[tuple[int, int]]) -> float:
-    """Return the bytes of packed tables without entries."""
-    return ROW_BYTES * sum(rows for rows, _ in shapes) + TABLE_BYTES * len(shapes)
+    """Return the bytes of packed tables whose rows all have entries, without those."""
+    return (OFFSET_BYTES + BIT_BYTES) * sum(rows for rows, _ in shapes) + TABLE_BYTES * len(shapes)
 
 
 START, TICKETS, SCANS = "start", "tickets", "scans.jsonl"

@@ -13,7 +13,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Protocol, Self, TypeAlias
@@ -82,8 +82,14 @@ class StudyLines(StudyProgress):
 class Pool:
     """Worker processes; leaving the `with` block ends them."""
 
-    def __init__(self, workers: int, device: str, threads: int) -> None:
-        self.command = [sys.executable, "-m", "rarebit.study.worker", device, str(threads)]
+    def __init__(
+        self,
+        workers: int,
+        device: str,
+        threads: int,
+        program: Sequence[str] = ("-m", "rarebit.study.worker"),
+    ) -> None:
+        self.command = [sys.executable, *program, device, str(threads)]
         # workers find the modules that this process finds
         paths = filter(None, dict.fromkeys([str(PACKAGE), *sys.path]))
         variables = {"PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": str(threads)}

@@ -213,10 +213,7 @@ class Worker:
         try:
             for module in task.get("modules", ()):  # methods without an entry point
                 import_module(module)
-            if "backtest" in task:
-                self._make_policy(task)
-            else:
-                self._make_run(task)
+            self.make(task)
         except TrainingInterrupted:
             self.tell({"stopped": True})
             raise
@@ -229,6 +226,13 @@ class Worker:
             self.tell({"failed": f"{type(error).__name__}: {error}"})
         else:
             self.tell({"done": True})
+
+    def make(self, task: Mapping[str, Any]) -> None:
+        """Make the run of a task."""
+        if "backtest" in task:
+            self._make_policy(task)
+        else:
+            self._make_run(task)
 
     def _make_run(self, task: Mapping[str, Any]) -> None:
         settings = RunSettings.from_mapping(task["settings"])
@@ -252,7 +256,7 @@ class Worker:
         run.make(folder, self.periods, device=self.device, tell=self.tell)
 
 
-def main(device: str, threads: str) -> None:
+def main(device: str, threads: str, *, kind: type[Worker] = Worker) -> None:
     """Work until there are no more tasks."""
     torch.set_num_threads(int(threads))
     answers = os.fdopen(os.dup(sys.stdout.fileno()), "w", encoding="utf-8")
@@ -263,13 +267,13 @@ def main(device: str, threads: str) -> None:
             answers.write(json.dumps(answer) + "\n")
             answers.flush()
 
-    worker = Worker(torch.device(device), tell)
-    for line in _Tasks(sys.stdin):
-        worker.work(json.loads(line))
+    worker = kind(torch.device(device), tell)
+    try:
+        for line in _Tasks(sys.stdin):
+            worker.work(json.loads(line))
+    except TrainingInterrupted:
+        sys.exit(1)
 
 
 if __name__ == "__main__":
-    try:
-        main(*sys.argv[1:])
-    except TrainingInterrupted:
-        sys.exit(1)
+    main(*sys.argv[1:])
