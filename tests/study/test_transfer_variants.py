@@ -15,8 +15,7 @@ from rarebit.study.plan import StudyPlan
 from rarebit.study.pool import StudyProgress
 from rarebit.study.runs import ensemble_record, run_key, stage_key
 from rarebit.study.study import _stage_makers_first
-from rarebit.study.tuning import search
-from rarebit.study.tuning import SWEEP
+from rarebit.study.tuning import SWEEP, search
 from rarebit.study.variants import variants_of
 from rarebit.study.worker import shortened
 from rarebit.technique import technique_text

@@ -15,8 +15,7 @@ from rarebit.methods.low_rank import LowRank
 from rarebit.models import model_names
 from rarebit.pruning.pruned import Pruned
 from rarebit.study.plan import StudyPlan
-from rarebit.study.tuning import search
-from rarebit.study.tuning import SWEEP
+from rarebit.study.tuning import SWEEP, search
 from rarebit.study.variants import start_size, variants_of
 from rarebit.tables.apply import apply_, table_bytes, table_parameters
 from rarebit.technique import parse_techniques
