@@ -51,7 +51,6 @@ import argparse
 import difflib
 import functools
 import json
-import math
 import re
 import statistics
 import sys
@@ -457,6 +456,15 @@ def _rare_rows(table: str, prefix: str = "") -> list[float]:
     return [one["tables"][f"backbone.tables.{table}"]["rows"] / one["steps"] for one in ledgers]
 
 
+def _thresholds(place: int, budget: int, figure: str) -> dict[str, float]:
+    """Return a figure of the learned thresholds when a budget was met, over the seeds."""
+    runs = cells_of("pep")[place].runs(f"pep:init=-8.0+pruned:keep={budget}:epochs=60")
+    reports = [run["reports"]["pruned"] for run in runs]
+    return _parts(
+        [len(one["train_loss"]) if figure == "epochs" else one[figure] for one in reports]
+    )
+
+
 def _entries() -> float:
     cell = cells_of("harmless-transfer")[1]
     plain, pruned = (cell.gain(name, "", "parameters") for name in ("baseline", PRUNED))
@@ -488,10 +496,12 @@ FIGURES: Mapping[str, Callable[[], Mapping[str, float]]] = {
         "mean": sum(bool(one["control"]) for one in _tail()[0].values["sides"])
     },
     **{
-        f"pruning epoch {budget}": lambda budget=budget: _parts(
-            [math.ceil(seed[budget]) for seed in stored("pep-protocol")["learned_epochs"]]
+        f"{figure} of thresholds, {cell} {budget}": functools.partial(
+            _thresholds, place, int(budget), figure
         )
-        for budget in ("30000", "10000")
+        for place, cell in enumerate(("fm", "deepfm"))
+        for budget in ("30000", "20000")
+        for figure in ("mean_s", "std_s", "epochs")
     },
     "transfer runs": lambda: {
         "mean": sum(
