@@ -57,6 +57,8 @@ class Average(NamedTuple):
     decay: float
     leave_out: tuple[nn.Parameter, ...] = ()
     """Parameters that are not averaged."""
+    leave_out_rows: tuple[tuple[nn.Parameter, Tensor], ...] = ()
+    """Parameters with indices of rows that are not averaged."""
 
 
 class Callback:

@@ -67,7 +67,9 @@ class EMA:
         decay: float = 0.999,
         *,
         leave_out: Iterable[nn.Parameter] = (),
+        leave_out_rows: Iterable[tuple[nn.Parameter, Tensor]] = (),
     ) -> None:
+        """`leave_out_rows` has parameters with indices of rows that stay as the last step left them."""
         require(0.0 <= decay <= 1.0, f"decay must lie in [0, 1], got decay={decay}")
         self.model, self.decay = model, decay
         # the powers of the smallest number vanish as those of 0 do
@@ -98,6 +100,10 @@ class EMA:
             )
             for name, p in parameters.items()
         }
+        for parameter, rows in leave_out_rows:
+            for average in self._averages.values():
+                if average.weight is parameter:
+                    average.left_out = rows.to(parameter.device)
         self._is_applied = False
         self._hooks = [
             optimizer.register_step_pre_hook(self._before_step),
@@ -134,6 +140,7 @@ class EMA:
         self._refuse_exchanged()
         for average in self._averages.values():
             average.bring_up_to_date()
+            average.follow_left_out()
 
     @torch.no_grad()
     def restart(self, parameters: Iterable[nn.Parameter] | None = None) -> None:
@@ -320,6 +327,8 @@ class EMA:
                 average.bring_up_to_date()
             elif not self._is_applied and own is not None:
                 average.bring_rows_up_to_date(own)
+            if not self._is_applied:
+                average.follow_left_out()
             average.exchange(own)
         self._is_applied = not self._is_applied
 
@@ -345,6 +354,8 @@ class _Average:
         self.value = torch.zeros_like(weight, requires_grad=False)
         self.behind: Tensor | None = torch.zeros_like(count)
         """The step it was brought up to, one for all or one per row; None: it follows every step."""
+        self.left_out: Tensor | None = None
+        """Rows that are not averaged."""
 
     def check_raw(
         self, name: str, value: Tensor, behind: Tensor | None, start: int, count: int
@@ -405,6 +416,12 @@ class _Average:
         share = self._share(self.behind.index_select(0, rows), value)
         self.value.index_copy_(0, rows, value.lerp_(weight, share))
         self.behind.index_copy_(0, rows, self.count.expand(rows.shape))
+
+    @torch.no_grad()
+    def follow_left_out(self) -> None:
+        """Take rows that are not averaged as they are."""
+        if self.left_out is not None:
+            self.value[self.left_out] = self.weight[self.left_out]
 
     def rows_of_gradient(self) -> Tensor | None:
         """Return the rows that a sparse gradient moves; None for all of the parameter."""

@@ -74,11 +74,15 @@ class NaiveTail:
                 continue
             powers = [decay ** (len(steps) - 1 - place) for place in range(len(steps))]
             found[name] = sum(p * w for p, w in zip(powers, steps, strict=True)) / sum(powers)
+            if self.method.average == "known" and name in rows:
+                for row, count in enumerate(n for table in self.counts.values() for n in table):
+                    if count < self.method.forget:
+                        found[name][row] = steps[-1][row]
         return found
 
 
 @pytest.mark.parametrize("tables", ["dense", "rowwise"])
-@pytest.mark.parametrize("average", ["network", "all", "rows-anew", "all-anew"])
+@pytest.mark.parametrize("average", ["network", "known", "all", "rows-anew", "all-anew"])
 def test_a_loop_of_ones_own_has_the_averages_of_the_definition(average, tables):
     model, train = deepfm(), rows_of(64)
     optimizer = rb.optimizer(model, lr=0.05, weight_decay=0.01, tables=tables)
@@ -113,7 +117,7 @@ def test_a_loop_of_ones_own_has_the_averages_of_the_definition(average, tables):
     assert not rb.merge_(model, verbose=False)
 
 
-@pytest.mark.parametrize("average", ["network", "all", "rows-anew"])
+@pytest.mark.parametrize("average", ["network", "known", "all", "rows-anew"])
 def test_fit_does_what_the_loop_does(average):
     model, train = deepfm(), rows_of(64)
     own = copy.deepcopy(model)

@@ -23,11 +23,12 @@ plain training. Not for training that ends after a few epochs: the best epoch co
 """
 
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -52,7 +53,7 @@ MEMORY = 1.0
 STEPS_IN_ONE_PASS = 40
 """Steps that count as an epoch in training in one pass, for the memory of the average."""
 
-Averaged = Literal["network", "all", "rows-anew", "all-anew"]
+Averaged = Literal["network", "known", "all", "rows-anew", "all-anew"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,8 +93,9 @@ class Tail(Shrinkage):
     """Epochs that the average of the weights remembers: its decay is exp(-1 / (memory * steps per epoch)). Settings of
     training that average in another way come first."""
     average: Averaged = "network"
-    """What is averaged: the "network" and all else but rows, which stay as the last step left them; "all", across epochs;
-    all, but "rows-anew" when they are forgotten; or "all-anew" then."""
+    """What is averaged: the "network" and all else but rows, which stay as the last step left them; that and "known" rows, which
+    keep at least half of themselves between epochs; "all", across epochs; all, but "rows-anew" when they are forgotten; or
+    "all-anew" then."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -184,7 +186,9 @@ class _Tail(Callback):
             rows = tuple(each.parameter for each in self.rows)
             held = {id(parameter) for parameter in rows}
             has_more = any(p.requires_grad and id(p) not in held for p in model.parameters())
-            if self.method.average != "network":
+            if self.method.average == "known":
+                self.average = Average(decay, leave_out_rows=tuple(self._unknown()))
+            elif self.method.average != "network":
                 self.average = Average(decay)
             elif has_more:  # a model may be nothing but tables
                 self.average = Average(decay, rows)
@@ -196,6 +200,17 @@ class _Tail(Callback):
         for module in model.modules():
             if isinstance(module, Evidence):
                 module.strength.zero_()
+
+    def _unknown(self) -> Iterator[tuple[nn.Parameter, Tensor]]:
+        """Yield the rows that training sees less than `Tail.forget` times, with the parameter that holds them."""
+        found: dict[nn.Parameter, list[Tensor]] = {}
+        for rows, seen in zip(self.rows, self.seen, strict=True):
+            held = rows.parameter
+            first = (rows.weight.storage_offset() - held.storage_offset()) // held.stride(0)
+            rare = (seen < self.method.forget).nonzero().flatten()
+            found.setdefault(held, []).append(rare + first)
+        for parameter, places in found.items():
+            yield parameter, torch.cat(places).unique()
 
     def between_epochs(self, epoch: int, optimizer: Optimizer) -> Collection[nn.Parameter]:
         del epoch
@@ -236,7 +251,13 @@ class RunningTail:
         average = parts.average
         self._ema: EMA | None = None
         if average is not None:
-            self._ema = EMA(model, optimizer, average.decay, leave_out=average.leave_out)
+            self._ema = EMA(
+                model,
+                optimizer,
+                average.decay,
+                leave_out=average.leave_out,
+                leave_out_rows=average.leave_out_rows,
+            )
 
     def averaged(self) -> AbstractContextManager[None]:
         """Put the averages into the model for the time of a `with` block: to evaluate and to save."""

@@ -329,9 +329,10 @@ def fit_started(
         callbacks, settings = callbacks.joined(scores), replace(settings, epochs=1)
     settings = settings.with_patience(callbacks.patience)
     left_out: tuple[nn.Parameter, ...] = ()
+    left_rows: tuple[tuple[nn.Parameter, Tensor], ...] = ()
     if callbacks.average is not None and settings.average_decay(1) is None:
-        left_out = callbacks.average.leave_out
-        settings = replace(settings, ema_decay=callbacks.average.decay)
+        decay, left_out, left_rows = callbacks.average
+        settings = replace(settings, ema_decay=decay)
     if callbacks.backward is None and any(is_watched(module) for module in model.modules()):
         raise TrainingError(
             "the model has row gradients, which need their own backward: fit(..., "
@@ -369,9 +370,11 @@ def fit_started(
         )
         try:
             averaging: AbstractContextManager[EMA | None] = nullcontext()
-            decay = settings.average_decay(len(batch_bounds(len(train), settings.batch_size)))
-            if decay is not None:
-                averaging = closing(EMA(model, optimizer, decay, leave_out=left_out))
+            share = settings.average_decay(len(batch_bounds(len(train), settings.batch_size)))
+            if share is not None:
+                averaging = closing(
+                    EMA(model, optimizer, share, leave_out=left_out, leave_out_rows=left_rows)
+                )
             with averaging as ema:
                 steps = _steps(step, train, settings, progress)
                 loop = TrainingLoop(steps, valid, settings, progress, ema=ema, callbacks=callbacks)
