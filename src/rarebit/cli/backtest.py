@@ -73,7 +73,8 @@ def backtest_command(  # noqa: PLR0917  # typer calls it by name
         Path | None, Option(help="Folder of the backtest. Default: backtests/LOG.")
     ] = None,
     workers: Annotated[
-        int | None, Option(help="Parallel runs. Default: one per core, one on a GPU.")
+        int | None,
+        Option(help="Parallel runs. Default: one per core; on a GPU one, unless NVIDIA MPS runs."),
     ] = None,
     threads: Annotated[int, Option(help="CPU threads per run.")] = 1,
     no_plots: opt.NoPlots = False,

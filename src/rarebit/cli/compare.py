@@ -72,7 +72,8 @@ def compare(  # noqa: PLR0917  # typer calls it by name
         float | None, Option(help="Stop after so many minutes; the same command resumes.")
     ] = None,
     workers: Annotated[
-        int | None, Option(help="Parallel runs. Default: one per core, one on a GPU.")
+        int | None,
+        Option(help="Parallel runs. Default: one per core; on a GPU one, unless NVIDIA MPS runs."),
     ] = None,
     threads: Annotated[int, Option(help="CPU threads per run.")] = 1,
     keep_models: Annotated[

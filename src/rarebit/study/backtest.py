@@ -761,7 +761,7 @@ def backtest(
         }
         by_seed = [runs[n] for n in range(seeds) for runs in wanted.values() if n < len(runs)]
         failures: dict[str, str] = {}
-        workers = workers or (1 if device.type == "cuda" else max(allowed_cores() // threads, 1))
+        workers = workers or default_workers(device, threads)
         if isinstance(progress, bool):
             progress = StudyLines() if progress else StudyProgress()
         start = clock.monotonic()
