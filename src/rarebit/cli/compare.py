@@ -8,6 +8,7 @@ from typer import Option
 
 from rarebit.cli import options as opt
 from rarebit.cli import screen
+from rarebit.cli.report import write_page
 from rarebit.errors import SettingsError, StudyError, StudyInterrupted
 from rarebit.settings import read_toml
 from rarebit.text import TextTable
@@ -163,10 +164,12 @@ def run_study(
             result = study(folder, plan, progress=progress, **options)
     except StudyInterrupted as stopped:
         show_study(read_result(folder), deciles=deciles, plot=plot)
+        write_page(folder)
         opt.stop(f"{stopped}; {resume}", code=130)
     except KeyboardInterrupt:
         opt.stop(f"stopped; checkpoints are kept; {resume}", code=130)
     show_study(result, deciles=deciles, plot=plot)
+    write_page(folder)
     if not result.is_complete:
         missing = [line for cell in result.cells for line in cell.missing]
         more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
