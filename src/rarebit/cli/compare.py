@@ -1,6 +1,7 @@
 """`rarebit compare`: compare methods with paired seeds, each against its control."""
 
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -181,13 +182,16 @@ def show_study(result: "StudyResult", *, deciles: bool = False, plot: Path | Non
     from rarebit.study.results import comparison_table, decile_table, variant_table, verdict_lines
 
     for cell in result.cells:
-        _show(variant_table(cell))
+        names = screen.short_names(variant.name for variant in cell.variants)
+        _show(variant_table(cell), names)
         if cell.methods:
-            _show(comparison_table(cell, result.minimum_effect))
+            _show(comparison_table(cell, result.minimum_effect), names)
+        if cell.methods and deciles:
+            _show(decile_table(cell), names)
+        screen.legend(names)
+        if cell.methods:
             for line in verdict_lines(cell, result.minimum_effect):
                 screen.console.print(line)
-        if cell.methods and deciles:
-            _show(decile_table(cell))
         for line in cell.missing[:MOST_MISSING]:
             screen.line(f"missing: {line}")
         if len(cell.missing) > MOST_MISSING:
@@ -200,8 +204,16 @@ def show_study(result: "StudyResult", *, deciles: bool = False, plot: Path | Non
         screen.line(f"AUC by the size of the tables: {path}")
 
 
-def _show(table: TextTable) -> None:
-    screen.table(table.header, table.rows, title=table.title, left=["control", "verdict"])
+def _show(table: TextTable, names: Mapping[str, str]) -> None:
+    rows = [
+        [
+            screen.verdict(cell) if name == "verdict" else names.get(cell, cell)
+            for name, cell in zip(table.header, row, strict=True)
+        ]
+        for row in table.rows
+    ]
+    left = ["control", "verdict"]
+    screen.table(table.header, rows, title=table.title, left=left, parts=True)
 
 
 def _folder(plan: "StudyPlan") -> Path:
