@@ -65,7 +65,9 @@ def test_products_start_as_those_of_standard_normal_numbers():
     nn.init.normal_(base.weight, std=0.01)
     table = DPQ(pieces=4, bits=6).wrap(base)
     # with the keys of other rows: a row is most like itself
-    assert float(table.likeness(torch.arange(64, 3000)).detach().std()) == pytest.approx(1.0, rel=0.15)
+    assert float(table.likeness(torch.arange(64, 3000)).detach().std()) == pytest.approx(
+        1.0, rel=0.15
+    )
 
 
 @pytest.mark.parametrize("bits", [1, 3, 4])
