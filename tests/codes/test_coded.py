@@ -13,7 +13,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 import torch
-from capabilities import TRITON_DEVICE, needs, needs_cuda, needs_triton
+from capabilities import TRITON_DEVICE, needs, needs_cuda, needs_interpreter, needs_triton
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn

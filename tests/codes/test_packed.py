@@ -5,7 +5,13 @@ import math
 
 import pytest
 import torch
-from capabilities import TRITON_DEVICE, needs_cuda, needs_package, needs_triton
+from capabilities import (
+    TRITON_DEVICE,
+    needs_cuda,
+    needs_interpreter,
+    needs_package,
+    needs_triton,
+)
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
