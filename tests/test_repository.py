@@ -79,6 +79,7 @@ EXTRA_PACKAGES = {
 GUARDED_IMPORTS = {
     ("diagnosis/plots.py", "matplotlib"),
     ("pruning/_plots.py", "matplotlib"),
+    ("codes/rows_triton.py", "triton"),
     ("training/row_triton.py", "triton"),
 }
 """Packages that a file does without where they are missing, or imports for a type checker."""
