@@ -411,6 +411,35 @@ def row_not_finite(table: AnyTable) -> int | None:
     return None
 
 
+class TablePiece(nn.Embedding):
+    """A table of which this process holds some rows or columns; it is looked up where all of them come together."""
+
+    def __init__(
+        self,
+        num_embeddings: int,
+        embedding_dim: int,
+        weight: nn.Parameter,
+        *,
+        first_row: int = 0,
+        padding_idx: int | None = None,
+    ) -> None:
+        nn.Module.__init__(self)  # torch's own would draw the whole table
+        self.num_embeddings, self.embedding_dim = num_embeddings, embedding_dim
+        self.padding_idx, self.max_norm, self.norm_type = padding_idx, None, 2.0
+        self.scale_grad_by_freq, self.sparse = False, False
+        self.weight = weight
+        self.first_row = first_row
+        """The row of the table that is the first one here."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Refuse: one process alone cannot look rows up."""
+        del input
+        raise UnsupportedTableError(
+            f"each process holds only a part of this table of {self.num_embeddings:,} rows; un-shard the model first "
+            "(rarebit.unshard)"
+        )
+
+
 def plain_like(base: AnyTable, weight: Tensor, *, padding_idx: int | None = None) -> nn.Embedding:
     """Return a plain table with this weight, trained as `base` is: sparse or not, frozen or not."""
     table: nn.Embedding = nn.Embedding.from_pretrained(
