@@ -158,8 +158,9 @@ def stored_rows(model: nn.Module, asked_by: str) -> list[StoredRows]:
     for site in find_sites(model):
         name = site.info.name
         tables = [part for part in site.table.modules() if isinstance(part, nn.Embedding)]
-        if any(isinstance(table, TablePiece) for table in tables):
-            tables = [table for table in tables if table.weight.numel()]
+        pieces = [table for table in tables if isinstance(table, TablePiece)]
+        if pieces:
+            tables = [piece for piece in pieces if piece.weight.numel()]
             if not tables:  # other processes hold all of it
                 continue
         homes = [_home(table.weight, parameters) for table in tables]

@@ -5,25 +5,35 @@
 
 A batch of n rows is cut into W shares of ceil(n / W) neighbouring rows, as TorchRec wants all shares of one size. Where rows
 are missing a share is filled up with the batch's first row, which counts for nothing: a process's loss is the mean over its
-real rows times `real * W / n`, and the mean of that over the processes is the mean over the batch. The order of the rows
-is that of one process, so any number of processes sees the same batches.
+real rows times `real * W / n`, and the mean of that over the processes is the mean over the batch. Seed and epoch decide the
+order of the rows, so any number of processes sees the same batches.
 """
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
+from typing import TypeAlias
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch._C._distributed_c10d import HashStore
 from torch.distributed.nn.functional import all_reduce
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from rarebit.data.order import stream_key
 from rarebit.errors import SettingsError, TrainingError
 from rarebit.sharding.plan import PlanSpec
-from rarebit.sharding.sharded import is_spread, shard
+from rarebit.sharding.sharded import (
+    average_gradients,
+    device_of_process,
+    is_spread,
+    pieces_of,
+    shard,
+    sharded_rows,
+    shared_parameters,
+)
+
+Say: TypeAlias = Callable[[str], object]
 
 TIMEOUT = timedelta(minutes=5)
 """How long a process waits for the others before it gives up."""
@@ -50,6 +60,18 @@ class Processes:
         del real, total  # all rows are here, and count
         return loss(logits, labels)
 
+    def average_gradients(self) -> None:
+        """Average the gradients of what every process holds."""
+
+    def norm(self, norms: Tensor, parameters: Sequence[nn.Parameter]) -> Tensor:
+        """Return the norm of all gradients from those of the parameters."""
+        del parameters
+        total: Tensor = torch.linalg.vector_norm(norms)
+        return total
+
+    def reseed(self, seed: int, num_steps: int) -> None:
+        """Let each process but the first draw random numbers of its own, as dropout does."""
+
     def join(self, scores: Tensor, total: int) -> Tensor:
         """Return the scores of a batch from those of all shares."""
         del total
@@ -67,9 +89,10 @@ class Processes:
 class SpreadProcesses(Processes):
     """The processes of `torchrun`."""
 
-    def __init__(self) -> None:
+    def __init__(self, model: nn.Module) -> None:
         self.rank, self.world = dist.get_rank(), dist.get_world_size()
-        self.norms: list[SharedBatchNorm] = []
+        self.norms = [module for module in model.modules() if isinstance(module, SharedBatchNorm)]
+        self.shared = shared_parameters(model)
 
     def share(self, rows: Tensor) -> tuple[Tensor, int]:
         """Return the rows of this rank, filled up with the batch's first."""
@@ -92,6 +115,23 @@ class SpreadProcesses(Processes):
             return logits.sum() * 0.0
         return loss(logits[:real], labels[:real]) * (real * self.world / total)
 
+    def average_gradients(self) -> None:
+        """Average the gradients of all but the pieces, which TorchRec did."""
+        average_gradients(self.shared)
+
+    def norm(self, norms: Tensor, parameters: Sequence[nn.Parameter]) -> Tensor:
+        """Return the norm of all gradients; those of pieces are added up over the ranks."""
+        shared = {id(parameter) for parameter in self.shared}
+        is_shared = torch.tensor([id(p) in shared for p in parameters], device=norms.device)
+        of_pieces = norms[~is_shared].square().sum()
+        dist.all_reduce(of_pieces)
+        return (of_pieces + norms[is_shared].square().sum()).sqrt()
+
+    def reseed(self, seed: int, num_steps: int) -> None:
+        """Draw other random numbers than the first rank does, as dropout does."""
+        if self.rank:
+            torch.manual_seed(stream_key(seed, "rank", self.rank, num_steps) >> 1)
+
     def join(self, scores: Tensor, total: int) -> Tensor:
         """Return the scores of all ranks without those of the rows that filled shares up."""
         parts = [torch.empty_like(scores) for _ in range(self.world)]
@@ -106,7 +146,7 @@ class SpreadProcesses(Processes):
 
     def largest(self, value: int) -> int:
         """Return the largest of all ranks."""
-        found = torch.tensor(value, device=_device())
+        found = torch.tensor(value, device=device_of_process())
         dist.all_reduce(found, op=dist.ReduceOp.MAX)
         return int(found)
 
@@ -116,24 +156,22 @@ ONE = Processes()
 
 def processes_of(model: nn.Module) -> Processes:
     """Return the processes that train a model: those its tables are spread over, or this one alone."""
-    if not is_spread(model):
-        return ONE
-    processes = SpreadProcesses()
-    processes.norms = [module for module in model.modules() if isinstance(module, SharedBatchNorm)]
-    return processes
+    return SpreadProcesses(model) if is_spread(model) else ONE
 
 
-def join_processes(device: str = "cpu") -> None:
-    """Let the processes that `torchrun` started know each other; one process alone is a world of one."""
+def join_processes(device: str = "cpu", timeout: timedelta = TIMEOUT) -> None:
+    """Let the processes that `torchrun` started know each other."""
     if dist.is_initialized():
         return
-    backend = "nccl" if device.startswith("cuda") else "gloo"
-    if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
-        if backend == "nccl":
-            torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
-        dist.init_process_group(backend, timeout=TIMEOUT)
-    else:
-        dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1)
+    if not os.environ.keys() >= {"RANK", "WORLD_SIZE"}:
+        raise SettingsError(
+            "several processes need torchrun, which starts them: torchrun --nproc-per-node 2 -m rarebit train ..."
+        )
+    backend = "gloo"
+    if device.startswith("cuda"):
+        backend = "nccl"
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+    dist.init_process_group(backend, timeout=timeout)
 
 
 def leave_processes() -> None:
@@ -144,16 +182,9 @@ def leave_processes() -> None:
 
 
 def spread_(
-    model: nn.Module,
-    plan: PlanSpec,
-    *,
-    kind: str,
-    fused: bool,
-    seed: int,
-    say: Callable[[str], object],
+    model: nn.Module, plan: PlanSpec = "auto", *, whole_rows: bool = False, say: Say | None = None
 ) -> None:
-    """Spread a model's tables over the processes, and make what depends on a whole batch see all of it."""
-    join_processes()
+    """Spread a model's tables over the processes, and let what depends on a whole batch see all of it."""
     for name, module in list(model.named_modules()):
         if type(module) is nn.BatchNorm1d:
             parent, _, attribute = name.rpartition(".")
@@ -162,14 +193,32 @@ def spread_(
             raise TrainingError(
                 f"{name!r} normalises by the rows of one process; use nn.BatchNorm1d, or one process"
             )
-    if kind == "adam" and fused:
-        raise SettingsError(
-            "TorchRec has no row-wise Adam on the CPU; train the tables by rows with optimizer='sgd' or 'adagrad', or set "
-            "tables='dense'"
-        )
-    shard(model, plan, optimizer=kind, fused=fused, say=say if dist.get_rank() == 0 else None)
-    if dist.get_rank():  # what dropout draws differs between the ranks
-        torch.manual_seed(stream_key(seed, "rank", dist.get_rank()) >> 1)
+    shard(model, plan, whole_rows=whole_rows, say=say if dist.get_rank() == 0 else None)
+
+
+@torch.no_grad()
+def gather_weights(model: nn.Module) -> dict[str, Tensor]:
+    """Return the state of the plain model, in the first process; the others return nothing. All must call it."""
+    rank, held = dist.get_rank(), {name for name, _ in pieces_of(model)}
+    found = {n: v for n, v in model.state_dict().items() if n not in held} if rank == 0 else {}
+    for rows in sharded_rows(model):
+        own = {place: (home.weight, first) for place, (home, first) in rows.homes.items()}
+        if rank == 0:
+            found[rows.weight] = torch.empty(rows.shape, device=device_of_process())
+        for source in range(dist.get_world_size()):
+            for place, at in rows.rectangles(source).items():
+                if rank == source:
+                    weight, first = own[place]
+                    part = weight[first : first + at.rows].contiguous()
+                elif rank == 0:
+                    part = torch.empty(at.rows, at.columns, device=device_of_process())
+                if source and rank == source:
+                    dist.send(part, 0)
+                elif source and rank == 0:
+                    dist.recv(part, source)
+                if rank == 0:
+                    found[rows.weight][at.inside] = part
+    return found
 
 
 class SharedBatchNorm(nn.BatchNorm1d):
@@ -185,12 +234,11 @@ class SharedBatchNorm(nn.BatchNorm1d):
         if not self.training:
             return super().forward(input)
         rows = input[: self.real]
-        sums = torch.cat([rows.sum(0), rows.square().sum(0), rows.new_tensor([float(len(rows))])])
-        total = all_reduce(sums)
         width = input.shape[1]
-        n = total[-1]
-        mean, square = total[:width] / n, total[width:-1] / n
-        variance = square - mean.square()
+        total = all_reduce(torch.cat([rows.sum(0), rows.new_tensor([float(len(rows))])]))
+        n = total[width]
+        mean = total[:width] / n
+        variance = all_reduce((rows - mean).square().sum(0)) / n
         if (
             self.track_running_stats
             and self.running_mean is not None
@@ -198,18 +246,12 @@ class SharedBatchNorm(nn.BatchNorm1d):
         ):
             assert self.num_batches_tracked is not None
             self.num_batches_tracked += 1
-            share = (
-                self.momentum
-                if self.momentum is not None
-                else 1.0 / float(self.num_batches_tracked)
-            )
+            share = self.momentum
+            if share is None:
+                share = 1.0 / float(self.num_batches_tracked)
             with torch.no_grad():
                 self.running_mean.lerp_(mean, share)
                 self.running_var.lerp_(variance * n / (n - 1), share)
         normal = (input - mean) * torch.rsqrt(variance + self.eps)
         scaled: Tensor = normal * self.weight + self.bias if self.affine else normal
         return scaled
-
-
-def _device() -> torch.device:
-    return torch.device("cuda") if dist.get_backend() == "nccl" else torch.device("cpu")

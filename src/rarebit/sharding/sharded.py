@@ -1,48 +1,42 @@
-"""The tables of a model spread over processes, looked up by TorchRec (`shard`).
+"""The tables of a model spread over processes, exchanged by TorchRec (`shard`).
 
-    model ─ TableCollection ─ method's stack ─ ShardedStack ─ ShardedRows ─ TorchRec's sharded bags
-    model ─ TablePiece (was nn.Embedding), ShardedBag (was nn.EmbeddingBag)  ┘
+    model ─ TableCollection ─ method's stack ─ ShardedStack ─ ShardedRows ─ TorchRec: ids there, rows back
+    model ─ ShardedTable (was nn.Embedding), ShardedBag (was nn.EmbeddingBag)  ┘        └─ LocalRows: our lookup of the pieces
 
 Only plain tables are exchanged, wherever they lie: hashing, factors, thresholds, sets and shrinkage stay above them, in every
-process, and see the same rows as in one process. A process holds its pieces as parameters that look like any others to the
-optimizer, the averages and `state_dict`; `PiecesOf` says which rectangle of which plain weight each of them is.
+process, and see the same rows as in one process. TorchRec sends ids to the processes that hold their rows, and rows back. What a
+process holds is an `nn.Embedding` of all its pieces, so gradients by rows, optimizers, averages and counts are those of one
+process, the lazy ones too. `pieces_of` says which rectangle of which plain weight a parameter holds.
 
-    kernel       gradient of the pieces                        optimizers
-    fused        none: rows are updated in the backward        SGD, row-wise Adagrad
-    dense        a tensor of the piece's size                  Adam, and all others of torch
-
-TorchRec averages gradients over the processes. So with W processes, a loss that is the mean over a process's own rows, and
-as many rows in each, trains on the mean over all of them. The gradients of the rest of the model are averaged before the
-optimizer's step (`average_gradients`).
-
-The fused kernels need widths that are multiples of four. Narrower tables get columns of zeros, which stay zero; row-wise
-Adagrad's mean of squares over D of D' columns is corrected by sqrt(D / D') in the learning rate and epsilon.
+TorchRec averages the gradients of the rows over the processes. So with W processes, a loss that is the mean over a process's
+own rows, and as many rows in each, trains on the mean over all of them; the gradients of all other parameters are to be
+averaged, too, by `average_gradients` or by DistributedDataParallel, which leaves the pieces alone.
 """
 
+import logging
 import warnings
-import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from itertools import accumulate
+from contextlib import contextmanager
+from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.optim import Optimizer
+from torch.nn import functional as F
 
-from rarebit.errors import OptimizerError, SettingsError, UnsupportedTableError, import_extra
+from rarebit.errors import UnsupportedTableError, import_extra
 from rarebit.settings import require
-from rarebit.sharding.plan import COLUMNS, Piece, Placement, PlanSpec, TableSize, make_plan
+from rarebit.sharding.plan import Piece, Placement, Plan, PlanSpec, TableSize, make_plan
 from rarebit.tables.collection import PlainStack, Stack, TableCollection
 from rarebit.tables.table import AnyTable, TablePiece, is_trainable, table_name
 
-FUSED_EPS = 1e-10
-"""Epsilon of row-wise Adagrad, as in torch's Adagrad."""
+Fill = Callable[[int, Piece, Tensor], None]
+"""Writes the first weights of a table's piece into its memory."""
 
 
 class Rectangle(NamedTuple):
-    """Which part of a plain weight a parameter holds."""
+    """Rows of a parameter that are a part of a plain weight."""
 
     weight: str
     """The name of the weight in the plain model."""
@@ -52,22 +46,51 @@ class Rectangle(NamedTuple):
     rows: int
     first_column: int
     columns: int
+    first_here: int = 0
+    """The row of the parameter that is the first of them."""
+
+    @property
+    def inside(self) -> tuple[slice, slice]:
+        """Where it lies in the plain weight."""
+        ends = self.first_row + self.rows, self.first_column + self.columns
+        return slice(self.first_row, ends[0]), slice(self.first_column, ends[1])
 
 
-@dataclass(frozen=True)
-class Kernel:
-    """How the pieces are trained."""
+class LocalRows(nn.Module):
+    """The pieces of some tables in this process, one under another, in place of TorchRec's own kernels."""
 
-    kind: str = "sgd"
-    fused: bool = True
+    def __init__(self, config: Any) -> None:
+        """`config` is TorchRec's: the tables of one local width, and the slots that read each."""
+        super().__init__()
+        self.config, tables = config, config.embedding_tables
+        self.tables = [int(table.name) for table in tables]
+        self.starts = [0, *accumulate(table.local_rows for table in tables)]
+        self.embedding = nn.Embedding.from_pretrained(
+            torch.empty(self.starts[-1], tables[0].local_cols, device=device_of_process()), freeze=False
+        )
+        slots = [len(table.feature_names) for table in tables]
+        first = torch.repeat_interleave(torch.tensor(self.starts[:-1]), torch.tensor(slots))
+        self.register_buffer("first", first.to(device_of_process()), persistent=False)
 
-    def padded(self, width: int) -> int:
-        """Return the width of the stored rows."""
-        return -(-width // COLUMNS) * COLUMNS if self.fused else width
+    def forward(self, features: Any) -> Tensor:
+        """Return the sums of the rows of each bag, `(B, S * D)`; ids and lengths come slot after slot."""
+        counts = torch.tensor(features.length_per_key(), device=self.first.device)
+        ids = features.values() + torch.repeat_interleave(self.first, counts)
+        sums = F.embedding_bag(
+            ids,
+            self.embedding.weight,
+            features.offsets().to(ids.dtype),
+            mode="sum",
+            sparse=self.embedding.sparse,
+            include_last_offset=True,
+        )
+        slots, width = len(self.first), self.embedding.embedding_dim
+        return sums.view(slots, -1, width).transpose(0, 1).contiguous().view(-1, slots * width)
 
-    def ratio(self, width: int) -> float:
-        """Return what corrects the learning rate and epsilon for the columns of zeros."""
-        return (width / self.padded(width)) ** 0.5 if self.kind == "adagrad" else 1.0
+    def weights(self) -> list[Tensor]:
+        """Return the piece of each table."""
+        weight = self.embedding.weight.detach()
+        return [weight[start:stop] for start, stop in pairwise(self.starts)]
 
 
 class ShardedRows(nn.Module):
@@ -77,160 +100,114 @@ class ShardedRows(nn.Module):
         self,
         tables: Sequence[Placement],
         slots: Sequence[int],
-        kernel: Kernel,
         *,
-        trained: bool = True,
-        fill: Callable[[int, Piece, Tensor], None] | None = None,
+        weight: str,
+        trained: bool,
+        fill: Fill,
     ) -> None:
-        """`slots` says for each slot which table it reads; `fill(table, piece, memory)` writes a piece's first weights."""
+        """`slots` says for each slot which table it reads; `weight` is the plain weight that has all tables, one under another."""
         super().__init__()
-        self.weight = ""
-        """The name in the plain model of the weight that the pieces are parts of."""
-        self.width, self.kernel, self.num_slots = tables[0].table.width, kernel, len(slots)
-        self.placements = tuple(tables)
+        self.weight, self.placements, self.width = weight, tuple(tables), tables[0].table.width
         self.placed = [placement.piece_of(dist.get_rank()) for placement in tables]
-        self.sizes = [placement.table.rows for placement in tables]
         # a list: TorchRec's module has names of its own, and would be in ours
-        self._bags = [_sharded_bags(tables, slots, kernel)]
-        found = dict(_local_weights(self._bags[0]))
-        pieces, self.sums = [], dict[int, Tensor]()
-        for index, piece in enumerate(self.placed):
-            weight, state = found.get(str(index), (torch.zeros(0, piece.columns), None))
-            with torch.no_grad():
-                memory = weight.detach()[:, : piece.columns]
-                weight.detach().zero_()
-                if fill is not None and piece.numbers:
-                    fill(index, piece, memory)
-            pieces.append(nn.Parameter(memory, requires_grad=trained))
-            if state is not None:
-                self.sums[index] = state
-        self.pieces = nn.ParameterList(pieces)
+        self._bags = [_sharded_bags(tables, slots)]
+        kernels = [kernel for lookup in self._bags[0]._lookups for kernel in lookup._emb_modules]  # noqa: SLF001  # it has no other name
+        self.pieces = nn.ModuleList(kernel.embedding for kernel in kernels)
+        self.homes: dict[int, tuple[nn.Embedding, int]] = {}
+        """For each table with a piece here, what holds it, and the first row there."""
+        for kernel in kernels:
+            kernel.embedding.weight.requires_grad_(trained)
+            for table, memory, first in zip(
+                kernel.tables, kernel.weights(), kernel.starts, strict=False
+            ):
+                self.homes[table] = (kernel.embedding, first)
+                fill(table, self.placed[table], memory)
+        self._slot_of = {table: slots.index(table) for table in set(slots)}
         self._keys = [str(slot) for slot in range(len(slots))]
         self._order: Tensor | None = None
-        self._lr = (None, 0.0)  # type: tuple[weakref.ref[Optimizer] | None, float]
-        if not kernel.fused:
-            self._hand_on_gradients(trained=trained)
 
+    @torch.compiler.disable
     def forward(self, values: Tensor, lengths: Tensor) -> Tensor:
         """Return the sums of the bags' rows, `(B, S, D)`; ids and lengths come slot after slot."""
         from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-        if torch.is_grad_enabled():
-            self._set_lr()
         ids = KeyedJaggedTensor(keys=self._keys, values=values.long(), lengths=lengths)
         found = self._bags[0](ids).wait()
         if self._order is None:
-            places = [found.keys().index(key) for key in self._keys]
-            self._order = torch.tensor(places, device=values.device)
-        batch = lengths.numel() // self.num_slots
-        rows = found.values().view(batch, self.num_slots, -1)[..., : self.width]
-        in_order = self._order.tolist() == list(range(self.num_slots))
-        ordered: Tensor = rows if in_order else rows.index_select(1, self._order)
-        return ordered
-
-    def rectangles(self, rank: int) -> list[Rectangle]:
-        """Return which part of the plain weight each piece is, in a process."""
-        firsts = [0, *accumulate(self.sizes)]
-        placed = [placement.piece_of(rank) for placement in self.placements]
-        return [
-            Rectangle(
-                self.weight,
-                (firsts[-1], self.width),
-                first + piece.first_row,
-                piece.rows,
-                piece.first_column,
-                piece.columns,
+            self._order = torch.tensor(
+                [found.keys().index(key) for key in self._keys], device=values.device
             )
-            for first, piece in zip(firsts, placed, strict=False)
-        ]
+        rows: Tensor = found.values().view(lengths.numel() // len(self._keys), -1, self.width)
+        return rows.index_select(1, self._order)
 
     def one_each(self, ids: Tensor) -> Tensor:
         """Return one row per id, `(B, S)` to `(B, S, D)`."""
-        lengths = torch.ones(ids.numel(), dtype=torch.int64, device=ids.device)
-        rows: Tensor = self(ids.t().reshape(-1), lengths)
+        rows: Tensor = self(ids.t().reshape(-1), ids.new_ones(ids.numel()).int())
         return rows
 
-    def follow(self, optimizer: Optimizer) -> None:
-        """Take the learning rate from an optimizer that holds the pieces, and keep the state of the kernel in it."""
-        if not self.kernel.fused:
-            return
-        self._lr = (weakref.ref(optimizer), -1.0)
-        for index, total in self.sums.items():
-            optimizer.state[self.pieces[index]] = {"sum": total}
-
-        def put_back(changed: Optimizer) -> None:
-            for index, total in self.sums.items():
-                state = changed.state[self.pieces[index]]
-                if "sum" in state and state["sum"] is not total:
-                    total.copy_(state["sum"])
-                state["sum"] = total
-
-        optimizer.register_load_state_dict_post_hook(put_back)
-
-    def _set_lr(self) -> None:
-        """Give the kernel the optimizer's learning rate where that has changed."""
-        reference, last = self._lr
-        optimizer = None if reference is None else reference()
-        if optimizer is None:
-            return
-        mine = {id(piece) for piece in self.pieces}
-        lr = next(
-            float(group["lr"])
-            for group in optimizer.param_groups
-            if any(id(parameter) in mine for parameter in group["params"])
+    def rows_of(self, table: int, ids: Tensor) -> Tensor:
+        """Return rows of one table, `(n,)` to `(n, D)`, where all processes ask for the same."""
+        if table not in self._slot_of:
+            raise UnsupportedTableError(
+                f"no slot reads the table {self.placements[table].table.name!r}, so its rows are nowhere to look up"
+            )
+        slot = self._slot_of[table]
+        lengths = torch.zeros(
+            len(self._keys), ids.numel(), dtype=torch.int32, device=ids.device
         )
-        if lr != last:
-            for kernel in _kernels(self._bags[0]):
-                kernel.emb_module.set_learning_rate(lr * self.kernel.ratio(self.width))
-            self._lr = (reference, lr)
+        lengths[slot] = 1
+        rows: Tensor = self(ids.reshape(-1), lengths.reshape(-1))
+        return rows[:, slot]
 
-    def _hand_on_gradients(self, *, trained: bool) -> None:
-        """Let the gradient of TorchRec's joined weight arrive at the pieces, which are its parts."""
-        by_name = {str(index): self.pieces[index] for index in range(len(self.pieces))}
-        for kernel in _kernels(self._bags[0]):
-            joined = kernel.emb_module.weights
-            joined.requires_grad_(trained)
-            if trained:
-                names = [table.name for table in kernel._config.embedding_tables]  # noqa: SLF001  # it has no other
-                parts = [by_name[name] for name in names]
-                joined.register_post_accumulate_grad_hook(_hand_on(parts))
+    def pieces_of(self) -> Iterator[tuple[nn.Parameter, Rectangle]]:
+        """Yield the parameters with the rectangles of the plain weight that they hold."""
+        for place, rectangle in self.rectangles(dist.get_rank()).items():
+            embedding, first = self.homes[place]
+            yield embedding.weight, rectangle._replace(first_here=first)
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """The shape of the plain weight."""
+        return sum(placement.table.rows for placement in self.placements), self.width
+
+    def rectangles(self, rank: int) -> dict[int, Rectangle]:
+        """Return which rectangle of the plain weight a process holds of each table."""
+        firsts = [0, *accumulate(placement.table.rows for placement in self.placements)]
+        found = {}
+        for place, (first, placement) in enumerate(zip(firsts, self.placements, strict=False)):
+            _, first_row, rows, first_column, columns = placement.piece_of(rank)
+            if rows * columns:
+                at = (first + first_row, rows, first_column, columns)
+                found[place] = Rectangle(self.weight, self.shape, *at)
+        return found
+
+    def split(self, padding: Sequence[int | None]) -> list[TablePiece]:
+        """Return the tables one by one, with the weights that this process holds."""
+        tables: list[TablePiece] = []
+        for place, (placement, piece) in enumerate(
+            zip(self.placements, self.placed, strict=True)
+        ):
+            if place in self.homes:
+                home, first = self.homes[place]
+                weight, trained = home.weight[first : first + piece.rows], is_trainable(home)
+            else:
+                weight, trained = torch.empty(0, self.width, device=device_of_process()), True
+            tables.append(
+                TablePiece(
+                    placement.table.rows,
+                    self.width,
+                    nn.Parameter(weight.detach(), requires_grad=trained),
+                    first_row=piece.first_row,
+                    padding_idx=padding[place],
+                    sparse=any(home.sparse for home, _ in self.homes.values()),
+                    look_up=lambda ids, place=place: self.rows_of(place, ids),
+                )
+            )
+        return tables
 
 
-def _hand_on(parts: Sequence[nn.Parameter]) -> Callable[[Tensor], None]:
-    def hand_on(joined: Tensor) -> None:
-        assert joined.grad is not None
-        start = 0
-        for part in parts:
-            own = joined.grad[start : start + part.numel()].view(part.shape)
-            part.grad = own if part.grad is None else part.grad + own
-            start += part.numel()
-        joined.grad = None
-
-    return hand_on
-
-
-def _kernels(bags: Any) -> Iterator[Any]:
-    """Return TorchRec's kernels in this process: each holds pieces of several tables."""
-    for lookup in bags._lookups:  # noqa: SLF001  # TorchRec has no public way to a process's own weights without its planner
-        yield from lookup._emb_modules  # noqa: SLF001  # as above
-
-
-def _local_weights(bags: Any) -> Iterator[tuple[str, tuple[Tensor, Tensor | None]]]:
-    """Yield the memory of each table's piece in this process, and of its optimizer state."""
-    for kernel in _kernels(bags):
-        tables = kernel._config.embedding_tables  # noqa: SLF001  # as above
-        is_fused = hasattr(kernel.emb_module, "split_optimizer_states")
-        owner = kernel.emb_module if is_fused else kernel
-        weights = owner.split_embedding_weights()
-        states = kernel.emb_module.split_optimizer_states() if is_fused else []
-        for place, (table, weight) in enumerate(zip(tables, weights, strict=True)):
-            state = states[place][0] if place < len(states) and states[place] else None
-            yield table.name, (weight, state)
-
-
-def _sharded_bags(tables: Sequence[Placement], slots: Sequence[int], kernel: Kernel) -> Any:
+def _sharded_bags(tables: Sequence[Placement], slots: Sequence[int]) -> Any:
     require_torchrec()
-    from fbgemm_gpu.split_embedding_configs import EmbOptimType
     from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
     from torchrec.distributed.types import (
         EnumerableShardingSpec,
@@ -241,60 +218,78 @@ def _sharded_bags(tables: Sequence[Placement], slots: Sequence[int], kernel: Ker
     from torchrec.modules.embedding_configs import EmbeddingBagConfig, PoolingType
     from torchrec.modules.embedding_modules import EmbeddingBagCollection
 
-    width = kernel.padded(tables[0].table.width)
     configs = [
         EmbeddingBagConfig(
-            name=str(index),
+            name=str(place),
             num_embeddings=placement.table.rows,
-            embedding_dim=width,
-            feature_names=[str(slot) for slot, read in enumerate(slots) if read == index],
+            embedding_dim=placement.table.width,
+            feature_names=[str(slot) for slot, read in enumerate(slots) if read == place],
             pooling=PoolingType.SUM,
         )
-        for index, placement in enumerate(tables)
+        for place, placement in enumerate(tables)
     ]
-    device = _device()
+    device = device_of_process()
 
     def sharding(placement: Placement) -> Any:
-        real = placement.table.width
         shards = [
             ShardMetadata(
                 shard_offsets=[piece.first_row, piece.first_column],
-                shard_sizes=[
-                    piece.rows,
-                    # the last piece holds the columns of zeros, too
-                    piece.columns
-                    + (width - real if piece.first_column + piece.columns == real else 0),
-                ],
+                shard_sizes=[piece.rows, piece.columns],
                 placement=f"rank:{piece.rank}/{device}",
             )
             for piece in placement.pieces
         ]
         return ParameterSharding(
             sharding_type=f"{placement.kind}_wise",
-            compute_kernel="fused" if kernel.fused else "dense",
+            compute_kernel="dense",
             ranks=[piece.rank for piece in placement.pieces],
             sharding_spec=EnumerableShardingSpec(shards),
         )
 
-    kinds = {"sgd": EmbOptimType.EXACT_SGD, "adagrad": EmbOptimType.EXACT_ROWWISE_ADAGRAD}
-    options = None
-    if kernel.fused:
-        ratio = kernel.ratio(tables[0].table.width)
-        options = {"optimizer": kinds[kernel.kind], "learning_rate": 0.0, "eps": FUSED_EPS * ratio}
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # TorchRec's own, about names that torch has deprecated
-        return EmbeddingBagCollectionSharder(fused_params=options).shard(
+    plan = {str(place): sharding(placement) for place, placement in enumerate(tables)}
+    with _own_kernels():
+        return EmbeddingBagCollectionSharder().shard(
             EmbeddingBagCollection(device=torch.device("meta"), tables=configs),
-            {str(index): sharding(placement) for index, placement in enumerate(tables)},
+            plan,
             ShardingEnv.from_process_group(dist.group.WORLD),
             device,
         )
 
 
-def _device() -> torch.device:
+@contextmanager
+def _own_kernels() -> Iterator[None]:
+    """Let TorchRec look rows up by `LocalRows` in place of a kernel with weights and optimizers of its own."""
+    from torchrec.distributed.embedding_lookup import GroupedPooledEmbeddingsLookup
+    from torchrec.distributed.embeddingbag import ShardedEmbeddingBagCollection
+
+    ours: dict[tuple[type, str], Any] = {
+        # where its subclasses would choose a kernel
+        (GroupedPooledEmbeddingsLookup, "_create_embedding_kernel"): (
+            lambda _, config, *__: LocalRows(config)
+        ),
+        # it would describe weights that it does not hold
+        (ShardedEmbeddingBagCollection, "_initialize_torch_state"): lambda *_: None,
+    }
+    theirs = {place: getattr(*place) for place in ours}
+    logger = logging.getLogger("torchrec")
+    level = logger.level
+    logger.setLevel(logging.ERROR)  # it warns of caches that the plan does not ask for
+    try:
+        for place, function in ours.items():
+            setattr(*place, function)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # about names that torch has deprecated
+            yield
+    finally:
+        for place, function in theirs.items():
+            setattr(*place, function)
+        logger.setLevel(level)
+
+
+def device_of_process() -> torch.device:
     """Return the device of this process: its GPU with NCCL, the CPU otherwise."""
     if dist.get_backend() == "nccl":
-        return torch.device("cuda", torch.cuda.current_device())
+        return torch.device("cuda", torch.cuda.currentdevice_of_process())
     return torch.device("cpu")
 
 
@@ -313,7 +308,7 @@ class ShardedStack(Stack):
         super().__init__(stack.lengths)
         self.sizes, self.padding = stack.sizes, stack.padding
         self.sharded = rows
-        self.method = getattr(stack, "method", None)
+        self.process_group = dist.group.WORLD
 
     def rows(self, ids: Tensor) -> Tensor:
         """Return the rows, from the processes that hold them."""
@@ -322,43 +317,37 @@ class ShardedStack(Stack):
 
     def split(self) -> list[AnyTable]:
         """Return the tables one by one, with the weights that this process holds."""
-        placed = zip(
-            self.sizes, self.sharded.pieces, self.sharded.placed, self.padding, strict=True
-        )
-        tables: list[AnyTable] = [
-            TablePiece(
-                size, self.sharded.width, weight, first_row=piece.first_row, padding_idx=padding
-            )
-            for size, weight, piece, padding in placed
-        ]
-        return tables if self.method is None else [self.method.wrap(table) for table in tables]
+        return [*self.sharded.split(self.padding)]
 
 
 class ShardedTable(TablePiece):
     """An `nn.Embedding` whose rows are spread over processes. All must look up as many ids as each other."""
 
     def __init__(self, table: nn.Embedding, rows: ShardedRows) -> None:
+        [own] = rows.split([table.padding_idx])
         super().__init__(
             table.num_embeddings,
             table.embedding_dim,
-            rows.pieces[0],
-            first_row=rows.placed[0].first_row,
+            None,
+            look_up=own.look_up,
+            first_row=own.first_row,
             padding_idx=table.padding_idx,
         )
-        self._sharded = [rows]  # its only parameter is this one's weight
+        self.sharded = rows
+        self.process_group = dist.group.WORLD
 
     @property
-    def sharded(self) -> ShardedRows:
-        """The lookup."""
-        return self._sharded[0]
+    def weight(self) -> Tensor:  # type: ignore[override]  # its own parameter is that of the piece
+        """The piece of this process."""
+        [own] = self.sharded.split([self.padding_idx])
+        return self.sharded.homes[0][0].weight if self.sharded.homes else own.weight
 
     def forward(self, input: Tensor) -> Tensor:  # torch's name
         """Return the rows, from the processes that hold them."""
         found = self.sharded.one_each(input.reshape(-1, 1))
         if self.padding_idx is not None:  # which gets no gradient, as in torch
-            found = torch.where(
-                (input == self.padding_idx).reshape(-1, 1, 1), found.detach(), found
-            )
+            is_padding = (input == self.padding_idx).reshape(-1, 1, 1)
+            found = torch.where(is_padding, found.detach(), found)
         return found.view(*input.shape, -1)
 
 
@@ -381,7 +370,7 @@ class ShardedBag(nn.Module):
             ends = offsets.new_tensor([input.numel()])
             bounds = offsets if self.include_last_offset else torch.cat([offsets, ends])
             lengths = bounds.diff()
-        sums: Tensor = self.sharded(input.reshape(-1), lengths.long()).squeeze(1)
+        sums: Tensor = self.sharded(input.reshape(-1), lengths.int()).squeeze(1)
         return sums / lengths.clamp(min=1).unsqueeze(1) if self.mode == "mean" else sums
 
 
@@ -389,50 +378,42 @@ def shard(
     model: nn.Module,
     plan: PlanSpec = "auto",
     *,
-    optimizer: str = "sgd",
-    fused: bool | None = None,
+    whole_rows: bool = False,
     say: Callable[[str], object] | None = None,
 ) -> nn.Module:
     """Spread the tables of a model over the processes of `torchrun`, in place; the rest stays in every process.
 
-    Call it after `apply_` and before `rb.optimizer(model, tables="rowwise", kind=optimizer)`, with `torch.distributed`
-    initialised. `plan` is "auto", "table", "row" or "column", or the kind for each table by its name. With SGD and Adagrad
-    rows are updated by FBGEMM's fused kernels in the backward; Adam, and `fused=False`, keep a gradient of each piece.
-    Every process must look up as many rows as the others in each step.
+    Call it after `apply_` and before the optimizer is made, with `torch.distributed` initialised. `plan` is "auto", "table",
+    "row" or "column", or the kind for each table by its name; `say` gets the plan in words. Every process must look up as
+    many rows as the others in each step. `whole_rows` is for optimizers that keep one number per row, as row-wise Adagrad does.
+    Tables on the meta device are to be filled afterwards. Wrap the model in DistributedDataParallel for a loop of your own.
     """
     require(
         dist.is_available() and dist.is_initialized(),
         "shard needs the processes to know each other: start them with torchrun, and call "
         "torch.distributed.init_process_group first",
     )
-    kernel = _kernel(optimizer, fused=fused)
     require_torchrec()
     found = _plain_modules(model)
-    sizes = [size for each in found for size in each.sizes]
-    if not sizes:
-        raise UnsupportedTableError("the model has no table to shard")
-    made = make_plan(sizes, dist.get_world_size(), plan, whole_rows=kernel.kind == "adagrad")
+    made = plan_tables(model, dist.get_world_size(), plan, whole_rows=whole_rows)
     if say is not None:
         say(made.explain())
     placements = iter(made.placements)
     for each in found:
-        own = [next(placements) for _ in each.sizes]
-        _exchange(model, each, own, kernel)
-    # DistributedDataParallel then leaves the pieces alone
-    model._ddp_params_and_buffers_to_ignore = list(pieces_of(model))  # type: ignore[assignment]  # noqa: SLF001  # torch's name for it
+        _exchange(model, each, [next(placements) for _ in each.sizes])
+    names = [name for name, _ in pieces_of(model)]
+    nn.parallel.DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, names)  # noqa: SLF001  # the only way it has
     return model
 
 
-def _kernel(kind: str, *, fused: bool | None) -> Kernel:
-    kinds = ("sgd", "adagrad", "adam")
-    if kind not in kinds:
-        raise SettingsError(f"unknown optimizer {kind!r}; choose one of {', '.join(kinds)}")
-    can_fuse = kind in ("sgd", "adagrad")
-    if fused and not can_fuse:
-        raise OptimizerError(
-            "FBGEMM has no fused Adam on the CPU; train the tables with SGD or Adagrad, or with tables='dense'"
-        )
-    return Kernel(kind, fused=can_fuse if fused is None else fused)
+def plan_tables(
+    model: nn.Module, world: int, plan: PlanSpec = "auto", *, whole_rows: bool = False
+) -> Plan:
+    """Return where `shard` would put the tables of a model."""
+    sizes = [size for each in _plain_modules(model) for size in each.sizes]
+    if not sizes:
+        raise UnsupportedTableError("the model has no table to shard")
+    return make_plan(sizes, world, plan, whole_rows=whole_rows)
 
 
 class _Found(NamedTuple):
@@ -448,6 +429,8 @@ def _plain_modules(model: nn.Module) -> list[_Found]:
     found: list[_Found] = []
     inside: set[int] = set()
     counted: dict[int, str] = {}
+    if is_spread(model):
+        raise UnsupportedTableError("the model is spread over processes already")
     for path, module in model.named_modules():
         for parameter in module.parameters(recurse=False):
             other = counted.setdefault(id(parameter), path)
@@ -465,15 +448,14 @@ def _plain_modules(model: nn.Module) -> list[_Found]:
             ]
             found.append(_Found(path, module, tuple(sizes)))
         elif isinstance(module, nn.Embedding | nn.EmbeddingBag) and id(module) not in inside:
-            if isinstance(module, TablePiece):
-                raise UnsupportedTableError("the model is spread over processes already")
-            if (
-                module.max_norm is not None
-                or module.scale_grad_by_freq
-                or getattr(module, "mode", "") == "max"
-            ):
+            mode = getattr(module, "mode", "")
+            if module.max_norm is not None or module.scale_grad_by_freq or mode == "max":
                 raise UnsupportedTableError(
                     f"TorchRec has no max_norm, scale_grad_by_freq or mode='max', which {path!r} uses"
+                )
+            if not path:
+                raise UnsupportedTableError(
+                    "the model is a table itself; put it into a module, such as nn.Sequential"
                 )
             size = TableSize(path, module.num_embeddings, module.embedding_dim)
             found.append(_Found(path, module, (size,)))
@@ -502,22 +484,30 @@ def _field_names(model: nn.Module) -> dict[str, list[str]]:
     return found
 
 
-def _exchange(model: nn.Module, found: _Found, placed: Sequence[Placement], kernel: Kernel) -> None:
+def _exchange(model: nn.Module, found: _Found, placed: Sequence[Placement]) -> None:
     module = found.module
+    is_stack = isinstance(module, PlainStack)
     table = module.embedding if isinstance(module, PlainStack) else module
-    slots = module.field_of_slot.tolist() if isinstance(module, PlainStack) else [0]
+    if table.weight.dtype != torch.float32:
+        raise UnsupportedTableError(
+            f"TorchRec exchanges rows of float32, and those of {found.path!r} are {table.weight.dtype}"
+        )
     firsts = [0, *accumulate(size.rows for size in found.sizes)]
 
     def fill(index: int, piece: Piece, memory: Tensor) -> None:
+        if table.weight.is_meta:
+            return
         first = firsts[index] + piece.first_row
         columns = slice(piece.first_column, piece.first_column + piece.columns)
         memory.copy_(table.weight.detach()[first : first + piece.rows, columns])
 
-    trained = is_trainable(table)
-    own = kernel if trained else Kernel("adam", fused=False)
-    rows = ShardedRows(placed, slots, own, trained=trained, fill=fill)
-    name = "embedding.weight" if isinstance(module, PlainStack) else "weight"
-    rows.weight = f"{found.path}.{name}" if found.path else name
+    rows = ShardedRows(
+        placed,
+        module.field_of_slot.tolist() if isinstance(module, PlainStack) else [0],
+        weight=f"{found.path}.embedding.weight" if is_stack else f"{found.path}.weight",
+        trained=is_trainable(table),
+        fill=fill,
+    )
     new: nn.Module
     if isinstance(module, PlainStack):
         new = ShardedStack(module, rows)
@@ -525,35 +515,36 @@ def _exchange(model: nn.Module, found: _Found, placed: Sequence[Placement], kern
         new = ShardedBag(module, rows)
     else:
         new = ShardedTable(module, rows)
-    if not found.path:
-        raise UnsupportedTableError(
-            "the model is a table itself; put it into a module, such as nn.Sequential"
-        )
     parent, _, attribute = found.path.rpartition(".")
     setattr(model.get_submodule(parent), attribute, new.train(module.training))
 
 
-def sharded_rows(model: nn.Module) -> Iterator[tuple[str, ShardedRows]]:
-    """Yield every spread lookup of a model with the path of what holds it."""
-    for path, module in model.named_modules():
-        if isinstance(module, ShardedTable | ShardedStack | ShardedBag):
-            yield path, module.sharded
-
-
-def pieces_of(model: nn.Module, rank: int | None = None) -> dict[str, Rectangle]:
-    """Return which parameters of a model are pieces, and of what; in this process, or in another."""
-    named = {id(parameter): name for name, parameter in model.named_parameters()}
-    rank = dist.get_rank() if rank is None else rank
-    return {
-        named[id(parameter)]: place
-        for _, rows in sharded_rows(model)
-        for parameter, place in zip(rows.pieces, rows.rectangles(rank), strict=True)
-    }
+def sharded_rows(model: nn.Module) -> Iterator[ShardedRows]:
+    """Yield every spread lookup of a model."""
+    for module in model.modules():
+        if isinstance(module, ShardedRows):
+            yield module
 
 
 def is_spread(model: nn.Module) -> bool:
     """Return whether the tables of a model are spread over processes."""
     return next(sharded_rows(model), None) is not None
+
+
+def pieces_of(model: nn.Module) -> list[tuple[str, Rectangle]]:
+    """Return which parameters of a model hold which parts of plain weights, in this process."""
+    named = {id(parameter): name for name, parameter in model.named_parameters()}
+    return [
+        (named[id(parameter)], rectangle)
+        for rows in sharded_rows(model)
+        for parameter, rectangle in rows.pieces_of()
+    ]
+
+
+def shared_parameters(model: nn.Module) -> list[nn.Parameter]:
+    """Return the parameters that every process holds as a whole."""
+    held = {name for name, _ in pieces_of(model)}
+    return [parameter for name, parameter in model.named_parameters() if name not in held]
 
 
 @torch.no_grad()
@@ -569,52 +560,3 @@ def average_gradients(parameters: Iterable[nn.Parameter]) -> None:
     torch._foreach_copy_(
         gradients, [part.view_as(g) for part, g in zip(parts, gradients, strict=True)]
     )
-
-
-def follow(model: nn.Module, optimizer: Optimizer) -> None:
-    """Let an optimizer train a model that is spread over processes: average its other gradients, lead its kernels."""
-    spread = [rows for _, rows in sharded_rows(model)]
-    if not spread:
-        return
-    fused = {id(piece) for rows in spread for piece in rows.pieces if rows.kernel.fused}
-    for group in optimizer.param_groups:
-        if any(id(p) in fused for p in group["params"]) and (
-            group.get("momentum") or group.get("weight_decay")
-        ):
-            raise OptimizerError(
-                "the fused kernels have no momentum and no weight decay for tables; set both to 0 for the tables, or use "
-                "tables='dense'"
-            )
-    for rows in spread:
-        rows.follow(optimizer)
-    held = {id(piece) for rows in spread for piece in rows.pieces}
-    shared = [p for group in optimizer.param_groups for p in group["params"] if id(p) not in held]
-    optimizer.register_step_pre_hook(lambda *_: average_gradients(shared))
-
-
-@torch.no_grad()
-def gather_weights(model: nn.Module) -> dict[str, Tensor]:
-    """Return the state of the plain model, in the first process; the others return nothing. All must call it."""
-    everywhere = [pieces_of(model, rank) for rank in range(dist.get_world_size())]
-    rank = dist.get_rank()
-    found: dict[str, Tensor] = {}
-    for name, value in model.state_dict().items():
-        if name not in everywhere[0]:
-            if rank == 0:
-                found[name] = value
-            continue
-        whole = everywhere[0][name]
-        if rank == 0 and whole.weight not in found:
-            found[whole.weight] = value.new_empty(whole.shape)
-        for source, at in enumerate(pieces[name] for pieces in everywhere):
-            if not at.rows * at.columns:
-                continue
-            part = value.contiguous() if rank == source else value.new_empty(at.rows, at.columns)
-            if source and rank == source:
-                dist.send(part, 0)
-            elif source and rank == 0:
-                dist.recv(part, source)
-            if rank == 0:
-                rows = slice(at.first_row, at.first_row + at.rows)
-                found[at.weight][rows, at.first_column : at.first_column + at.columns] = part
-    return found

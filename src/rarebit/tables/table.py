@@ -15,7 +15,7 @@ import copy
 import operator
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self, TypeAlias
 
@@ -370,7 +370,7 @@ def _num_numbers(module: nn.Module) -> int:
 
 def full_table(table: AnyTable) -> Tensor:
     """Return all rows `(N, D)` without a gradient, built in chunks of bounded memory."""
-    if isinstance(table, nn.Embedding):
+    if isinstance(table, nn.Embedding) and not isinstance(table, TablePiece):
         return table.weight.detach()
     with torch.no_grad():
         ids = torch.arange(table.num_embeddings, device=home_of(table))
@@ -412,32 +412,32 @@ def row_not_finite(table: AnyTable) -> int | None:
 
 
 class TablePiece(nn.Embedding):
-    """A table of which this process holds some rows or columns; it is looked up where all of them come together."""
+    """A table of which this process holds some rows or columns; its lookups need all processes that hold the others."""
 
     def __init__(
         self,
         num_embeddings: int,
         embedding_dim: int,
-        weight: nn.Parameter,
+        weight: nn.Parameter | None,
         *,
+        look_up: Callable[[Tensor], Tensor],
         first_row: int = 0,
         padding_idx: int | None = None,
+        sparse: bool = False,
     ) -> None:
         nn.Module.__init__(self)  # torch's own would draw the whole table
         self.num_embeddings, self.embedding_dim = num_embeddings, embedding_dim
         self.padding_idx, self.max_norm, self.norm_type = padding_idx, None, 2.0
-        self.scale_grad_by_freq, self.sparse = False, False
-        self.weight = weight
+        self.scale_grad_by_freq, self.sparse = False, sparse
+        if weight is not None:
+            self.weight = weight
+        self.look_up = look_up
         self.first_row = first_row
         """The row of the table that is the first one here."""
 
     def forward(self, input: Tensor) -> Tensor:
-        """Refuse: one process alone cannot look rows up."""
-        del input
-        raise UnsupportedTableError(
-            f"each process holds only a part of this table of {self.num_embeddings:,} rows; un-shard the model first "
-            "(rarebit.unshard)"
-        )
+        """Return whole rows, where all processes ask for the same."""
+        return self.look_up(input.reshape(-1)).view(*input.shape, -1)
 
 
 def plain_like(base: AnyTable, weight: Tensor, *, padding_idx: int | None = None) -> nn.Embedding:

@@ -37,7 +37,6 @@ from rarebit.ema import EMA
 from rarebit.errors import CheckpointError, DataError, NotFiniteError, TrainingError
 from rarebit.settings import check_types, from_mapping, require, updated
 from rarebit.sharding.processes import ONE, processes_of
-from rarebit.sharding.sharded import sharded_rows
 from rarebit.storage.files import check_tensors
 from rarebit.tables.apply import check_optimizer
 from rarebit.tables.collection import is_watched, row_gradients_kept
@@ -340,7 +339,10 @@ def fit_started(
             "the model has row gradients, which need their own backward: fit(..., "
             "backward=rows.backward), or rows.close() first"
         )
-    _check_spread(model, settings, folder, left_out)
+    require(
+        processes is ONE or not settings.one_pass,
+        "training in one pass scores the rows in their order, which one process does: leave the engine out",
+    )
     from_host = _check_memory(
         model,
         train,
@@ -402,33 +404,6 @@ def make_optimizer(
     """Return the optimizer that these settings describe."""
     options = {name: getattr(settings, name) for name in OPTIMIZER_SETTINGS}
     return build_optimizer(model, kind=settings.optimizer, change_groups=change_groups, **options)
-
-
-def _check_spread(
-    model: nn.Module,
-    settings: Training,
-    folder: str | os.PathLike[str] | None,
-    not_averaged: Sequence[nn.Parameter],
-) -> None:
-    """Raise for what cannot be done to a model whose tables are spread over processes."""
-    if processes_of(model) is ONE:
-        return
-    pieces = [
-        piece for _, rows in sharded_rows(model) if rows.kernel.fused for piece in rows.pieces
-    ]
-    averaged = {id(piece) for piece in pieces} - {id(parameter) for parameter in not_averaged}
-    refused = {
-        "checkpoints (folder=...) are not written for tables over several processes; save them with save_shards": folder
-        is not None,
-        "training in one pass scores rows one by one, which one process does; use one process": settings.one_pass,
-        "clip_norm needs all gradients at once, which the processes never hold; leave it out": settings.clip_norm
-        is not None,
-        "fused kernels leave no gradient to average rows by; use shard(model, ..., fused=False) and tables='dense', or "
-        "leave the tables out of the average": averaged and settings.average_decay(1) is not None,
-    }
-    for sentence, applies in refused.items():
-        if applies:
-            raise TrainingError(sentence)
 
 
 def _progressive_scores(

@@ -43,7 +43,6 @@ from torch.optim import Optimizer
 
 from rarebit.errors import DataError, OptimizerError, SettingsError
 from rarebit.settings import require, require_number, suggest
-from rarebit.sharding.sharded import follow
 from rarebit.storage.files import spell_tensor
 from rarebit.tables.apply import table_parameters
 from rarebit.tables.collection import (
@@ -166,13 +165,9 @@ def optimizer(
     options = _options(kind, [p for group in groups for p in group["params"]])
     if kind == "sgd":
         options["momentum"] = momentum
-    made: Optimizer
     if tables == "rowwise":
-        made = ROWWISE[kind](groups, decoupled=decoupled, **options)
-    else:
-        made = torch.optim.AdamW(groups, **options) if decoupled else DENSE[kind](groups, **options)
-    follow(model, made)
-    return made
+        return ROWWISE[kind](groups, decoupled=decoupled, **options)
+    return torch.optim.AdamW(groups, **options) if decoupled else DENSE[kind](groups, **options)
 
 
 def _groups(model: nn.Module, lr: float, table_lr: float) -> list[dict[str, Any]]:

@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 from rarebit.data.dataset import Batch, Dataset
 from rarebit.errors import NotFiniteError, RarebitError, TrainingError
 from rarebit.settings import require, require_number
-from rarebit.sharding.processes import processes_of
+from rarebit.sharding.processes import ONE, Processes, processes_of
 from rarebit.storage.files import load_tensors_
 from rarebit.tables.collection import (
     PlainStack,
@@ -34,7 +34,7 @@ from rarebit.training.settings import Precision
 
 
 @torch.no_grad()
-def clip_grad_norm_(model: nn.Module, max_norm: float) -> Tensor:
+def clip_grad_norm_(model: nn.Module, max_norm: float, processes: Processes = ONE) -> Tensor:
     """Scale all gradients of a model so that their norm is at most `max_norm`; return the norm before.
 
     As `torch.nn.utils.clip_grad_norm_`, and right for tables with sparse gradients: lookups of one row are summed first.
@@ -53,9 +53,8 @@ def clip_grad_norm_(model: nn.Module, max_norm: float) -> Tensor:
         return torch.zeros(())
     norms = [_norm(parameter) for parameter in parameters]
     exact = functools.reduce(torch.promote_types, [norm.dtype for norm in norms], torch.float32)
-    total: Tensor = torch.linalg.vector_norm(
-        torch.stack([norm.to(norms[0].device, exact) for norm in norms])
-    )
+    joined = torch.stack([norm.to(norms[0].device, exact) for norm in norms])
+    total = processes.norm(joined, parameters)
     factor = (max_norm / (total + 1e-6)).clamp(max=1.0)  # no look at the norm: it may be on a GPU
     for parameter in parameters:
         gradient, scale = parameter.grad, factor.to(parameter.device)
@@ -137,12 +136,13 @@ class TrainingStep:
         labels = batch.label.to(logits.dtype)
         loss = self.processes.loss(self.loss, logits, labels, real, total)
         self.backward(loss)
+        self.processes.average_gradients()
         if self.inspect is not None:
             self.inspect(loss.detach())
         if self.before_update is not None:
             self.before_update(batch, logits.detach())
         if self.clip_norm is not None:
-            clip_grad_norm_(self.model, self.clip_norm)
+            clip_grad_norm_(self.model, self.clip_norm, self.processes)
         self.optimizer.step()
         for stack in self.stacks:
             stack.gradient_memory.keep(stack.embedding.weight)
