@@ -107,7 +107,7 @@ class Plan:
                 total += others / self.world * (2 * ids * len(pieces) + 2 * rows)
         return math.ceil(total)
 
-    def explain(self, *, bytes_per_number: float = NUMBER_BYTES) -> str:
+    def explain(self) -> str:
         """Return the plan in words: one line per table, and what each process holds."""
         width = max((len(p.table.name) for p in self.placements), default=0)
         lines = [
@@ -115,9 +115,9 @@ class Plan:
             f"{_ranks(p):<14} {p.reason}"
             for p in self.placements
         ]
-        held = [self.numbers(rank) * bytes_per_number / 1e6 for rank in range(self.world)]
+        held = [self.numbers(rank) * NUMBER_BYTES / 1e6 for rank in range(self.world)]
         lines.append(
-            f"tables over {self.world} processes: {min(held):,.1f} to {max(held):,.1f} MB each, optimizer state included"
+            f"tables over {self.world} processes: {min(held):,.1f} to {max(held):,.1f} MB of weights each"
         )
         return "\n".join(lines)
 

@@ -43,6 +43,8 @@ class Processes:
     """One process."""
 
     rank, world = 0, 1
+    agree_every = 1
+    """Steps between two common decisions, which wait for all processes."""
 
     def share(self, rows: Tensor) -> tuple[Tensor, int]:
         """Return this process's rows of a batch, and how many of them count."""
@@ -88,6 +90,8 @@ class Processes:
 
 class SpreadProcesses(Processes):
     """The processes of `torchrun`."""
+
+    agree_every = 10
 
     def __init__(self, model: nn.Module) -> None:
         self.rank, self.world = dist.get_rank(), dist.get_world_size()

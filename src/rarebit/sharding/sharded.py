@@ -108,6 +108,7 @@ class ShardedRows(nn.Module):
         """`slots` says for each slot which table it reads; `weight` is the plain weight that has all tables, one under another."""
         super().__init__()
         self.weight, self.placements, self.width = weight, tuple(tables), tables[0].table.width
+        self.trained = trained
         self.placed = [placement.piece_of(dist.get_rank()) for placement in tables]
         # a list: TorchRec's module has names of its own, and would be in ours
         self._bags = [_sharded_bags(tables, slots)]
@@ -299,6 +300,9 @@ def require_torchrec() -> None:
         warnings.simplefilter("ignore")  # about names that torch has deprecated
         for package in ("fbgemm_gpu", "torchrec"):
             import_extra(package, "torchrec", "a table over several processes")
+    # in its steps it uses names that torch has deprecated, and says so in every process
+    warnings.filterwarnings("ignore", message=r"`torch\.distributed\.", category=FutureWarning)
+    logging.getLogger("torch.fx._symbolic_trace").setLevel(logging.ERROR)
 
 
 class ShardedStack(Stack):
@@ -539,6 +543,16 @@ def pieces_of(model: nn.Module) -> list[tuple[str, Rectangle]]:
         for rows in sharded_rows(model)
         for parameter, rectangle in rows.pieces_of()
     ]
+
+
+def whole_parameters(model: nn.Module) -> dict[str, Tensor]:
+    """Return the parameters of the plain model by name; those that lie in pieces without numbers, on the meta device."""
+    held = {name for name, _ in pieces_of(model)}
+    whole = {
+        rows.weight: torch.empty(rows.shape, device="meta", requires_grad=rows.trained)
+        for rows in sharded_rows(model)
+    }
+    return {n: p for n, p in model.named_parameters() if n not in held} | whole
 
 
 def shared_parameters(model: nn.Module) -> list[nn.Parameter]:

@@ -44,6 +44,7 @@ from rarebit.technique import Technique
 from rarebit.training.checkpoints import (
     CheckpointFolder,
     Checkpoints,
+    SpreadFolder,
     describe_run,
     map_tensors,
     stop_requests,
@@ -387,7 +388,12 @@ def fit_started(
                 if folder is None:
                     history = loop.run()
                 else:
-                    history = _train_in(CheckpointFolder(folder), loop, resume=resume)
+                    where = (
+                        CheckpointFolder(folder)
+                        if processes is ONE
+                        else SpreadFolder(folder, model, optimizer)
+                    )
+                    history = _train_in(where, loop, resume=resume)
         finally:
             step.release()
     callbacks.end()
@@ -484,6 +490,8 @@ def _train_in(folder: CheckpointFolder, loop: "TrainingLoop", *, resume: bool) -
                 checkpoints.save(loop)  # to return to if the first steps fail
             return loop.run(checkpoints)
         except NotFiniteError as error:
+            if loop.step.processes is not ONE:  # one alone may have seen it
+                raise
             raise _explained(error, checkpoints, loop) from None
         finally:
             checkpoints.close()
@@ -702,6 +710,8 @@ class TrainingLoop:
     def state(self) -> dict[str, Any]:
         """Return everything that decides how training continues; the best weights are kept apart."""
         optimizer = self.step.optimizer.state_dict()
+        if self.ema is not None and self.step.processes is not ONE:
+            self.ema.bring_up_to_date()  # what lags behind differs between the processes
         return {
             "position": {"epoch": self.epoch, "batch": self.batch, "seconds": self.seconds},
             "model": dict(self.step.model.state_dict()),
