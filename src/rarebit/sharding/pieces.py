@@ -94,15 +94,17 @@ class Layout:
         for name, tensor in found.items():
             fill(name, tensor)
         parts: dict[str, list[tuple[Rectangle, Tensor]]] = {}
+        counts: dict[str, Tensor] = {}  # one of each weight, which all its parameters have
         for name, rectangles in self.here.items():
             weight = rectangles[0].weight
             if weight not in stored:
                 continue
             axes, dtype = stored[weight].dim(), stored[weight].dtype
-            found[name] = torch.empty(self.shapes[name][:axes], dtype=dtype)
             if axes == 0:
+                found[name] = counts.setdefault(weight, torch.empty((), dtype=dtype))
                 fill(weight, found[name])
                 continue
+            found[name] = torch.empty(self.shapes[name][:axes], dtype=dtype)
             parts.setdefault(weight, []).extend(
                 (at, found[name][at.first_here : at.first_here + at.rows]) for at in rectangles
             )
@@ -179,7 +181,7 @@ def _apart(state: Mapping[str, Any], layout: Layout) -> tuple[Any, dict[str, Any
             place(key, layout.joined(state[key]))
     if "optimizer" in state:
         held = {layout.numbered[n]: values for n, values in state["optimizer"]["state"].items()}
-        for key in {key for values in held.values() for key in values}:
+        for key in sorted({key for values in held.values() for key in values}):
             own = {name: values[key] for name, values in held.items() if key in values}
             place(f"optimizer/{key}", layout.joined(own))
         rest["optimizer"] = state["optimizer"]["param_groups"]
@@ -271,7 +273,7 @@ def read_pieces(folder: Path, layout: Layout, optimizer: Optimizer | None = None
     state = StateDecoder(rest).decode_all(stored.structure) | models
     if optimizer is not None and "optimizer" in state:
         numbered = {
-            number: {key: own[name] for key, own in held.items() if name in own}
+            number: {key: own[name].clone() for key, own in held.items() if name in own}
             for number, name in enumerate(layout.numbered)
         }
         state["stateless"] = [number for number, own in numbered.items() if not own]
