@@ -189,15 +189,21 @@ def spread_(
     model: nn.Module, plan: PlanSpec = "auto", *, whole_rows: bool = False, say: Say | None = None
 ) -> None:
     """Spread a model's tables over the processes, and let what depends on a whole batch see all of it."""
-    for name, module in list(model.named_modules()):
-        if type(module) is nn.BatchNorm1d:
-            parent, _, attribute = name.rpartition(".")
-            setattr(model.get_submodule(parent), attribute, SharedBatchNorm(module))
-        elif isinstance(module, _BatchNorm) and not isinstance(module, SharedBatchNorm):
+    share_norms_(model)
+    shard(model, plan, whole_rows=whole_rows, say=say if dist.get_rank() == 0 else None)
+
+
+def share_norms_(model: nn.Module) -> None:
+    """Let batch normalisation use the rows of all processes."""
+    for name, module in model.named_modules():
+        if isinstance(module, nn.BatchNorm1d):
+            own = type(module)
+            parents = (SharedBatchNorm,) if own is nn.BatchNorm1d else (own, SharedBatchNorm)
+            module.__class__ = type(own.__name__, parents, {})  # it stays the object that others may hold
+        elif isinstance(module, _BatchNorm):
             raise TrainingError(
                 f"{name!r} normalises by the rows of one process; use nn.BatchNorm1d, or one process"
             )
-    shard(model, plan, whole_rows=whole_rows, say=say if dist.get_rank() == 0 else None)
 
 
 @torch.no_grad()
@@ -228,10 +234,8 @@ def gather_weights(model: nn.Module) -> dict[str, Tensor]:
 class SharedBatchNorm(nn.BatchNorm1d):
     """Batch normalisation by the rows of all processes; rows that only fill a share up do not count."""
 
-    def __init__(self, norm: nn.BatchNorm1d) -> None:
-        nn.Module.__init__(self)
-        self.__dict__.update(norm.__dict__)
-        self.real: int | None = None
+    real: int | None = None
+    """How many rows of the batch count, the first ones; None: all."""
 
     def forward(self, input: Tensor) -> Tensor:
         """Normalise by the mean and variance over all real rows."""

@@ -17,7 +17,8 @@ import logging
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from itertools import accumulate, pairwise
+from dataclasses import dataclass
+from itertools import accumulate, groupby
 from typing import Any, NamedTuple
 
 import torch
@@ -56,24 +57,17 @@ class Rectangle(NamedTuple):
         return slice(self.first_row, ends[0]), slice(self.first_column, ends[1])
 
 
-class LocalRows(nn.Module):
-    """The pieces of some tables in this process, one under another, in place of TorchRec's own kernels."""
+@dataclass(frozen=True, eq=False)
+class _Run:
+    """Pieces of one width, one under another."""
 
-    def __init__(self, config: Any) -> None:
-        """`config` is TorchRec's: the tables of one local width, and the slots that read each."""
-        super().__init__()
-        self.config, tables = config, config.embedding_tables
-        self.tables = [int(table.name) for table in tables]
-        self.starts = [0, *accumulate(table.local_rows for table in tables)]
-        self.embedding = nn.Embedding.from_pretrained(
-            torch.empty(self.starts[-1], tables[0].local_cols, device=device_of_process()), freeze=False
-        )
-        slots = [len(table.feature_names) for table in tables]
-        first = torch.repeat_interleave(torch.tensor(self.starts[:-1]), torch.tensor(slots))
-        self.register_buffer("first", first.to(device_of_process()), persistent=False)
+    embedding: nn.Embedding
+    starts: dict[int, int]
+    """The first row of each table."""
+    first: Tensor
+    """The same for each slot, `(S,)`."""
 
-    def forward(self, features: Any) -> Tensor:
-        """Return the sums of the rows of each bag, `(B, S * D)`; ids and lengths come slot after slot."""
+    def look_up(self, features: Any) -> Tensor:
         counts = torch.tensor(features.length_per_key(), device=self.first.device)
         ids = features.values() + torch.repeat_interleave(self.first, counts)
         sums = F.embedding_bag(
@@ -87,10 +81,41 @@ class LocalRows(nn.Module):
         slots, width = len(self.first), self.embedding.embedding_dim
         return sums.view(slots, -1, width).transpose(0, 1).contiguous().view(-1, slots * width)
 
-    def weights(self) -> list[Tensor]:
-        """Return the piece of each table."""
-        weight = self.embedding.weight.detach()
-        return [weight[start:stop] for start, stop in pairwise(self.starts)]
+
+class LocalRows(nn.Module):
+    """The pieces of some tables in this process, those of a width one under another, in place of TorchRec's own kernels."""
+
+    def __init__(self, config: Any) -> None:
+        """`config` is TorchRec's: the tables, and the slots that read each."""
+        super().__init__()
+        self.config = config
+        self.runs: list[_Run] = []
+        """Neighbouring tables of one width."""
+        for width, run in groupby(config.embedding_tables, key=lambda table: table.local_cols):
+            tables = [*run]
+            starts = [0, *accumulate(table.local_rows for table in tables)]
+            memory = torch.empty(starts[-1], width, device=device_of_process())
+            slots = [len(table.feature_names) for table in tables]
+            first = torch.repeat_interleave(torch.tensor(starts[:-1]), torch.tensor(slots))
+            embedding: nn.Embedding = nn.Embedding.from_pretrained(memory, freeze=False)
+            names = {int(table.name): start for table, start in zip(tables, starts, strict=False)}
+            self.runs.append(_Run(embedding, names, first.to(memory.device)))
+
+    def forward(self, features: Any) -> Tensor:
+        """Return the sums of the rows of each bag, `(B, S * D)`; ids and lengths come slot after slot."""
+        if len(self.runs) == 1:
+            return self.runs[0].look_up(features)
+        parts = features.split([len(run.first) for run in self.runs])
+        found = [run.look_up(part) for run, part in zip(self.runs, parts, strict=True)]
+        return torch.cat(found, dim=1)
+
+    def named_parameters_by_table(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Yield nothing: the model has the parameters, not TorchRec's module."""
+        yield from ()
+
+    def state_dict(self, *_: Any, **__: Any) -> dict[str, Any]:
+        """Return nothing, as above."""
+        return {}
 
 
 class ShardedRows(nn.Module):
@@ -113,16 +138,15 @@ class ShardedRows(nn.Module):
         # a list: TorchRec's module has names of its own, and would be in ours
         self._bags = [_sharded_bags(tables, slots)]
         kernels = [kernel for lookup in self._bags[0]._lookups for kernel in lookup._emb_modules]  # noqa: SLF001  # it has no other name
-        self.pieces = nn.ModuleList(kernel.embedding for kernel in kernels)
+        runs: list[_Run] = [run for kernel in kernels for run in kernel.runs]
+        self.pieces = nn.ModuleList(run.embedding for run in runs)
         self.homes: dict[int, tuple[nn.Embedding, int]] = {}
         """For each table with a piece here, what holds it, and the first row there."""
-        for kernel in kernels:
-            kernel.embedding.weight.requires_grad_(trained)
-            for table, memory, first in zip(
-                kernel.tables, kernel.weights(), kernel.starts, strict=False
-            ):
-                self.homes[table] = (kernel.embedding, first)
-                fill(table, self.placed[table], memory)
+        for run in runs:
+            run.embedding.weight.requires_grad_(trained)
+            for table, first in run.starts.items():
+                piece, self.homes[table] = self.placed[table], (run.embedding, first)
+                fill(table, piece, run.embedding.weight.detach()[first : first + piece.rows])
         self._slot_of = {table: slots.index(table) for table in set(slots)}
         self._keys = [str(slot) for slot in range(len(slots))]
         self._order: Tensor | None = None
