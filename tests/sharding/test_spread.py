@@ -23,7 +23,7 @@ SOURCE = HERE.parents[1] / "src"
 METHODS = (
     *("hashing:buckets=50", "mlet:inner_dim=12", "low-rank:rank=3", "shrinkage", "forgetting"),
     *("multi-embedding:num_sets=2", "pep", "tail", "harmless-transfer"),
-    "hashing:buckets=50+mlet:inner_dim=12+harmless-transfer",
+    "hashing:buckets=50+mlet:inner_dim=12", "mlet:inner_dim=12+harmless-transfer",
 )
 
 
