@@ -211,7 +211,9 @@ def install(extras: set[str], constraints: str) -> set[str]:
     if TORCHREC not in extras:
         return extras
     # TorchRec's own requirements are those of its CUDA build
-    if pip(file, "-e", f".[{TORCHREC}]") and pip(file, "--no-deps", "--only-binary=:all:", TORCHREC):
+    if pip(file, "-e", f".[{TORCHREC}]") and pip(
+        file, "--no-deps", "--only-binary=:all:", TORCHREC
+    ):
         return extras
     say("this platform has no TorchRec; its tests are skipped")
     return extras - {"all", TORCHREC}

@@ -1,14 +1,11 @@
 """One of several processes that train spread models; the first compares them with one process and writes what it found.
 
-    torchrun --nproc-per-node 2 spread_worker.py FOUND CASE...        a case is MODEL/OPTIMIZER/TABLES/PLAN/METHODS
+torchrun --nproc-per-node 2 spread_worker.py FOUND CASE...        a case is MODEL/OPTIMIZER/TABLES/PLAN/METHODS
 """
 
 import json
 import sys
-import warnings
 from pathlib import Path
-
-warnings.simplefilter("ignore")  # torchrun's own, about names that torch has deprecated
 
 import torch
 import torch.distributed as dist
@@ -124,8 +121,6 @@ def main():
     found = {}
     for case in sys.argv[2:]:
         found[case] = compare_norms() if case == "norms" else compare(case, splits)
-        if dist.get_rank() == 0:
-            print(case, found[case], flush=True)
     if dist.get_rank() == 0:
         Path(sys.argv[1]).write_text(json.dumps(found))
     leave_processes()

@@ -1,7 +1,6 @@
 """Models spread over processes of torchrun against the same training in one process."""
 
 import json
-import math
 import os
 import random
 import subprocess
@@ -9,7 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
+from safetensors.torch import load_file
 
 import rarebit as rb
 from rarebit.models import model_names
@@ -18,12 +17,14 @@ pytest.importorskip("fbgemm_gpu")
 pytest.importorskip("torchrec")
 pytestmark = pytest.mark.slow
 
+drawn = random.Random()  # noqa: S311  # which process is killed, and when
 HERE = Path(__file__).parent
 SOURCE = HERE.parents[1] / "src"
 METHODS = (
     *("hashing:buckets=50", "mlet:inner_dim=12", "low-rank:rank=3", "shrinkage", "forgetting"),
     *("multi-embedding:num_sets=2", "pep", "tail", "harmless-transfer"),
-    "hashing:buckets=50+mlet:inner_dim=12", "mlet:inner_dim=12+harmless-transfer",
+    "hashing:buckets=50+mlet:inner_dim=12",
+    "mlet:inner_dim=12+harmless-transfer",
 )
 
 
@@ -49,7 +50,9 @@ def compared(tmp_path, processes, cases):
     found = json.loads((tmp_path / "found.json").read_text())
     assert found.keys() == set(cases)
     assert all(figures["steps"] == 20 for figures in found.values())
-    assert max(figures["auc"] for figures in found.values()) <= 1e-6
+    # the scores of this model hardly differ after so few steps, so rounding swaps some
+    flat = {"nfwfm/sgd/rowwise/auto/none": 1e-5}
+    assert all(figures["auc"] <= flat.get(case, 1e-6) for case, figures in found.items()), found
     return {case: figures["error"] for case, figures in found.items()}
 
 
@@ -84,3 +87,51 @@ def test_batch_normalisation_sees_the_rows_of_all_processes(tmp_path):
 
 
 PLANS = (("table", "rowwise"), ("row", "rowwise"), ("column", "rowwise"), ("row", "dense"))
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(tmp_path_factory):
+    out = tmp_path_factory.mktemp("one") / "weights.safetensors"
+    command = [sys.executable, HERE / "fault_worker.py", "", out]
+    subprocess.run(command, env={**os.environ, "PYTHONPATH": str(SOURCE)}, check=True)
+    return load_file(out)
+
+
+def worst_error(weights, wanted):
+    assert weights.keys() == wanted.keys()
+    return max(
+        float((weights[key] - value).abs().max() / value.abs().max().clamp(min=1e-4))
+        for key, value in wanted.items()
+    )
+
+
+def test_a_killed_run_resumes_on_another_number_of_processes(tmp_path, uninterrupted):
+    fault, out = HERE / "fault_worker.py", tmp_path / "weights.safetensors"
+    rank, step = drawn.randrange(3), drawn.randrange(12, 45)
+    killed = torchrun(3, fault, tmp_path / "run", out, "kill", rank, step, check=False)
+    assert killed.returncode
+    assert not out.exists()
+    torchrun(2, fault, tmp_path / "run", out)
+    assert worst_error(load_file(out), uninterrupted) <= 1e-6, (rank, step)
+    best = sorted((tmp_path / "run").glob("best-*"))
+    newest = max((tmp_path / "run").glob("at-*"))
+    assert len(best) in (1, 2)
+    # one plain process reads both, without TorchRec
+    read = rb.unshard(best[-1])
+    assert worst_error(read, uninterrupted) <= 1e-6
+    assert rb.unshard(newest).keys() == read.keys()
+
+
+def test_torchrun_restarts_a_run_from_its_last_checkpoint(tmp_path, uninterrupted):
+    fault, out = HERE / "fault_worker.py", tmp_path / "weights.safetensors"
+    words = (fault, tmp_path / "run", out, "kill", drawn.randrange(2), 33)
+    torchrun(2, *words, options=["--max-restarts=1"])
+    assert worst_error(load_file(out), uninterrupted) <= 1e-6
+
+
+@pytest.mark.parametrize(("kind", "said"), [("fail", "on fire"), ("hang", "Timed out")])
+def test_a_process_that_fails_ends_all_of_them(tmp_path, kind, said):
+    words = (HERE / "fault_worker.py", tmp_path / "run", tmp_path / "out", kind, 1, 5)
+    done = torchrun(2, *words, check=False)
+    assert done.returncode
+    assert said in done.stderr

@@ -261,9 +261,10 @@ def choose_plan(plan: str) -> "PlanSpec":
 
 def was_restarted(folder: Path) -> bool:
     """Return whether torchrun started this process again, after a failure of one of them, with work in the folder."""
-    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0 and (
-        folder / "run.json"
-    ).exists()
+    return (
+        int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
+        and (folder / "run.json").exists()
+    )
 
 
 @contextmanager

@@ -114,12 +114,13 @@ class Layout:
 
     def _spread(self, weight: str, own: list[tuple[Rectangle, Tensor]]) -> Any:
         """Return parts of a weight, or of one number per row, as torch's tensor over several processes."""
-        from torch.distributed._shard.sharded_tensor import Shard, ShardedTensor
+        from torch.distributed._shard.metadata import ShardMetadata
+        from torch.distributed._shard.sharded_tensor.api import ShardedTensor
         from torch.distributed._shard.sharded_tensor.metadata import (
             ShardedTensorMetadata,
             TensorProperties,
         )
-        from torch.distributed._shard.sharding_spec import ShardMetadata
+        from torch.distributed._shard.sharded_tensor.shard import Shard
 
         axes, rank = own[0][1].dim(), dist.get_rank()
 
@@ -141,7 +142,8 @@ class Layout:
 
 def write_pieces(target: Path, state: Mapping[str, Any], layout: Layout, group: Any = None) -> None:
     """Write a state; all processes call it, and the folder gets its name when all of them are done."""
-    from torch.distributed import checkpoint as dcp
+    from torch.distributed.checkpoint.filesystem import FileSystemWriter
+    from torch.distributed.checkpoint.state_dict_saver import save
 
     rank, partial = dist.get_rank(group), target.with_name(f".{target.name}.pieces")
     structure, tensors = _apart(state, layout)
@@ -149,14 +151,17 @@ def write_pieces(target: Path, state: Mapping[str, Any], layout: Layout, group: 
         DISK.remove(partial)  # what a killed run left
     with _quietly():
         dist.barrier(group)
-        writer = dcp.FileSystemWriter(partial)
-        dcp.save(tensors, storage_writer=writer, process_group=group)
+        writer = FileSystemWriter(partial)
+        save(tensors, storage_writer=writer, process_group=group)
         own = {path.name: _described(path) for path in partial.glob(f"__{rank}_*")}
         files: list[Any] = [None] * dist.get_world_size(group)
         dist.all_gather_object(files, own, group=group)
         if rank == 0:
             every = {name: facts for part in files for name, facts in part.items()}
-            values = {"files": {**every, METADATA: _described(partial / METADATA)}, "state": structure}
+            values = {
+                "files": {**every, METADATA: _described(partial / METADATA)},
+                "state": structure,
+            }
             values[OWN] = own_checksum(values, OWN)
             write_json(partial / DESCRIPTION, values, error=CheckpointError)
             sync_tree(partial, DISK)
@@ -215,16 +220,18 @@ class _Stored(NamedTuple):
 
     def read(self, wanted: dict[str, Any]) -> None:
         """Fill tensors."""
-        from torch.distributed import checkpoint as dcp
+        from torch.distributed.checkpoint.filesystem import FileSystemReader
+        from torch.distributed.checkpoint.state_dict_loader import load
 
         with _quietly():
-            reader = dcp.FileSystemReader(self.folder)
-            dcp.load(wanted, storage_reader=reader, no_dist=True)
+            reader = FileSystemReader(self.folder)
+            load(wanted, storage_reader=reader, no_dist=True)
 
 
 def _open(folder: Path, rank: int = 0, world: int = 1) -> _Stored:
     """Open a folder of pieces; every process checks other files of it."""
-    from torch.distributed import checkpoint as dcp
+    from torch.distributed.checkpoint.filesystem import FileSystemReader
+    from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
     try:
         description = read_json(folder / DESCRIPTION)
@@ -244,11 +251,11 @@ def _open(folder: Path, rank: int = 0, world: int = 1) -> _Stored:
         if _described(path) != facts:
             raise CheckpointError(f"{str(path)!r} is damaged: wrong checksum")
     with _quietly():
-        metadata = dcp.FileSystemReader(folder).read_metadata().state_dict_metadata
+        metadata = FileSystemReader(folder).read_metadata().state_dict_metadata
     shapes = {
         name: torch.empty(each.size, dtype=each.properties.dtype, device="meta")
         for name, each in metadata.items()
-        if isinstance(each, dcp.metadata.TensorStorageMetadata)
+        if isinstance(each, TensorStorageMetadata)
     }
     return _Stored(folder, description["state"], shapes)
 
@@ -292,8 +299,11 @@ def read_pieces(folder: Path, layout: Layout, optimizer: Optimizer | None = None
 def unshard(folder: str | os.PathLike[str]) -> dict[str, Tensor]:
     """Return the state of the plain model from pieces that any number of processes wrote.
 
-    It needs one process, neither TorchRec nor `torchrun`, and memory for the model:
-    `model.load_state_dict(unshard(folder))`. The folder is that of one checkpoint, or of `save_shards`.
+    It needs one process, neither TorchRec nor `torchrun`, and memory for the model. The folder is that of one checkpoint,
+    or of `save_shards`.
+
+    >>> model.load_state_dict(unshard("runs/clicks/checkpoints/best-000003"))  # doctest: +SKIP
+    <All keys matched successfully>
     """
     stored = _open(Path(folder))
     place = next((key for key in MODELS if stored.below(key)), MODELS[-1])
@@ -308,6 +318,8 @@ def save_shards(model: nn.Module, folder: str | os.PathLike[str]) -> None:
     """Write the weights of a model that `shard` spread over processes; every process calls it.
 
     No process needs memory for more than its own pieces. The folder must be the same for all of them, and be new.
+
+    >>> save_shards(model, "pieces")  # doctest: +SKIP
     """
     target = Path(folder)
     target.parent.mkdir(parents=True, exist_ok=True)
@@ -317,13 +329,10 @@ def save_shards(model: nn.Module, folder: str | os.PathLike[str]) -> None:
     write_pieces(target, {"model": dict(model.state_dict())}, Layout(model))
 
 
-def load_shards(model: nn.Module, folder: str | os.PathLike[str]) -> None:
-    """Load weights into a model that `shard` spread over any number of processes; every process calls it."""
-    model.load_state_dict(read_pieces(Path(folder), Layout(model))["model"])
-
-
 @contextmanager
 def _quietly() -> Iterator[None]:
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch's own, about names of its own that it has deprecated
+        warnings.simplefilter(
+            "ignore"
+        )  # torch's own, about names of its own that it has deprecated
         yield

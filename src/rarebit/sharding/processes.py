@@ -199,7 +199,9 @@ def share_norms_(model: nn.Module) -> None:
         if isinstance(module, nn.BatchNorm1d):
             own = type(module)
             parents = (SharedBatchNorm,) if own is nn.BatchNorm1d else (own, SharedBatchNorm)
-            module.__class__ = type(own.__name__, parents, {})  # it stays the object that others may hold
+            module.__class__ = type(
+                own.__name__, parents, {}
+            )  # it stays the object that others may hold
         elif isinstance(module, _BatchNorm):
             raise TrainingError(
                 f"{name!r} normalises by the rows of one process; use nn.BatchNorm1d, or one process"

@@ -18,6 +18,7 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from itertools import accumulate, groupby
 from typing import Any, NamedTuple
 
@@ -109,14 +110,6 @@ class LocalRows(nn.Module):
         found = [run.look_up(part) for run, part in zip(self.runs, parts, strict=True)]
         return torch.cat(found, dim=1)
 
-    def named_parameters_by_table(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Yield nothing: the model has the parameters, not TorchRec's module."""
-        yield from ()
-
-    def state_dict(self, *_: Any, **__: Any) -> dict[str, Any]:
-        """Return nothing, as above."""
-        return {}
-
 
 class ShardedRows(nn.Module):
     """Tables of one width, spread over processes: ids of S slots to rows `(B, S, D)`."""
@@ -151,7 +144,7 @@ class ShardedRows(nn.Module):
         self._keys = [str(slot) for slot in range(len(slots))]
         self._order: Tensor | None = None
 
-    @torch.compiler.disable
+    @torch.compiler.disable  # type: ignore[untyped-decorator]  # torch leaves it untyped
     def forward(self, values: Tensor, lengths: Tensor) -> Tensor:
         """Return the sums of the bags' rows, `(B, S, D)`; ids and lengths come slot after slot."""
         from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
@@ -177,14 +170,12 @@ class ShardedRows(nn.Module):
                 f"no slot reads the table {self.placements[table].table.name!r}, so its rows are nowhere to look up"
             )
         slot = self._slot_of[table]
-        lengths = torch.zeros(
-            len(self._keys), ids.numel(), dtype=torch.int32, device=ids.device
-        )
+        lengths = torch.zeros(len(self._keys), ids.numel(), dtype=torch.int32, device=ids.device)
         lengths[slot] = 1
         rows: Tensor = self(ids.reshape(-1), lengths.reshape(-1))
         return rows[:, slot]
 
-    def pieces_of(self) -> Iterator[tuple[nn.Parameter, Rectangle]]:
+    def pieces_of(self) -> Iterator[tuple[Tensor, Rectangle]]:
         """Yield the parameters with the rectangles of the plain weight that they hold."""
         for place, rectangle in self.rectangles(dist.get_rank()).items():
             embedding, first = self.homes[place]
@@ -209,9 +200,7 @@ class ShardedRows(nn.Module):
     def split(self, padding: Sequence[int | None]) -> list[TablePiece]:
         """Return the tables one by one, with the weights that this process holds."""
         tables: list[TablePiece] = []
-        for place, (placement, piece) in enumerate(
-            zip(self.placements, self.placed, strict=True)
-        ):
+        for place, (placement, piece) in enumerate(zip(self.placements, self.placed, strict=True)):
             if place in self.homes:
                 home, first = self.homes[place]
                 weight, trained = home.weight[first : first + piece.rows], is_trainable(home)
@@ -225,7 +214,7 @@ class ShardedRows(nn.Module):
                     first_row=piece.first_row,
                     padding_idx=padding[place],
                     sparse=any(home.sparse for home, _ in self.homes.values()),
-                    look_up=lambda ids, place=place: self.rows_of(place, ids),
+                    look_up=partial(self.rows_of, place),
                 )
             )
         return tables
@@ -314,7 +303,7 @@ def _own_kernels() -> Iterator[None]:
 def device_of_process() -> torch.device:
     """Return the device of this process: its GPU with NCCL, the CPU otherwise."""
     if dist.get_backend() == "nccl":
-        return torch.device("cuda", torch.cuda.currentdevice_of_process())
+        return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu")
 
 
@@ -388,8 +377,14 @@ class ShardedBag(nn.Module):
         self.num_embeddings, self.embedding_dim = bag.num_embeddings, bag.embedding_dim
         self.sharded = rows
 
-    def forward(self, input: Tensor, offsets: Tensor | None = None) -> Tensor:  # torch's name
+    def forward(
+        self, input: Tensor, offsets: Tensor | None = None, per_sample_weights: Tensor | None = None
+    ) -> Tensor:
         """Return the sum or mean of each bag's rows."""
+        require(
+            per_sample_weights is None,
+            "a bag whose rows are spread over processes has no weights for single rows; look them up by an nn.Embedding",
+        )
         if input.dim() == 2:
             lengths = torch.full((len(input),), input.shape[1], device=input.device)
         else:
@@ -414,7 +409,12 @@ def shard(
     Call it after `apply_` and before the optimizer is made, with `torch.distributed` initialised. `plan` is "auto", "table",
     "row" or "column", or the kind for each table by its name; `say` gets the plan in words. Every process must look up as
     many rows as the others in each step. `whole_rows` is for optimizers that keep one number per row, as row-wise Adagrad does.
-    Tables on the meta device are to be filled afterwards. Wrap the model in DistributedDataParallel for a loop of your own.
+    Wrap the model in DistributedDataParallel for a loop of your own.
+
+    >>> torch.distributed.init_process_group("gloo")  # doctest: +SKIP
+    >>> model = shard(nn.Sequential(nn.Embedding(1_000_000, 16)), say=print)  # doctest: +SKIP
+    0      1,000,000 x 16   row    on 0 to 1      whole, one process would hold 2.0 times its fair share
+    tables over 2 processes: 32.0 to 32.0 MB of weights each
     """
     require(
         dist.is_available() and dist.is_initialized(),

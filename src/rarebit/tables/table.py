@@ -164,15 +164,15 @@ class Table(nn.Module, ABC):
     def rows(self, ids: Tensor) -> Tensor:
         """Return the rows of these ids, `(...)` to `(..., D)`, touching no others."""
 
-    def forward(self, ids: Tensor) -> Tensor:
-        """Return the rows of these ids; the padding row is zero and gets no gradient."""
+    def forward(self, input: Tensor) -> Tensor:
+        """Return the rows of these ids, called as `nn.Embedding` is; the padding row is zero and gets no gradient."""
         # Row arithmetic stays in the table's own precision: a table is stored in float32 and
         # half-precision products would be folded into it by `merge`.
-        with torch.autocast(ids.device.type, enabled=False):
-            rows = self.rows(ids)
+        with torch.autocast(input.device.type, enabled=False):
+            rows = self.rows(input)
         if self.padding_idx is None:
             return rows
-        return rows.masked_fill((ids == self.padding_idx).unsqueeze(-1), 0.0)
+        return rows.masked_fill((input == self.padding_idx).unsqueeze(-1), 0.0)
 
     @property
     def weight(self) -> Tensor:
