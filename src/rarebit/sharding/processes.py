@@ -17,7 +17,9 @@ from typing import TypeAlias
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._C._distributed_c10d import PrefixStore
 from torch.distributed.nn.functional import all_reduce
+from torch.distributed.rendezvous import rendezvous
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from rarebit.data.order import stream_key
@@ -175,7 +177,11 @@ def join_processes(device: str = "cpu", timeout: timedelta = TIMEOUT) -> None:
     if device.startswith("cuda"):
         backend = "nccl"
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
-    dist.init_process_group(backend, timeout=timeout)
+    store, rank, world = next(rendezvous("env://", timeout=timeout))
+    # what a killed process told the others of itself is still there after a restart
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    own = PrefixStore(f"rarebit-{attempt}", store)
+    dist.init_process_group(backend, store=own, rank=rank, world_size=world, timeout=timeout)
 
 
 def leave_processes() -> None:

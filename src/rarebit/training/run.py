@@ -32,8 +32,8 @@ from rarebit.errors import ModelFileError, TrainingError
 from rarebit.machine import CPU, available_memory
 from rarebit.models import build_model
 from rarebit.models._base import RankingModel
-from rarebit.settings import require, size
-from rarebit.sharding.pieces import save_shards
+from rarebit.settings import from_mapping, require, size
+from rarebit.sharding.pieces import save_shards, unshard
 from rarebit.sharding.plan import PlanSpec
 from rarebit.sharding.processes import (
     TIMEOUT,
@@ -49,7 +49,15 @@ from rarebit.storage.files import file_lock, write_json
 from rarebit.tables.apply import apply_, end_training_, find_tables, table_bytes, table_parameters
 from rarebit.tables.table import Method
 from rarebit.technique import SharedStage, Technique, suggestions, technique_text
-from rarebit.training.fit import History, Progress, check_data, fit_started, training_data
+from rarebit.training.checkpoints import BEST
+from rarebit.training.fit import (
+    EpochRecord,
+    History,
+    Progress,
+    check_data,
+    fit_started,
+    training_data,
+)
 from rarebit.training.memory import check_building
 from rarebit.training.metrics import Evaluation, evaluate, evaluate_scores
 from rarebit.training.model_file import FOLDER, save_model
@@ -304,6 +312,9 @@ def run_spread(
         if processes_of(model).largest(int(is_first and free is not None and 3 * whole > free)):
             test = evaluate(model, splits.test, counts=splits.train.counts())
             save_shards(model, out / PIECES)
+            if is_first:
+                described = describe_run(settings, history, test, model)
+                write_json(out / RUN_FILE, described, error=ModelFileError)
             say(
                 f"test: {test}\nthe whole model, {size(whole)}, does not fit the memory of this machine; its pieces are in "
                 f"{str(out / PIECES)!r}. On a larger one: rarebit reshard {shlex.quote(str(out))}"
@@ -312,17 +323,39 @@ def run_spread(
             return None
         weights = gather_weights(model)
         leave_processes()
-        return finish_pieces(settings, weights, history, splits, out, say=say) if is_first else None
+        if not is_first:
+            return None
+        return _from_weights(settings, weights, history, splits, out, say=say)
 
 
-def finish_pieces(
+def reshard(folder: str | os.PathLike[str], *, say: Say = print) -> RunResult:
+    """Join the pieces that several processes wrote of a run into its plain model, and finish the run in this process.
+
+    A run that ended leaves its pieces where the model did not fit its first process. Of one that was interrupted, the weights
+    are those of the best epoch so far.
+    """
+    out, settings = Path(folder), read_run(folder)
+    best = sorted((out / CHECKPOINTS).glob(f"{BEST}*"))
+    found = out / PIECES if (out / PIECES).exists() else next(iter(best[::-1]), out / PIECES)
+    weights = unshard(found)
+    with _reading(folder) as values:
+        stored = dict(values.get("history", {}))
+        records = [from_mapping(EpochRecord, record) for record in stored.pop("epochs", [])]
+        history = History(epochs=records, reports=dict(values.get("reports", {})), **stored)
+    say(f"read from {str(found)!r}")
+    with file_lock(out / LOCK):
+        splits = load_splits(settings.data)
+        return _from_weights(settings, weights, history, splits, out, say=say)
+
+
+def _from_weights(
     settings: RunSettings,
     weights: Mapping[str, Tensor],
     history: History,
     splits: Splits,
     out: Path,
     *,
-    say: Say = print,
+    say: Say,
 ) -> RunResult:
     """Finish a run of several processes in one, from the weights of its plain model."""
     model = start_model(settings, splits.train.schema, say=_nothing)
