@@ -3,6 +3,7 @@
 import json
 import os
 import random
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -135,3 +136,19 @@ def test_a_process_that_fails_ends_all_of_them(tmp_path, kind, said):
     done = torchrun(2, *words, check=False)
     assert done.returncode
     assert said in done.stderr
+
+
+def test_tables_that_do_not_fit_one_process_train_on_three(tmp_path):
+    limit, bytes_of_tables = 1900, 20_001_000 * 17 * 4
+    alone = subprocess.run(
+        [sys.executable, HERE / "memory_worker.py", str(limit)],
+        env={**os.environ, "PYTHONPATH": str(SOURCE), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert alone.returncode
+    assert "NotEnoughMemoryError: building the model fm for 20,001,000 rows" in alone.stderr
+    done = torchrun(3, HERE / "memory_worker.py", limit)
+    [estimate] = re.findall(r"memory on cpu: .* plus activations.*\(tables (\S+) MB", done.stderr)
+    assert float(estimate) * 1e6 == pytest.approx(bytes_of_tables / 3, rel=0.05)

@@ -47,6 +47,7 @@ from rarebit.sharding.sharded import whole_parameters
 from rarebit.storage import files
 from rarebit.storage.files import file_lock, write_json
 from rarebit.tables.apply import apply_, end_training_, find_tables, table_bytes, table_parameters
+from rarebit.tables.collection import drawn_later
 from rarebit.tables.table import Method
 from rarebit.technique import SharedStage, Technique, suggestions, technique_text
 from rarebit.training.checkpoints import BEST
@@ -77,15 +78,22 @@ class Trained(NamedTuple):
     history: History
 
 
-def start_model(settings: RunSettings, schema: Schema, *, say: Say = print) -> RankingModel:
+def start_model(
+    settings: RunSettings, schema: Schema, *, say: Say = print, in_pieces: bool = False
+) -> RankingModel:
     """Return the model of a run before training, with the methods of training applied.
 
     The seed draws the weights before any method does, so variants of one seed start from the same tables. It is
-    set again afterwards, so what training draws does not depend on what methods drew.
+    set again afterwards, so what training draws does not depend on what methods drew. `in_pieces` leaves plain tables on the
+    meta device, for `spread_` to draw the pieces of each process; tables with methods start from whole ones.
     """
-    check_building(settings.model, schema, settings.model_settings)
+    plain = all(not isinstance(method, Method) or method.after_training for method in settings.methods)
+    in_pieces = in_pieces and plain
+    if not in_pieces:
+        check_building(settings.model, schema, settings.model_settings)
     torch.manual_seed(settings.training.seed)
-    model = build_model(settings.model, schema, settings.model_settings)
+    with drawn_later() if in_pieces else nullcontext():
+        model = build_model(settings.model, schema, settings.model_settings)
     for method in settings.methods:
         if isinstance(method, Method) and not method.after_training:
             say(str(apply_(model, method, verbose=False)))
@@ -118,13 +126,15 @@ class TrainingJob:
         training = self.settings.training
         training = training if seed is None else replace(training, seed=seed)
         settings = replace(self.settings, methods=tuple(methods), training=training)
-        model = start_model(settings, self.train.schema, say=say or self.say).to(self.device)
+        in_pieces = self.plan is not None
+        model = start_model(settings, self.train.schema, say=say or self.say, in_pieces=in_pieces)
         for method in methods:
             method.prepare_(model, self.train)
         if self.plan is not None:
             whole_rows = training.optimizer == "adagrad" and training.tables == "rowwise"
             spread_(model, self.plan, whole_rows=whole_rows, say=say or self.say)
-        return model
+            processes_of(model).reseed(training.seed, 0)
+        return model.to(self.device)
 
     def fit(
         self,
