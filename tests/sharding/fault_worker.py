@@ -53,6 +53,7 @@ class Fault(rb.Callback):
         if self.kind == "fail":
             raise RuntimeError("the disk of this process is on fire")
         if self.kind == "hang":
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)  # torchrun need not wait for it
             threading.Event().wait()
 
 

@@ -1,6 +1,6 @@
 """Trains a model of 20 million rows of 16 numbers for a few steps, in a process whose addresses are limited to so many MB.
 
-    memory_worker.py MEGABYTES          in one process, or started by torchrun in several
+memory_worker.py MEGABYTES          in one process, or started by torchrun in several
 """
 
 import os
@@ -36,7 +36,9 @@ def main():
         training=Training(epochs=1, batch_size=500, optimizer="sgd", tables="rowwise", lr=0.1),
     )
     options = {"plan": "auto"} if spread else {}
-    _, history = train_model(settings, data, None, progress=not spread or not dist.get_rank(), **options)
+    _, history = train_model(
+        settings, data, None, progress=not spread or not dist.get_rank(), **options
+    )
     assert history.epochs[0].steps == 8
     leave_processes()
 

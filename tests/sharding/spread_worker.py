@@ -114,7 +114,7 @@ def compare_norms(rows=101):
 
 def main():
     torch.set_num_threads(1)
-    log = load_splits(SyntheticLog(rows=20_000)).train
+    log = load_splits(SyntheticLog(rows=6000)).train
     # twenty steps, and so many rows to rank that two equal scores do not matter
     splits = Splits(_rows(log, slice(1010)), log, log)
     join_processes()

@@ -24,7 +24,7 @@ SOURCE = HERE.parents[1] / "src"
 METHODS = (
     *("hashing:buckets=50", "mlet:inner_dim=12", "low-rank:rank=3", "shrinkage", "forgetting"),
     *("multi-embedding:num_sets=2", "pep", "tail", "harmless-transfer"),
-    "hashing:buckets=50+mlet:inner_dim=12",
+    "hashing:buckets=60+mlet:inner_dim=12",
     "mlet:inner_dim=12+harmless-transfer",
 )
 
@@ -52,7 +52,7 @@ def compared(tmp_path, processes, cases):
     assert found.keys() == set(cases)
     assert all(figures["steps"] == 20 for figures in found.values())
     # the scores of this model hardly differ after so few steps, so rounding swaps some
-    flat = {"nfwfm/sgd/rowwise/auto/none": 1e-5}
+    flat = {"nfwfm/sgd/rowwise/auto/none": 1e-4}
     assert all(figures["auc"] <= flat.get(case, 1e-6) for case, figures in found.items()), found
     return {case: figures["error"] for case, figures in found.items()}
 
@@ -152,3 +152,32 @@ def test_tables_that_do_not_fit_one_process_train_on_three(tmp_path):
     done = torchrun(3, HERE / "memory_worker.py", limit)
     [estimate] = re.findall(r"memory on cpu: .* plus activations.*\(tables (\S+) MB", done.stderr)
     assert float(estimate) * 1e6 == pytest.approx(bytes_of_tables / 3, rel=0.05)
+
+
+def test_the_command_line_gives_the_run_of_one_process(tmp_path):
+    words = ["train", "--data", "synthetic", "--rows", "6000", "--epochs", "2", "--model", "dcn_v2"]
+    words += ["--tables", "rowwise", "--set", "training.optimizer=sgd", "--lr", "0.1"]
+    words += ["--methods", "low-rank:rank=3", "--set", "model.dropout=0.0"]
+    environment = {**os.environ, "PYTHONPATH": str(SOURCE), "OMP_NUM_THREADS": "1"}
+    one, two = tmp_path / "one", tmp_path / "two"
+    command = [sys.executable, "-m", "rarebit"]
+    subprocess.run([*command, *words, "--out", one], env=environment, check=True)
+    words = ["-m", "rarebit", *words, "--engine", "torchrec"]
+    said = torchrun(2, *words, "--out", two)
+    assert said.stdout.count("Saved in") == 1
+    assert said.stderr.count("epoch 1:") == 1
+    models = [rb.load_model(folder).state_dict() for folder in (one, two)]
+    assert worst_error(models[1], models[0]) <= 1e-6
+    runs = [json.loads((folder / "run.json").read_text()) for folder in (one, two)]
+    assert runs[0]["test"]["overall"]["auc"] == pytest.approx(
+        runs[1]["test"]["overall"]["auc"], abs=1e-5
+    )
+    assert runs[0]["settings"] == runs[1]["settings"]
+    # again from the pieces of its best epoch
+    (two / "model.json").unlink()
+    subprocess.run([*command, "reshard", two], env=environment, check=True)
+    assert worst_error(rb.load_model(two).state_dict(), models[1]) == 0.0
+    assert json.loads((two / "run.json").read_text())["history"] == runs[1]["history"]
+    refused = torchrun(2, *words, "--out", tmp_path / "three", "--one-pass", check=False)
+    assert refused.returncode
+    assert "leave the engine out" in refused.stderr

@@ -86,6 +86,10 @@ class Plan:
         """Return how many weights a process holds."""
         return sum(placement.piece_of(rank).numbers for placement in self.placements)
 
+    def rows(self, rank: int) -> int:
+        """Return how many rows, or parts of rows, a process holds."""
+        return sum(placement.piece_of(rank).rows for placement in self.placements)
+
     def sent(self, batch: int) -> int:
         """Return the bytes that one process sends per step for the tables, `batch` rows over all processes.
 

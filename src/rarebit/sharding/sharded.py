@@ -525,7 +525,9 @@ def _exchange(model: nn.Module, found: _Found, placed: Sequence[Placement]) -> N
     def fill(index: int, piece: Piece, memory: Tensor) -> None:
         if table.weight.is_meta:
             draw = module.draws[index] if isinstance(module, PlainStack) else None
-            require(draw is not None, f"the table {found.path!r} is on the meta device; draw it first")
+            require(
+                draw is not None, f"the table {found.path!r} is on the meta device; draw it first"
+            )
             assert draw is not None
             draw.fill_(memory, piece.first_row, piece.first_column)
             return

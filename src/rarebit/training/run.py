@@ -87,7 +87,9 @@ def start_model(
     set again afterwards, so what training draws does not depend on what methods drew. `in_pieces` leaves plain tables on the
     meta device, for `spread_` to draw the pieces of each process; tables with methods start from whole ones.
     """
-    plain = all(not isinstance(method, Method) or method.after_training for method in settings.methods)
+    plain = all(
+        not isinstance(method, Method) or method.after_training for method in settings.methods
+    )
     in_pieces = in_pieces and plain
     if not in_pieces:
         check_building(settings.model, schema, settings.model_settings)
