@@ -42,6 +42,12 @@ def log() -> Dataset:
     return Dataset(schema, torch.stack(columns, dim=1), None, label)
 
 
+def say(value: object) -> None:
+    """Tell whoever started this process."""
+    sys.stdout.write(f"{value}\n")
+    sys.stdout.flush()
+
+
 def main(plan: str) -> None:
     """Build, then run steps as asked."""
     torch.set_num_threads(1)
@@ -54,7 +60,7 @@ def main(plan: str) -> None:
     steps = Steps(TrainingStep(model, make_optimizer(model, SETTINGS.training)), data)
     processes, epoch, at = processes_of(model), 1, ROWS
     steps.start_epoch(torch.arange(ROWS))
-    print("ready" if processes.rank == 0 else "", flush=True)
+    say("ready")
     while True:
         asked = int(sys.stdin.readline() or 0) if processes.rank == 0 else 0
         asked = processes.largest(asked)
@@ -69,8 +75,7 @@ def main(plan: str) -> None:
             steps(at, at + BATCH)
             at += BATCH
         processes.largest(0)  # all are done
-        if processes.rank == 0:
-            print(time.perf_counter() - start, flush=True)
+        say(time.perf_counter() - start)
     leave_processes()
 
 

@@ -47,7 +47,7 @@ def scale(say: Say, *, budget: float = 120.0) -> BenchResult:
             before = _sent()
             processes.run(COUNTED)
             figures[f"sent_{kind}_bytes"] = (_sent() - before) / COUNTED / 2
-        plan = make_plan(sizes, 2, kind)  # type: ignore[arg-type]  # one of the names of plans
+        plan = make_plan(sizes, 2, kind)
         figures[f"planned_{kind}_bytes"] = float(plan.sent(BATCH))
     per_row = times["two"].median * 2 / (STEPS * BATCH)  # of one core, its sending included
     cluster = Cluster(seconds_per_row=per_row, bytes_per_second=BANDWIDTH)

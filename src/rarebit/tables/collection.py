@@ -585,7 +585,7 @@ def _new_table(field: Field, width: int, scale: float, *, is_normal: bool) -> nn
         weight[padding] = 0.0
     table: nn.Embedding = nn.Embedding.from_pretrained(weight, freeze=False, padding_idx=padding)
     if _LATER:
-        table.draw = draw
+        table.__dict__["draw"] = draw  # not a part of the module
     return table
 
 
