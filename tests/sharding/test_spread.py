@@ -9,14 +9,13 @@ import sys
 from pathlib import Path
 
 import pytest
+from capabilities import needs_package
 from safetensors.torch import load_file
 
 import rarebit as rb
 from rarebit.models import model_names
 
-pytest.importorskip("fbgemm_gpu")
-pytest.importorskip("torchrec")
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, needs_package("fbgemm_gpu"), needs_package("torchrec")]
 
 drawn = random.Random()  # noqa: S311  # which process is killed, and when
 HERE = Path(__file__).parent

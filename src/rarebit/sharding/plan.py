@@ -111,8 +111,8 @@ class Plan:
                 total += others / self.world * (2 * ids * len(pieces) + 2 * rows)
         return math.ceil(total)
 
-    def explain(self) -> str:
-        """Return the plan in words: one line per table, and what each process holds."""
+    def explain(self, batch: int | None = None) -> str:
+        """Return the plan in words: one line per table, what each process holds, and what a step of `batch` rows sends."""
         width = max((len(p.table.name) for p in self.placements), default=0)
         lines = [
             f"{p.table.name:<{width}}  {p.table.rows:>13,} x {p.table.width:<4} {p.kind:<7}"
@@ -120,8 +120,9 @@ class Plan:
             for p in self.placements
         ]
         held = [self.numbers(rank) * NUMBER_BYTES / 1e6 for rank in range(self.world)]
+        sent = "" if batch is None else f", {self.sent(batch) / 1e6:,.2f} MB sent per step"
         lines.append(
-            f"tables over {self.world} processes: {min(held):,.1f} to {max(held):,.1f} MB of weights each"
+            f"tables over {self.world} processes: {min(held):,.1f} to {max(held):,.1f} MB of weights each{sent}"
         )
         return "\n".join(lines)
 

@@ -45,6 +45,8 @@ class Processes:
     """One process."""
 
     rank, world = 0, 1
+    here = 1
+    """How many of them share the memory of this machine."""
     agree_every = 1
     """Steps between two common decisions, which wait for all processes."""
 
@@ -97,6 +99,7 @@ class SpreadProcesses(Processes):
 
     def __init__(self, model: nn.Module) -> None:
         self.rank, self.world = dist.get_rank(), dist.get_world_size()
+        self.here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
         self.norms = [module for module in model.modules() if isinstance(module, SharedBatchNorm)]
         self.shared = shared_parameters(model)
 
@@ -192,11 +195,17 @@ def leave_processes() -> None:
 
 
 def spread_(
-    model: nn.Module, plan: PlanSpec = "auto", *, whole_rows: bool = False, say: Say | None = None
+    model: nn.Module,
+    plan: PlanSpec = "auto",
+    *,
+    whole_rows: bool = False,
+    batch_size: int | None = None,
+    say: Say | None = None,
 ) -> None:
     """Spread a model's tables over the processes, and let what depends on a whole batch see all of it."""
     share_norms_(model)
-    shard(model, plan, whole_rows=whole_rows, say=say if dist.get_rank() == 0 else None)
+    say = say if dist.get_rank() == 0 else None
+    shard(model, plan, whole_rows=whole_rows, batch_size=batch_size, say=say)
 
 
 def share_norms_(model: nn.Module) -> None:

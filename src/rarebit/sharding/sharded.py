@@ -28,8 +28,17 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from rarebit.errors import UnsupportedTableError, import_extra
+from rarebit.machine import require_memory
 from rarebit.settings import require
-from rarebit.sharding.plan import Piece, Placement, Plan, PlanSpec, TableSize, make_plan
+from rarebit.sharding.plan import (
+    NUMBER_BYTES,
+    Piece,
+    Placement,
+    Plan,
+    PlanSpec,
+    TableSize,
+    make_plan,
+)
 from rarebit.tables.collection import PlainStack, Stack, TableCollection
 from rarebit.tables.table import AnyTable, TablePiece, is_trainable, table_name
 
@@ -402,13 +411,14 @@ def shard(
     plan: PlanSpec = "auto",
     *,
     whole_rows: bool = False,
+    batch_size: int | None = None,
     say: Callable[[str], object] | None = None,
 ) -> nn.Module:
     """Spread the tables of a model over the processes of `torchrun`, in place; the rest stays in every process.
 
     Call it after `apply_` and before the optimizer is made, with `torch.distributed` initialised. `plan` is "auto", "table",
     "row" or "column", or the kind for each table by its name; `say` gets the plan in words. Every process must look up as
-    many rows as the others in each step. `whole_rows` is for optimizers that keep one number per row, as row-wise Adagrad does.
+    many rows as the others in each step, `batch_size` together. `whole_rows` is for optimizers that keep one number per row, as row-wise Adagrad does.
     Wrap the model in DistributedDataParallel for a loop of your own.
 
     >>> torch.distributed.init_process_group("gloo")  # doctest: +SKIP
@@ -425,7 +435,11 @@ def shard(
     found = _plain_modules(model)
     made = plan_tables(model, dist.get_world_size(), plan, whole_rows=whole_rows)
     if say is not None:
-        say(made.explain())
+        say(made.explain(batch_size))
+    own = NUMBER_BYTES * made.numbers(dist.get_rank())
+    require_memory(
+        own, "this process's part of the tables", "use more processes", device_of_process()
+    )
     placements = iter(made.placements)
     for each in found:
         _exchange(model, each, [next(placements) for _ in each.sizes])

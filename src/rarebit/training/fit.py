@@ -448,6 +448,8 @@ def _check_memory(
     estimate = estimate_memory(
         model, train, valid, settings=settings, optimizer=optimizer, **options
     )
+    if estimate.available is not None:
+        estimate = replace(estimate, available=estimate.available // processes_of(model).here)
     from_host = not estimate.fits and estimate.with_training_data_elsewhere().fits
     if from_host:
         estimate = estimate.with_training_data_elsewhere()

@@ -134,7 +134,13 @@ class TrainingJob:
             method.prepare_(model, self.train)
         if self.plan is not None:
             whole_rows = training.optimizer == "adagrad" and training.tables == "rowwise"
-            spread_(model, self.plan, whole_rows=whole_rows, say=say or self.say)
+            spread_(
+                model,
+                self.plan,
+                whole_rows=whole_rows,
+                batch_size=training.batch_size,
+                say=say or self.say,
+            )
             processes_of(model).reseed(training.seed, 0)
         return model.to(self.device)
 
