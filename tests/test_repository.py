@@ -30,6 +30,7 @@ FOLDERS = [
     "data",
     "tables",
     "row_gradients",
+    "sharding",
     "sets",
     "codes",
     "callbacks",
@@ -73,6 +74,7 @@ EXTRA_PACKAGES = {
     "data/raw": {"polars", "pyarrow"},
     "data/sources": {"polars"},
     "export/raw.py": {"polars"},
+    "sharding/sharded.py": {"torchrec"},
     "serving": {"orjson", "starlette", "uvicorn"},
 }
 # (file, package): an optional package that a function of a core file may import where it uses it.

@@ -21,6 +21,8 @@ from rarebit.methods.shrinkage import Shrinkage
 from rarebit.methods.tail import Tail
 from rarebit.pruning.pep import PEP
 from rarebit.row_gradients.seam import RowGradients
+from rarebit.sharding.pieces import save_shards, unshard
+from rarebit.sharding.sharded import shard
 from rarebit.study.plan import StudyPlan
 from rarebit.study.results import StudyResult
 from rarebit.study.study import study
@@ -87,8 +89,11 @@ __all__ = [
     "research",
     "run",
     "save_model",
+    "save_shards",
     "set_counts_",
+    "shard",
     "study",
     "transfer",
+    "unshard",
     "update",
 ]

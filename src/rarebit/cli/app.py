@@ -25,6 +25,7 @@ from rarebit.cli.methods import methods
 from rarebit.cli.predict import predict_
 from rarebit.cli.prune import prune
 from rarebit.cli.report import report_command
+from rarebit.cli.reshard import reshard
 from rarebit.cli.serve import serve
 from rarebit.cli.train import train
 from rarebit.cli.update import EXAMPLES as UPDATE_EXAMPLES
@@ -145,6 +146,7 @@ app.add_typer(
     )
 )
 app.command()(train)
+app.command()(reshard)
 app.command(epilog=UPDATE_EXAMPLES)(update)
 app.command(epilog=COMPRESS_EXAMPLES)(compress)
 app.command()(prune)
