@@ -21,6 +21,7 @@ from rarebit.methods.shrinkage import Shrinkage
 from rarebit.methods.tail import Tail
 from rarebit.pruning.pep import PEP
 from rarebit.row_gradients.seam import RowGradients
+from rarebit.study.improve import Improvement, improve
 from rarebit.study.plan import StudyPlan
 from rarebit.study.results import StudyResult
 from rarebit.study.study import study
@@ -48,6 +49,7 @@ __all__ = [
     "Forgetting",
     "HarmlessTransfer",
     "Hashing",
+    "Improvement",
     "LowRank",
     "Method",
     "MultiEmbedding",
@@ -75,6 +77,7 @@ __all__ = [
     "fit",
     "forget_",
     "grow_",
+    "improve",
     "information_abundance",
     "load_model",
     "measure_sensitivity",

@@ -25,7 +25,6 @@ from rarebit.callbacks import TrainingData, started
 from rarebit.data.dataset import Dataset
 from rarebit.data.prepared import PreparedFolder
 from rarebit.data.schema import Schema
-from rarebit.data.synthetic import SyntheticLog
 from rarebit.errors import ModelFileError
 from rarebit.models import build_model
 from rarebit.models._base import RankingModel
@@ -339,7 +338,7 @@ def _reading(folder: str | os.PathLike[str]) -> Iterator[dict[str, Any]]:
 def with_checksum(settings: RunSettings) -> RunSettings:
     """Return the settings with the checksum of the prepared log."""
     log = settings.data
-    if isinstance(log, SyntheticLog) or log.checksum:
+    if not isinstance(log, PreparedLog) or log.checksum:
         return settings
     found = replace(log, checksum=PreparedFolder(log.folder).checksum)
     return replace(settings, data=found)
