@@ -430,6 +430,8 @@ class Runner:
                 [kind] = answer
                 self.failures[run.key] = Failure(kind, why)
                 self.progress.fail(run.name, why)
+            case {"stopped": _} if not self.pool.stopping.is_set():  # by someone else
+                self.failures[run.key] = Failure("died", "something asked its process to stop")
             case {"epoch": _}:
                 self.progress.epoch(run.name, answer)
 
