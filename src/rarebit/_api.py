@@ -23,6 +23,7 @@ from rarebit.pruning.pep import PEP
 from rarebit.row_gradients.seam import RowGradients
 from rarebit.sharding.pieces import save_shards, unshard
 from rarebit.sharding.sharded import shard
+from rarebit.study.improve import Improvement, improve
 from rarebit.study.plan import StudyPlan
 from rarebit.study.results import StudyResult
 from rarebit.study.study import study
@@ -50,6 +51,7 @@ __all__ = [
     "Forgetting",
     "HarmlessTransfer",
     "Hashing",
+    "Improvement",
     "LowRank",
     "Method",
     "MultiEmbedding",
@@ -77,6 +79,7 @@ __all__ = [
     "fit",
     "forget_",
     "grow_",
+    "improve",
     "information_abundance",
     "load_model",
     "measure_sensitivity",

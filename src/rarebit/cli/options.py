@@ -218,6 +218,14 @@ def read_methods(text: str) -> list[dict[str, Any]]:
     return [technique_to_mapping(part.build()) for part in found[0].parts]
 
 
+def size_or_share(text: str) -> str | float:
+    """Return the size of tables: a number is a share of the plain ones, all else a text such as 1/16 or 2MB."""
+    try:
+        return float(text)
+    except ValueError:
+        return text
+
+
 def refuse_with(what: str, others: Mapping[str, object], why: str = "") -> None:
     """Raise if options that cannot be combined with `what` have a value."""
     found = ", ".join(name for name, value in others.items() if value is not None)

@@ -135,7 +135,8 @@ def _report(settings: "RunSettings", result: "RunResult") -> None:
             screen.console.print(hint)
     screen.line(f"\nSaved in {result.folder}. To score data with it:")
     screen.command("predict", "--model", str(result.folder))
-    write_page(folder)
+    if result.folder is not None:
+        write_page(result.folder)
 
 
 def epoch_hint(best: int | None, epochs: int) -> str:

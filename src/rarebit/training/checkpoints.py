@@ -595,8 +595,8 @@ def describe_run(
     """Return what must be equal for a resumed run to be the same run, as plain values."""
     return {
         "model": _describe_model(model),
-        "train": _describe_data(train),
-        "valid": None if valid is None else _describe_data(valid),
+        "train": describe_data(train),
+        "valid": None if valid is None else describe_data(valid),
         "settings": to_mapping(settings),
     }
 
@@ -628,7 +628,8 @@ def _describe_method(method: Any) -> dict[str, Any]:
     return {"method": type(method).__qualname__, **given}
 
 
-def _describe_data(data: Dataset) -> dict[str, Any]:
+def describe_data(data: Dataset) -> dict[str, Any]:
+    """Return what tells a data set from others."""
     return {
         "schema": data.schema.to_mapping(),
         "rows": len(data),

@@ -27,7 +27,6 @@ from rarebit.callbacks import TrainingData, started
 from rarebit.data.dataset import Dataset, Splits
 from rarebit.data.prepared import PreparedFolder
 from rarebit.data.schema import Schema
-from rarebit.data.synthetic import SyntheticLog
 from rarebit.errors import ModelFileError, TrainingError
 from rarebit.machine import CPU, available_memory
 from rarebit.models import build_model
@@ -516,7 +515,7 @@ def _reading(folder: str | os.PathLike[str]) -> Iterator[dict[str, Any]]:
 def with_checksum(settings: RunSettings) -> RunSettings:
     """Return the settings with the checksum of the prepared log."""
     log = settings.data
-    if isinstance(log, SyntheticLog) or log.checksum:
+    if not isinstance(log, PreparedLog) or log.checksum:
         return settings
     found = replace(log, checksum=PreparedFolder(log.folder).checksum)
     return replace(settings, data=found)
