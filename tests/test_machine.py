@@ -4,9 +4,10 @@ import re
 import subprocess
 
 import pytest
+import torch
 
 from rarebit import machine
-from rarebit.machine import OtherLoad, allowed_cores, free_cores
+from rarebit.machine import OtherLoad, allowed_cores, default_workers, free_cores
 from rarebit.machine import commit as commit_of
 
 
@@ -127,3 +128,12 @@ def test_free_cores_are_what_others_leave(busy, free, tmp_path, own_time, eight_
     stat_file(tmp_path, user=busy, idle=100 - busy)
     assert free_cores(load) == min(free, allowed_cores())
     assert free_cores(OtherLoad(tmp_path / "nothing")) == allowed_cores()
+
+
+def test_a_gpu_has_one_run_at_a_time_unless_processes_share_it(monkeypatch, tmp_path):
+    monkeypatch.setenv("CUDA_MPS_PIPE_DIRECTORY", str(tmp_path))
+    monkeypatch.setattr(machine, "allowed_cores", lambda: 8)
+    assert default_workers(torch.device("cpu"), 2) == 4
+    assert default_workers(torch.device("cuda"), 2) == 1
+    (tmp_path / "control").touch()
+    assert default_workers(torch.device("cuda"), 2) == 4

@@ -286,7 +286,7 @@ def _figure(options: Sequence[str]) -> str:
 FIRST_RUN = {"parameters", "table_bytes"}
 RUN_FIGURES = FIRST_RUN | {
     *("abundance", "best_epoch", "rarest_auc", "rarest_pr_auc", "frequent_pr_auc", "valid_auc"),
-    "whole_abundance",
+    *("logloss", "whole_abundance"),
 }
 
 

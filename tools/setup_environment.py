@@ -53,7 +53,7 @@ DOWNLOAD_MB = {
     "plots": 20,
     "serve": 25,
     "study": 35,
-    "test": 35,
+    "test": 90,
 }
 
 

@@ -17,6 +17,7 @@
     │   └── NewerFormatError    a checkpoint was written by a later version
     ├── StudyError              a study cannot go on, or its folder cannot be read        (RuntimeError)
     ├── StudyInterrupted        a signal asked a study to stop, and it did
+    ├── ReportError             what is stored makes no page                              (ValueError)
     ├── ServingError            a model cannot be served                                  (RuntimeError)
     ├── RequestError            a scoring request is malformed or too large               (ValueError)
     └── MissingExtraError       an optional package is not installed, or broken           (ImportError)
@@ -119,6 +120,10 @@ class StudyError(RarebitError, RuntimeError):
 
 class StudyInterrupted(RarebitError):  # noqa: N818  # a wish of the user's, not a mistake
     """A signal asked a study to stop, and it did; what was learned is written."""
+
+
+class ReportError(RarebitError, ValueError):
+    """What is stored in a folder or file makes no page, or a page cannot be written."""
 
 
 class ServingError(RarebitError, RuntimeError):

@@ -43,6 +43,18 @@ def choose_device(device: "torch.device | str") -> "torch.device":
     return chosen
 
 
+def default_workers(device: "torch.device", threads: int) -> int:
+    """Return how many runs to make side by side: one per core that it needs, and on a GPU one.
+
+    Without NVIDIA's Multi-Process Service a GPU works for one process at a time, and four runs side by side are four times slower
+    each. Where it runs, a GPU has as many as a CPU.
+    """
+    pipes = os.environ.get("CUDA_MPS_PIPE_DIRECTORY", "/tmp/nvidia-mps")  # noqa: S108  # NVIDIA's default
+    if device.type == "cuda" and not (Path(pipes) / "control").exists():
+        return 1
+    return max(allowed_cores() // threads, 1)
+
+
 class OtherLoad:
     """The share of all processors that other processes used since this was created.
 

@@ -59,7 +59,8 @@ def test_train_prints_a_table_and_leaves_a_model(call):
     for row in ("AUC", "best any model", "rarest fifth", "logloss", "parameters", "samples/s"):
         assert row in out
     assert "epoch 1" in err
-    names = {"checkpoints", "lock", "model.json", "run.json", tensors_file(Path("here")).name}
+    names = {"checkpoints", "lock", "model.json", "report.html", "run.json"}
+    names.add(tensors_file(Path("here")).name)
     assert {path.name for path in Path("here").iterdir()} == names
 
 

@@ -73,6 +73,7 @@ def test_numbers_and_plots_are_written_where_they_should_be(call, trained, tmp_p
     names = {path.name for path in (tmp_path / "here").iterdir()}
     assert names == {
         "diagnosis.json",
+        "report.html",
         "spectra.png",
         "abundance.png",
         "norms.png",

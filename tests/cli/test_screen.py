@@ -16,6 +16,7 @@ from rich.console import Console
 
 import rarebit
 from rarebit.cli import screen
+from rarebit.study.results import read_result
 
 ENVIRONMENT = os.environ | {"PYTHONPATH": str(Path(rarebit.__file__).parents[1]), "TERM": "xterm"}
 ESCAPES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
@@ -203,3 +204,28 @@ def test_a_study_fits_the_terminal(columns, call, monkeypatch):
     assert max(map(len, before_missing)) <= int(columns)
     for word in ("verdict", "interval", "averaged", "narrow:", "buckets=2226+", "logloss"):
         assert word in out
+
+
+STUDY = Path(__file__).resolve().parents[2] / "benchmarks" / "results" / "study-tail-combined.json"
+
+
+def test_a_study_fits_80_columns_with_one_line_per_row_and_a_legend(call, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    code, out, err = call("compare", "--show", STUDY, "--deciles")
+    assert code == 0, err
+    lines = out.splitlines()
+    assert max(map(len, lines[: lines.index(next(x for x in lines if " = " in x))])) <= 80
+    names = [variant.name for variant in read_result(STUDY).cells[0].variants]
+    short = screen.short_names(names, Console(width=80))
+    assert len({*short.values()}) == len(names)
+    for name, one in short.items():
+        assert sum(line.startswith(f" {one} ") for line in lines) >= 2
+        assert (f"= {name}" in out) == (one != name)
+    assert screen.short_names(names, Console(width=120)) == {name: name for name in names}
+
+
+def test_short_names_stay_apart():
+    names = [f"shrinkage:c={n}+pruned:keep=1000{n}+forgetting" for n in range(3)]
+    assert [*screen.short_names(names, Console(width=80)).values()] == [
+        "shrink+pruned+forget", "shrink+pruned+forget 2", "shrink+pruned+forget 3",
+    ]  # fmt: skip

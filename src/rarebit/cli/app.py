@@ -24,6 +24,7 @@ from rarebit.cli.export import export_command
 from rarebit.cli.methods import methods
 from rarebit.cli.predict import predict_
 from rarebit.cli.prune import prune
+from rarebit.cli.report import report_command
 from rarebit.cli.serve import serve
 from rarebit.cli.train import train
 from rarebit.cli.update import EXAMPLES as UPDATE_EXAMPLES
@@ -53,6 +54,8 @@ rarebit compress runs/clicks --size 1/16 --out runs/small
 rarebit export runs/clicks --to onnx --out clicks.onnx
 
 rarebit predict --model clicks.onnx --input new.csv --out scores.csv
+
+rarebit report runs/clicks --open
 """
 
 
@@ -148,6 +151,7 @@ app.command()(prune)
 app.command()(compare)
 app.command(name="backtest", epilog=BACKTEST_EXAMPLES)(backtest_command)
 app.command(name="diagnose")(diagnose_command)
+app.command(name="report")(report_command)
 app.command()(methods)
 app.command(name="export")(export_command)
 app.command(name="predict")(predict_)

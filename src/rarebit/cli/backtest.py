@@ -73,7 +73,8 @@ def backtest_command(  # noqa: PLR0917  # typer calls it by name
         Path | None, Option(help="Folder of the backtest. Default: backtests/LOG.")
     ] = None,
     workers: Annotated[
-        int | None, Option(help="Parallel runs. Default: one per core, one on a GPU.")
+        int | None,
+        Option(help="Parallel runs. Default: one per core; on a GPU one, unless NVIDIA MPS runs."),
     ] = None,
     threads: Annotated[int, Option(help="CPU threads per run.")] = 1,
     no_plots: opt.NoPlots = False,
@@ -154,9 +155,20 @@ def show_backtest(result: "BacktestResult") -> None:
 
     tables = [figure_table(result)]
     tables += [difference_table(result)] if len(result.policies) > 1 else []
+    names = screen.short_names(policy.name for policy in result.policies)
     for table in tables:
         left = [name for name in table.header if name.endswith("verdict")]
-        screen.table(table.header, table.rows, title=table.title, note=table.note, left=left)
+        rows = [
+            [
+                screen.verdict(cell) if name in left else names.get(cell, cell)
+                for name, cell in zip(table.header, row, strict=True)
+            ]
+            for row in table.rows
+        ]
+        screen.table(table.header, rows, title=table.title, left=left, parts=True)
+        if table.note:
+            screen.console.print(table.note, style="dim")
+    screen.legend(names)
     for line in result.missing[:MOST_MISSING]:
         screen.line(f"missing: {line}")
 

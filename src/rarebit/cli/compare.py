@@ -1,6 +1,7 @@
 """`rarebit compare`: compare methods with paired seeds, each against its control."""
 
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -8,6 +9,7 @@ from typer import Option
 
 from rarebit.cli import options as opt
 from rarebit.cli import screen
+from rarebit.cli.report import write_page
 from rarebit.errors import SettingsError, StudyError, StudyInterrupted
 from rarebit.settings import read_toml
 from rarebit.text import TextTable
@@ -72,7 +74,8 @@ def compare(  # noqa: PLR0917  # typer calls it by name
         float | None, Option(help="Stop after so many minutes; the same command resumes.")
     ] = None,
     workers: Annotated[
-        int | None, Option(help="Parallel runs. Default: one per core, one on a GPU.")
+        int | None,
+        Option(help="Parallel runs. Default: one per core; on a GPU one, unless NVIDIA MPS runs."),
     ] = None,
     threads: Annotated[int, Option(help="CPU threads per run.")] = 1,
     keep_models: Annotated[
@@ -163,10 +166,12 @@ def run_study(
             result = study(folder, plan, progress=progress, **options)
     except StudyInterrupted as stopped:
         show_study(read_result(folder), deciles=deciles, plot=plot)
+        write_page(folder)
         opt.stop(f"{stopped}; {resume}", code=130)
     except KeyboardInterrupt:
         opt.stop(f"stopped; checkpoints are kept; {resume}", code=130)
     show_study(result, deciles=deciles, plot=plot)
+    write_page(folder)
     if not result.is_complete:
         missing = [line for cell in result.cells for line in cell.missing]
         more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
@@ -178,13 +183,16 @@ def show_study(result: "StudyResult", *, deciles: bool = False, plot: Path | Non
     from rarebit.study.results import comparison_table, decile_table, variant_table, verdict_lines
 
     for cell in result.cells:
-        _show(variant_table(cell))
+        names = screen.short_names(variant.name for variant in cell.variants)
+        _show(variant_table(cell), names)
         if cell.methods:
-            _show(comparison_table(cell, result.minimum_effect))
+            _show(comparison_table(cell, result.minimum_effect), names)
+        if cell.methods and deciles:
+            _show(decile_table(cell), names)
+        screen.legend(names)
+        if cell.methods:
             for line in verdict_lines(cell, result.minimum_effect):
                 screen.console.print(line)
-        if cell.methods and deciles:
-            _show(decile_table(cell))
         for line in cell.missing[:MOST_MISSING]:
             screen.line(f"missing: {line}")
         if len(cell.missing) > MOST_MISSING:
@@ -197,8 +205,16 @@ def show_study(result: "StudyResult", *, deciles: bool = False, plot: Path | Non
         screen.line(f"AUC by the size of the tables: {path}")
 
 
-def _show(table: TextTable) -> None:
-    screen.table(table.header, table.rows, title=table.title, left=["control", "verdict"])
+def _show(table: TextTable, names: Mapping[str, str]) -> None:
+    rows = [
+        [
+            screen.verdict(cell) if name == "verdict" else names.get(cell, cell)
+            for name, cell in zip(table.header, row, strict=True)
+        ]
+        for row in table.rows
+    ]
+    left = ["control", "verdict"]
+    screen.table(table.header, rows, title=table.title, left=left, parts=True)
 
 
 def _folder(plan: "StudyPlan") -> Path:

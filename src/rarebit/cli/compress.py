@@ -8,6 +8,7 @@ from typer import Argument, Option
 
 from rarebit.cli import options as opt
 from rarebit.cli import screen
+from rarebit.cli.report import write_page
 from rarebit.errors import MissingExtraError, ModelFileError
 from rarebit.settings import require
 from rarebit.settings import size as size_text
@@ -79,6 +80,7 @@ def compress(  # noqa: PLR0917  # typer calls it by name
         _show_frontier(trained, points, folder)
     if found is not None:
         _show(found, f"{trained.settings.model} from {run}")
+    write_page(folder)
 
 
 def _size(text: str | None) -> str | float | None:

@@ -61,3 +61,4 @@ def demo(
         for command in commands:
             screen.command(*command.split())
     screen.console.print("The README shows how to use Rarebit with your own model.")
+    screen.line(f"\nThe results as a page: {(FOLDER / 'report.html').absolute()}")

@@ -12,6 +12,7 @@ from typer import Argument, Option
 
 from rarebit.cli import options as opt
 from rarebit.cli import screen
+from rarebit.cli.report import write_page
 from rarebit.errors import DataError, ModelFileError, SettingsError
 
 if TYPE_CHECKING:
@@ -55,6 +56,8 @@ def diagnose_command(
         screen.command("diagnose", str(target.parent))
     if files:
         screen.line(f"\nWritten to {out}: {', '.join(file.name for file in files)}")
+        assert out is not None, "files are written to it"
+        write_page(out)
     else:
         screen.console.print("\nTo keep the numbers and plots: --out FOLDER")
 

@@ -59,6 +59,8 @@ class _Screen(Console):
 console, errors = _Screen(), _Screen(stderr=True)
 WIDE = 110
 """From this width of the terminal on, nothing is shortened."""
+LONGEST_NAME = 21
+"""Letters of a method's name in a narrow terminal."""
 
 
 def table(
@@ -69,6 +71,7 @@ def table(
     note: str = "",
     left: Sequence[str] = (),
     fixed: Sequence[str] = (),
+    parts: bool = False,
     to: Console = console,
 ) -> None:
     """Print a table: the first column aligned left, the others right; nothing in it is markup.
@@ -79,9 +82,17 @@ def table(
     note     printed below the table
     left     further columns that are aligned left
     fixed    columns that are never folded
+    parts    where the terminal is too narrow, print columns that fit, and the others below with the first column
+             again, so that every row is one line
     """
     gap = 2 if to.width >= WIDE else 1
     lines = [[_one_line(cell) for cell in row] for row in (header, *rows)]
+    for places in _parts_of(lines, to.width - 1, gap) if parts else ():
+        names, *others = ([cells[place] for place in places] for cells in lines)
+        table([name.plain for name in names], others, title=title, left=left, fixed=fixed, to=to)
+        title = ""
+    if parts:
+        return
     widths = _widths(list(zip(*lines, strict=True)), fixed, to.width - gap * len(header) - 1)
     if title and not widths:
         to.print(_one_line(title))
@@ -107,6 +118,59 @@ def table(
             to.print(cells[0], Padding(Text(", ".join(pairs)), (0, 0, 0, 2)), sep="\n")
     if note:
         to.print(Text(note, style="dim"))
+
+
+def _parts_of(lines: Sequence[Sequence[Text]], room: int, gap: int) -> list[list[int]]:
+    """Return which columns go side by side, each part with the first one; the last part gets what is left."""
+    widths = [max(cell.cell_len for cell in cells) + gap for cells in zip(*lines, strict=True)]
+    found = [[0]]
+    for place in range(1, len(widths)):
+        if len(found[-1]) > 1 and sum(widths[n] for n in (*found[-1], place)) > room:
+            found.append([0])
+        found[-1].append(place)
+    return found
+
+
+def short_names(names: Iterable[str], to: Console = console) -> dict[str, str]:
+    """Return the names of methods as a narrow terminal shows them: without settings, and shorter where that is too long.
+
+    >>> short_names(["mlet:inner_dim=32:init=keep+shrinkage+forgetting", "tail"], Console(width=80))
+    {'mlet:inner_dim=32:init=keep+shrinkage+forgetting': 'mlet+shrink+forget', 'tail': 'tail'}
+    """
+    found: dict[str, str] = {}
+    for name in dict.fromkeys(names):
+        short = name
+        if to.width < WIDE and cell_len(name) > LONGEST_NAME:
+            words = [part.partition(":")[0] for part in name.split("+")]
+            short = "+".join(words)
+            if cell_len(short) > LONGEST_NAME:
+                short = "+".join(_initials(word) for word in words)
+            short = short if cell_len(short) <= LONGEST_NAME else short[: LONGEST_NAME - 1] + "~"
+        same = sum(one == short or one.startswith(f"{short} ") for one in found.values())
+        found[name] = f"{short} {same + 1}" if same and short != name else short
+    return found
+
+
+def _initials(word: str) -> str:
+    first, *more = word.split("-")
+    return first[0] + "".join(one[:1] for one in more) if more and first else word[:6]
+
+
+def legend(names: Mapping[str, str]) -> None:
+    """Print what short names stand for."""
+    rows = [(short, name) for name, short in names.items() if short != name]
+    width = max((cell_len(short) for short, _ in rows), default=0)
+    for short, name in rows:
+        line(f"{short.ljust(width)}  = {name}")
+
+
+MEANINGS = {"helps": "green", "hurts": "red", "no difference": "dim"}
+"""Colours of verdicts; one that is open is yellow."""
+
+
+def verdict(words: str) -> Text:
+    """Return a verdict in its colour."""
+    return Text(words, style=MEANINGS.get(words, "yellow"))
 
 
 def _widths(columns: Sequence[Sequence[Text]], fixed: Sequence[str], room: int) -> list[int]:

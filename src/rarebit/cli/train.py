@@ -6,6 +6,7 @@ from typer import Option
 
 from rarebit.cli import options as opt
 from rarebit.cli import screen
+from rarebit.cli.report import write_page
 from rarebit.settings import read_toml, size
 
 
@@ -94,6 +95,7 @@ def train(  # noqa: PLR0917  # typer calls it by name
             screen.console.print(hint)
     screen.line(f"\nSaved in {result.folder}. To score data with it:")
     screen.command("predict", "--model", str(result.folder))
+    write_page(folder)
 
 
 def epoch_hint(best: int | None, epochs: int) -> str:

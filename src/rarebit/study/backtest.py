@@ -40,7 +40,7 @@ from rarebit.data.prepared import PreparedFolder, no_progress
 from rarebit.data.prepared import Progress as DataProgress
 from rarebit.data.schema import FIRST_VALUE, UNKNOWN, Schema
 from rarebit.errors import SettingsError, StudyError, StudyInterrupted
-from rarebit.machine import allowed_cores, choose_device, commit, machine
+from rarebit.machine import choose_device, commit, default_workers, machine
 from rarebit.settings import check_types, from_mapping, require, size, suggest
 from rarebit.storage.files import file_lock, make_folder, read_json, write_json
 from rarebit.study.pool import Pool, StudyLines, StudyProgress
@@ -761,7 +761,7 @@ def backtest(
         }
         by_seed = [runs[n] for n in range(seeds) for runs in wanted.values() if n < len(runs)]
         failures: dict[str, str] = {}
-        workers = workers or (1 if device.type == "cuda" else max(allowed_cores() // threads, 1))
+        workers = workers or default_workers(device, threads)
         if isinstance(progress, bool):
             progress = StudyLines() if progress else StudyProgress()
         start = clock.monotonic()

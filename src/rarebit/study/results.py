@@ -326,7 +326,7 @@ def variant_table(cell: CellResult) -> TextTable:
 
 def comparison_table(cell: CellResult, minimum_effect: float) -> TextTable:
     """Return each method against its control: differences in AUC, paired by seed."""
-    header = ("method", "control", "AUC", "interval", "rarest fifth", "averaged", "wins", "verdict")
+    header = ("method", "control", "AUC", "interval", "verdict", "rarest fifth", "averaged", "wins")
     found = cell.compare(minimum_effect)
     rows = []
     for method in cell.methods:
@@ -337,10 +337,10 @@ def comparison_table(cell: CellResult, minimum_effect: float) -> TextTable:
                 method.control or "",
                 formatted(ours.mean, "+.4f"),
                 ends(ours if ours.n > 1 else None),
+                ours.verdict,
                 formatted(cell.mean_difference(method, "rarest_auc"), "+.4f"),
                 ends(averaged),
                 f"{ours.wins} of {ours.n}",
-                ours.verdict,
             )
         )
     return TextTable("Difference to the control", header, rows)

@@ -71,6 +71,8 @@ class RunRecord:
     """Mean information abundance of the tables, or of their embedding sets."""
     whole_abundance: float | None = None
     """The same of whole tables, all sets side by side: to compare with a plain table of that width."""
+    valid_aucs: tuple[float | None, ...] = ()
+    """Validation AUC after each epoch; empty in older records and in one pass."""
     still_rising: bool = False
     """Whether patience ended it while validation was still rising."""
     reports: Mapping[str, Any] = field(default_factory=dict)

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from rarebit.data.synthetic import SyntheticLog
 from rarebit.errors import DataError, StudyError, StudyInterrupted
-from rarebit.machine import allowed_cores, choose_device, machine
+from rarebit.machine import choose_device, default_workers, machine
 from rarebit.settings import require, to_mapping
 from rarebit.storage.files import file_lock, make_folder, write_json
 from rarebit.study.plan import StudyPlan
@@ -48,8 +48,6 @@ MEMBER_SEEDS = 1_000_000
 """The distance between the seeds of an ensemble's models; the first has the seed of the ensemble."""
 ATTEMPTS = 3
 """How often a run is started whose process dies: out of memory is often over when fewer runs share it."""
-GPU_WORKERS = 1
-"""Four parallel runs with captured steps are four times slower each (H200, recipes/compression-ml-1m.toml)."""
 
 
 def study(
@@ -93,8 +91,7 @@ def study(
     is_gpu = device.type == "cuda"
     device_name = torch.cuda.get_device_name(device) if is_gpu else "cpu"
     facts = machine() | {"device": device_name, "threads": threads}
-    if workers is None:
-        workers = GPU_WORKERS if is_gpu else max(allowed_cores() // threads, 1)
+    workers = workers or default_workers(device, threads)
     start = time.monotonic()
     deadline = None if minutes is None else start + 60 * minutes
     where = Path(folder)

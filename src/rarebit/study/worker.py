@@ -117,6 +117,7 @@ def make_run(
         device=torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
         torch=str(torch.__version__),
         commit=commit(),
+        valid_aucs=tuple(shortened(one.valid.auc) for one in history.epochs if one.valid),
         still_rising=history.still_rising,
         reports=shortened(history.reports),
         **abundances(model),

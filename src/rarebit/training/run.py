@@ -279,6 +279,10 @@ def describe_run(
         "history": values,
         "num_parameters": num_parameters(model),
         "table_bytes": table_bytes(model),
+        "tables": [
+            {"name": info.name, "rows": info.rows, "num_bytes": info.num_bytes}
+            for info in find_tables(model)
+        ],
         "versions": {
             "rarebit": __version__,
             "torch": torch.__version__,

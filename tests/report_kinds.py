@@ -1,0 +1,14 @@
+"""The kinds of results that pages are made of: stored ones, and those that `tests/report/conftest.py` makes."""
+
+from pathlib import Path
+
+RESULTS = Path(__file__).resolve().parents[1] / "benchmarks" / "results"
+STORED = {
+    "study": RESULTS / "study-tail-method.json",
+    "large study": RESULTS / "study-tail.json",
+    "backtest": RESULTS / "backtest-ml-1m.json",
+    "frontiers": RESULTS / "compression.json",
+}
+MADE = ("run", "compressed", "pruned", "fresh study")
+KINDS = [*STORED, *MADE]
+HOSTILE = "a<script>alert(1)</script>&\"'\u202eb\x1b[31m"
