@@ -11,7 +11,7 @@ RUN := .venv/bin/python -m
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help setup demo test test-slow test-all check bench format clean
+.PHONY: help setup demo test test-slow test-all check docs bench format clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -41,6 +41,10 @@ check: ## Check style and types
 	$(RUN) ruff format --check .
 	$(RUN) mypy
 	.venv/bin/python tools/count_suppressions.py src
+
+docs: ## Build the documentation as a site in build/site
+	@$(SETUP) docs
+	$(RUN) mkdocs build --strict --quiet $(ARGS)
 
 bench: ## Measure a training step and the import time
 	@$(SETUP) cli

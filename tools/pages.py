@@ -65,7 +65,7 @@ from rarebit.study.statistics import Comparison, judge
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks/results"
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
 NUMBER = r"[-+]?\d[\d,]*(?:\.\d+)?"
 SHAPE = re.compile(

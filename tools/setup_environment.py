@@ -48,6 +48,7 @@ DOWNLOAD_MB = {
     "cli": 2,
     "data": 110,
     "dev": 25,
+    "docs": 20,
     "examples": 30,
     "export": 45,
     "plots": 20,
