@@ -33,7 +33,9 @@ each = pytest.mark.parametrize(
 def run(name):
     """Return what an example prints."""
     environment = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"}
-    flags = [] if name in {*NEEDS, *WITHOUT_TRANSFER} else ["-W", "error"]  # warnings of optional packages are theirs
+    flags = (
+        [] if name in {*NEEDS, *WITHOUT_TRANSFER} else ["-W", "error"]
+    )  # warnings of optional packages are theirs
     command = [sys.executable, *flags, str(FOLDER / f"{name}.py")]
     done = subprocess.run(
         command, env=environment, capture_output=True, text=True, timeout=300, check=False
