@@ -480,6 +480,7 @@ class _Coded(TakesParts):
         # A traced or compiled model must consist of torch's own operations.
         if torch.compiler.is_compiling() or is_tracing():
             return None
+        ids = ids.contiguous()  # a column of a batch has gaps
         if rows_triton.suits(ids, self.blob):
             return rows_triton.coded_rows(ids, self.blob, self.decoder, self.tables)
         kernel = None if ids.is_cuda else coded_kernel()
