@@ -46,10 +46,10 @@ def test_what_is_sent_is_the_sum_over_messages():
     size, batch, world = TableSize("user", 1000, 16), 4096, 4
     share = batch // world
     # by table: an id and its length to the owner, a row back, its gradient there; what is at home is not sent
-    messages = share * (8 + 8 + 64 + 64) * (world - 1) / world
+    messages = share * (4 + 4 + 64 + 64) * (world - 1) / world
     assert make_plan([size], world, "table").sent(batch) == messages
     # by rows: an id to one process, lengths to all, sums of all rows and their gradients with all
-    messages = share * 8 * (world - 1) / world + (world - 1) * share * (8 + 64 + 64)
+    messages = share * 4 * (world - 1) / world + (world - 1) * share * (4 + 64 + 64)
     assert make_plan([size], world, "row").sent(batch) == messages
     assert make_plan([size], 1, "row").sent(batch) == 0
 

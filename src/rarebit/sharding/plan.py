@@ -27,7 +27,7 @@ UNEVEN = 1.1
 """How much more than its fair share a process may hold before a table is cut."""
 COLUMNS = 4
 """Columns are cut in multiples of so many: the width of a vector in the fused kernels."""
-ID_BYTES, NUMBER_BYTES = 8, 4
+ID_BYTES, NUMBER_BYTES = 4, 4
 
 
 class TableSize(NamedTuple):
@@ -97,7 +97,7 @@ class Plan:
 
         >>> size = TableSize("user", rows=1000, width=16)
         >>> make_plan([size], 4, "table").sent(4096), make_plan([size], 4, "row").sent(4096)
-        (110592, 423936)
+        (104448, 408576)
         """
         share, others = batch / self.world, self.world - 1
         total = 0.0

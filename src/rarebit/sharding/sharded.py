@@ -158,7 +158,7 @@ class ShardedRows(nn.Module):
         """Return the sums of the bags' rows, `(B, S, D)`; ids and lengths come slot after slot."""
         from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-        ids = KeyedJaggedTensor(keys=self._keys, values=values.long(), lengths=lengths)
+        ids = KeyedJaggedTensor(keys=self._keys, values=values, lengths=lengths)
         found = self._bags[0](ids).wait()
         if self._order is None:
             self._order = torch.tensor(
@@ -421,10 +421,9 @@ def shard(
     many rows as the others in each step, `batch_size` together. `whole_rows` is for optimizers that keep one number per row, as row-wise Adagrad does.
     Wrap the model in DistributedDataParallel for a loop of your own.
 
-    >>> torch.distributed.init_process_group("gloo")  # doctest: +SKIP
-    >>> model = shard(nn.Sequential(nn.Embedding(1_000_000, 16)), say=print)  # doctest: +SKIP
-    0      1,000,000 x 16   row    on 0 to 1      whole, one process would hold 2.0 times its fair share
-    tables over 2 processes: 32.0 to 32.0 MB of weights each
+    >>> shard(nn.Sequential(nn.Embedding(1_000_000, 16)))
+    Traceback (most recent call last):
+    rarebit.errors.SettingsError: shard needs the processes to know each other: start them with torchrun, and call ...
     """
     require(
         dist.is_available() and dist.is_initialized(),
