@@ -32,6 +32,13 @@ def test_auto_cuts_what_one_process_should_not_hold_and_says_why():
     assert "the process that holds least so far" in text
 
 
+@pytest.mark.parametrize(("rows", "kind"), [(3, "table"), (4, "row"), (5, "table"), (7, "row")])
+def test_a_table_is_cut_by_rows_only_where_every_process_gets_some(rows, kind):
+    [placement] = make_plan([TableSize("day", rows, 8)], 4, "row").placements
+    assert placement.kind == kind
+    assert all(piece.rows for piece in placement.pieces)
+
+
 def test_a_plan_may_name_the_kind_of_some_tables():
     plan = make_plan(SIZES, 2, {"item": "column"})
     kinds = {placement.table.name: placement.kind for placement in plan.placements}
