@@ -14,6 +14,8 @@ averaged, too, by `average_gradients` or by DistributedDataParallel, which leave
 """
 
 import logging
+import platform
+import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -27,7 +29,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from rarebit.errors import UnsupportedTableError, import_extra
+from rarebit.errors import (
+    MissingExtraError,
+    TrainingError,
+    UnsupportedTableError,
+    import_extra,
+)
 from rarebit.machine import require_memory
 from rarebit.settings import require
 from rarebit.sharding.plan import (
@@ -318,10 +325,20 @@ def device_of_process() -> torch.device:
 
 def require_torchrec() -> None:
     """Raise where TorchRec is not installed."""
+    has_wheels = sys.platform == "linux" and platform.machine() == "x86_64"
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # about names that torch has deprecated
         for package in ("fbgemm_gpu", "torchrec"):
-            import_extra(package, "torchrec", "a table over several processes")
+            try:
+                import_extra(package, "torchrec", "a table over several processes")
+            except MissingExtraError as error:
+                then = (
+                    ", and then: pip install --no-deps torchrec==1.8.0"
+                    if has_wheels
+                    else "; its wheels are for Linux on x86-64: elsewhere train in one process, or copies of the model with "
+                    "DistributedDataParallel"
+                )
+                raise TrainingError(f"{error}{then}") from error
     # in its steps it uses names that torch has deprecated, and says so in every process
     warnings.filterwarnings("ignore", message=r"`torch\.distributed\.", category=FutureWarning)
     logging.getLogger("torch.fx._symbolic_trace").setLevel(logging.ERROR)
