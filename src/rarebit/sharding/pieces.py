@@ -149,25 +149,24 @@ def write_pieces(target: Path, state: Mapping[str, Any], layout: Layout, group: 
     structure, tensors = _apart(state, layout)
     if rank == 0:
         DISK.remove(partial)  # what a killed run left
-    with _quietly():
-        dist.barrier(group)
-        writer = FileSystemWriter(partial)
-        save(tensors, storage_writer=writer, process_group=group)
-        own = {path.name: _described(path) for path in partial.glob(f"__{rank}_*")}
-        files: list[Any] = [None] * dist.get_world_size(group)
-        dist.all_gather_object(files, own, group=group)
-        if rank == 0:
-            every = {name: facts for part in files for name, facts in part.items()}
-            values = {
-                "files": {**every, METADATA: _described(partial / METADATA)},
-                "state": structure,
-            }
-            values[OWN] = own_checksum(values, OWN)
-            write_json(partial / DESCRIPTION, values, error=CheckpointError)
-            sync_tree(partial, DISK)
-            DISK.rename(partial, target)
-            DISK.sync_folder(target.parent)
-        dist.barrier(group)
+    dist.barrier(group)
+    writer = FileSystemWriter(partial)
+    save(tensors, storage_writer=writer, process_group=group)
+    own = {path.name: _described(path) for path in partial.glob(f"__{rank}_*")}
+    files: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(files, own, group=group)
+    if rank == 0:
+        every = {name: facts for part in files for name, facts in part.items()}
+        values = {
+            "files": {**every, METADATA: _described(partial / METADATA)},
+            "state": structure,
+        }
+        values[OWN] = own_checksum(values, OWN)
+        write_json(partial / DESCRIPTION, values, error=CheckpointError)
+        sync_tree(partial, DISK)
+        DISK.rename(partial, target)
+        DISK.sync_folder(target.parent)
+    dist.barrier(group)
 
 
 def _described(path: Path) -> dict[str, Any]:
