@@ -1,7 +1,7 @@
 """The public names: what `rarebit.NAME` is."""
 
 from rarebit import __version__, pruning, research, transfer
-from rarebit.callbacks import Callback, TrainingMethod
+from rarebit.callbacks import Callback, LogTo, TrainingMethod
 from rarebit.codes.packed import pack_
 from rarebit.data.dataset import Dataset
 from rarebit.data.prepare import prepare
@@ -20,6 +20,7 @@ from rarebit.methods.quantize import Quantize
 from rarebit.methods.shrinkage import Shrinkage
 from rarebit.methods.tail import Tail
 from rarebit.pruning.pep import PEP
+from rarebit.report.report import report
 from rarebit.row_gradients.seam import RowGradients
 from rarebit.study.improve import Improvement, improve
 from rarebit.study.plan import StudyPlan
@@ -50,6 +51,7 @@ __all__ = [
     "HarmlessTransfer",
     "Hashing",
     "Improvement",
+    "LogTo",
     "LowRank",
     "Method",
     "MultiEmbedding",
@@ -87,6 +89,7 @@ __all__ = [
     "predict",
     "prepare",
     "pruning",
+    "report",
     "research",
     "run",
     "save_model",

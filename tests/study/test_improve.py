@@ -19,7 +19,7 @@ from torch import nn
 import rarebit as rb
 from rarebit.data.synthetic import generate
 from rarebit.errors import SettingsError, StudyError
-from rarebit.report.report import report
+from rarebit.report.report import page_of
 from rarebit.study.improve import (
     LADDER,
     Facts,
@@ -174,7 +174,7 @@ def test_a_model_of_ones_own_is_improved_by_a_plan_that_was_fixed_first(tmp_path
         assert found.verdict.startswith("Keep what you have")
     assert all(one.control == "tuned" for one in cell.methods)
     assert {run.seed for run in cell.variant("tuned").runs} == {0, 1}
-    assert found.verdict in report(tmp_path).replace("&#x27;", "'")
+    assert found.verdict in page_of(tmp_path).replace("&#x27;", "'")
 
 
 def test_coded_models_are_what_is_compared_and_shipped(tmp_path):
@@ -205,7 +205,7 @@ def test_a_call_whose_time_is_over_proves_nothing_and_goes_on(tmp_path):
     assert (found.outcome, found.model) == ("stopped", None)
     assert "the time was over before anything was proven" in found.verdict
     assert "stopped" in {one["fate"] for one in stored_in(tmp_path / "one")["improvement"]["race"]}
-    assert "Keep what you have" in report(tmp_path / "one")
+    assert "Keep what you have" in page_of(tmp_path / "one")
     found, _ = own(tmp_path / "one")
     other, _ = own(tmp_path / "two")
     assert found.verdict == other.verdict

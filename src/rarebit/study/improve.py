@@ -190,15 +190,16 @@ class Round(NamedTuple):
 def rounds_of(methods: int, trials: int) -> list[Round]:
     """Return the rounds of a race: each halves the methods and gives those that are left more settings.
 
+    In the first one all have one setting, which also tells how long runs take.
+
     >>> rounds_of(3, 9)
-    [Round(methods=3, trials=2), Round(methods=2, trials=4), Round(methods=1, trials=9)]
+    [Round(methods=3, trials=1), Round(methods=2, trials=3), Round(methods=1, trials=9)]
     """
-    if not methods:
-        return [Round(0, trials)]
-    num = math.ceil(math.log2(methods)) + 1
+    num = max(math.ceil(math.log2(max(methods, 1))) + 1, 1 + (trials > 1))
     found, left = [], methods
-    for place in range(1, num + 1):
-        found.append(Round(left, max(round(trials ** (place / num)), 1)))
+    for place in range(num):
+        share = place / (num - 1) if num > 1 else 1.0
+        found.append(Round(left, max(round(trials**share), 1)))
         left = math.ceil(left / 2)
     return found
 
