@@ -9,6 +9,6 @@ STORED = {
     "backtest": RESULTS / "backtest-ml-1m.json",
     "frontiers": RESULTS / "compression.json",
 }
-MADE = ("run", "compressed", "pruned", "fresh study")
+MADE = ("run", "compressed", "pruned", "fresh study", "improvement")
 KINDS = [*STORED, *MADE]
 HOSTILE = "a<script>alert(1)</script>&\"'\u202eb\x1b[31m"

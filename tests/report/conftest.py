@@ -8,6 +8,7 @@ from report_kinds import STORED
 
 import rarebit as rb
 from rarebit.machine import machine
+from rarebit.models.fm import FM
 from rarebit.pruning import PruneSettings, prune_run
 from rarebit.storage.files import write_json
 from rarebit.training.compress import TrainedRun, compress_run, frontier
@@ -38,6 +39,10 @@ def made(tmp_path_factory):
     rb.study(
         folder / "fresh study", methods="baseline,low-rank", model={"name": "fm", "dim": 4}, data={"rows": 3000},
         training={"epochs": 3, "batch_size": 256}, seeds=2, trials=3, workers=1, device="cpu", progress=False,
+    )  # fmt: skip
+    rb.improve(
+        lambda: FM(splits.train.schema, dim=4), *splits, folder=folder / "improvement", size="1/4",
+        training={"epochs": 8, "batch_size": 256}, trials=1, seeds=2, device="cpu", progress=False, say=lambda line: None,
     )  # fmt: skip
     return folder
 

@@ -239,7 +239,9 @@ def test_what_cannot_be_improved_is_refused(tmp_path):
 def test_shuffled_labels_are_no_reason_to_change_anything(seed, tmp_path):
     found, _ = own(tmp_path, shuffled=seed, seeds=3, training={**TINY, "epochs": 8})
     assert found.outcome == "keep", found.verdict
-    assert found.verdict.startswith("Keep what you have: nothing that was tried ranks better than")
+    assert found.verdict.startswith(
+        "Keep what you have: nothing that was tried is proven to rank better than"
+    )
     assert found.model is None
 
 

@@ -901,7 +901,9 @@ class _Proof:
             self.caveats.append(
                 f"{name} was not proven better: {self._why_not(ours.summary, rows)}."
             )
-        self.verdict = f"Keep what you have: nothing that was tried ranks better than {control}."
+        self.verdict = (
+            f"Keep what you have: nothing that was tried is proven to rank better than {control}."
+        )
         if (
             self.job.size is not None
             and len(self.plain.coded.runs) > 1
@@ -912,7 +914,7 @@ class _Proof:
                 self.outcome, self.chosen = "smaller", self.plain
                 self.verdict = (
                     f"Keep what you have, in fewer bytes: {self._bytes(self.plain)} instead of {size(before)}, AUC "
-                    f"{ours.mean:+.4f} ({ours.equivalence_low:+.4f} to {ours.equivalence_high:+.4f}); nothing that was tried ranks "
+                    f"{ours.mean:+.4f} ({ours.equivalence_low:+.4f} to {ours.equivalence_high:+.4f}); nothing that was tried is proven to rank "
                     f"better than {control}."
                 )
                 self._tell(self.plain)
