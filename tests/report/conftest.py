@@ -42,7 +42,7 @@ def made(tmp_path_factory):
     )  # fmt: skip
     rb.improve(
         lambda: FM(splits.train.schema, dim=4), *splits, folder=folder / "improvement", size="1/4",
-        training={"epochs": 8, "batch_size": 256}, trials=1, seeds=2, device="cpu", progress=False, say=lambda line: None,
+        training={"epochs": 4, "batch_size": 256}, trials=1, seeds=2, device="cpu", progress=False, say=lambda line: None,
     )  # fmt: skip
     return folder
 

@@ -200,6 +200,7 @@ def test_coded_models_are_what_is_compared_and_shipped(tmp_path):
         assert found.model is None
 
 
+@pytest.mark.slow
 def test_a_call_whose_time_is_over_proves_nothing_and_goes_on(tmp_path):
     found, _ = own(tmp_path / "one", minutes=1e-6)
     assert (found.outcome, found.model) == ("stopped", None)
@@ -221,7 +222,8 @@ def test_a_call_whose_time_is_over_proves_nothing_and_goes_on(tmp_path):
 
 
 def test_what_cannot_be_improved_is_refused(tmp_path):
-    own(tmp_path / "one", minutes=1e-6)
+    found, _ = own(tmp_path / "one", minutes=1e-6)
+    assert (found.outcome, found.model) == ("stopped", None)
     with pytest.raises(StudyError, match="holds an improvement of other settings; choose another"):
         own(tmp_path / "one", size="1/2")
     with pytest.raises(SettingsError, match="size must be like"):

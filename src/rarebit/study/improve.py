@@ -264,7 +264,7 @@ def improve(
 
     >>> import tempfile
     >>> found = improve(
-    ...     data={"rows": 2500, "seed": 1}, model={"name": "fm", "dim": 4}, training={"epochs": 8, "batch_size": 256},
+    ...     data={"rows": 2500, "seed": 1}, model={"name": "fm", "dim": 4}, training={"epochs": 1, "batch_size": 256},
     ...     folder=tempfile.mkdtemp(), trials=1, seeds=2, workers=1, device="cpu", progress=False, say=lambda line: None)
     >>> found.outcome in ("better", "smaller", "keep")
     True
