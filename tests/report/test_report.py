@@ -6,7 +6,8 @@ import re
 from html.parser import HTMLParser
 
 import pytest
-from report_kinds import HOSTILE, KINDS, STORED
+from capabilities import slow_after
+from report_kinds import HOSTILE, KINDS, QUICK, STORED
 
 import rarebit as rb
 from rarebit.errors import ReportError
@@ -46,7 +47,7 @@ def read(page):
     return "".join(parser.parts)
 
 
-@pytest.mark.parametrize("kind", KINDS, indirect=True)
+@pytest.mark.parametrize("kind", slow_after(KINDS, quick=QUICK), indirect=True)
 def test_a_page_is_one_small_file_without_references(kind):
     page = page_of(kind)
     read(page)
