@@ -71,7 +71,7 @@ NUMBERS, CODES, ONE = (4, 16), (16, 64), (16,)
 TRAINED: dict[str, tuple[int, ...]] = {
     NARROW: NUMBERS,
     **dict.fromkeys(("hashing", "qr", "robe", "cafe", "tt-rec"), NUMBERS),
-    "mgqe": CODES,
+    **dict.fromkeys(("mgqe", "dpq", "mpe"), CODES),
     **dict.fromkeys(("dhe", "mixed-dimensions", "pruned:epochs=10"), ONE),
 }
 """Of the plan: what trains smaller tables, and its sizes."""

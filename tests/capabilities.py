@@ -60,6 +60,18 @@ needs_browser = needs(
     "it needs chromium and the package playwright",
 )
 """For tests of pages in a real browser."""
+TRITON_DEVICE = "cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda"
+"""Where Triton runs. It interprets its kernels on the CPU if it is installed and TRITON_INTERPRET=1."""
+needs_triton = needs(
+    "Triton",
+    TRITON_DEVICE == "cpu" or torch.cuda.is_available(),
+    "no CUDA device is visible, and TRITON_INTERPRET is not 1",
+)
+needs_interpreter = needs(
+    "Triton's interpreter",
+    TRITON_DEVICE == "cpu",
+    "TRITON_INTERPRET is not 1, and an assertion on a GPU would end the work of the process",
+)
 needs_cuda = needs("CUDA", torch.cuda.is_available(), "no CUDA device is visible")
 
 

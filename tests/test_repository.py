@@ -30,6 +30,7 @@ FOLDERS = [
     "data",
     "tables",
     "row_gradients",
+    "sharding",
     "sets",
     "codes",
     "callbacks",
@@ -73,12 +74,14 @@ EXTRA_PACKAGES = {
     "data/raw": {"polars", "pyarrow"},
     "data/sources": {"polars"},
     "export/raw.py": {"polars"},
+    "sharding/sharded.py": {"torchrec"},
     "serving": {"orjson", "starlette", "uvicorn"},
 }
 # (file, package): an optional package that a function of a core file may import where it uses it.
 GUARDED_IMPORTS = {
     ("diagnosis/plots.py", "matplotlib"),
     ("pruning/_plots.py", "matplotlib"),
+    ("codes/rows_triton.py", "triton"),
     ("training/row_triton.py", "triton"),
 }
 """Packages that a file does without where they are missing, or imports for a type checker."""

@@ -41,6 +41,7 @@ CONSTRAINTS = ROOT / "constraints.txt"
 OWNER = VENV / "rarebit-owner.json"
 STAMP = VENV / "rarebit-stamp.json"
 
+TORCHREC = "torchrec"
 OLDEST_TORCH = (2, 6)
 CORE_MB = 20  # without torch
 DOWNLOAD_MB = {
@@ -54,6 +55,7 @@ DOWNLOAD_MB = {
     "serve": 25,
     "study": 35,
     "test": 90,
+    TORCHREC: 15,
 }
 
 
@@ -83,10 +85,8 @@ def main(extras: list[str]) -> None:
     STAMP.unlink(missing_ok=True)
     if not same_base:
         create(torch)
-    install(sorted(wanted | installed), constraints_for(torch, CONSTRAINTS.read_text()))
-    STAMP.write_text(
-        json.dumps({"base": base, "inputs": inputs, "extras": sorted(wanted | installed)})
-    )
+    done = install(wanted | installed, constraints_for(torch, CONSTRAINTS.read_text()))
+    STAMP.write_text(json.dumps({"base": base, "inputs": inputs, "extras": sorted(done)}))
     say("environment .venv is ready")
 
 
@@ -198,19 +198,33 @@ def create(torch: Torch | None) -> None:
         (Path(site_packages) / "rarebit-torch.pth").write_text(torch.folder + "\n")
 
 
-def install(extras: list[str], constraints: str) -> None:
-    """Install the package, editable, and see that torch works."""
+def install(extras: set[str], constraints: str) -> set[str]:
+    """Install the package, editable, see that torch works, and return the extras that are there."""
     file = VENV / "constraints.txt"
     file.write_text(constraints)
-    pip = [str(PYTHON), "-m", "pip", "install", "--disable-pip-version-check"]
+    # "all" would bring what not every platform has
+    plain = sorted(extras - {"all", TORCHREC})
     # Runs in the project, so that the requirement is a plain "." whatever the folder is called.
-    done = subprocess.run(
-        [*pip, "-c", str(file), "-e", f".[{','.join(extras)}]"], cwd=ROOT, check=False
-    )
-    if done.returncode:
+    if not pip(file, "-e", f".[{','.join(plain)}]"):
         fail("pip could not install the packages, see above; run the same command again to retry")
     if not can_import_torch():
         fail(f"the installed torch cannot be imported; see: {PYTHON} -c 'import torch'")
+    if TORCHREC not in extras:
+        return extras
+    # TorchRec's own requirements are those of its CUDA build
+    if pip(file, "-e", f".[{TORCHREC}]") and pip(
+        file, "--no-deps", "--only-binary=:all:", TORCHREC
+    ):
+        return extras
+    say("this platform has no TorchRec; its tests are skipped")
+    return extras - {"all", TORCHREC}
+
+
+def pip(constraints: Path, *words: str) -> bool:
+    """Install packages; return whether that was possible."""
+    command = [str(PYTHON), "-m", "pip", "install", "--disable-pip-version-check"]
+    done = subprocess.run([*command, "-c", str(constraints), *words], cwd=ROOT, check=False)
+    return done.returncode == 0
 
 
 def can_import_torch() -> bool:

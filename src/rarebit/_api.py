@@ -21,6 +21,9 @@ from rarebit.methods.shrinkage import Shrinkage
 from rarebit.methods.tail import Tail
 from rarebit.pruning.pep import PEP
 from rarebit.row_gradients.seam import RowGradients
+from rarebit.sharding.pieces import save_shards, unshard
+from rarebit.sharding.sharded import shard
+from rarebit.study.improve import Improvement, improve
 from rarebit.study.plan import StudyPlan
 from rarebit.study.results import StudyResult
 from rarebit.study.study import study
@@ -48,6 +51,7 @@ __all__ = [
     "Forgetting",
     "HarmlessTransfer",
     "Hashing",
+    "Improvement",
     "LowRank",
     "Method",
     "MultiEmbedding",
@@ -75,6 +79,7 @@ __all__ = [
     "fit",
     "forget_",
     "grow_",
+    "improve",
     "information_abundance",
     "load_model",
     "measure_sensitivity",
@@ -87,8 +92,11 @@ __all__ = [
     "research",
     "run",
     "save_model",
+    "save_shards",
     "set_counts_",
+    "shard",
     "study",
     "transfer",
+    "unshard",
     "update",
 ]

@@ -51,6 +51,7 @@ WALK = {
     "diagnose run --out figures --no-plots": "",
     "diagnose run --out figures": "plots",
     "compress run --size 1/4 --out small": "",
+    "improve --data synthetic --size nonsense": "none",
     "report run": "",
     "export run --ids --out run.onnx": "export",
     "export run --ids --to pt2 --out run.pt2": "",

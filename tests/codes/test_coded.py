@@ -13,7 +13,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 import torch
-from capabilities import needs, needs_cuda
+from capabilities import TRITON_DEVICE, needs, needs_cuda, needs_interpreter, needs_triton
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
@@ -22,7 +22,7 @@ from torch.testing import assert_close
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import rarebit as rb
-from rarebit.codes import coded
+from rarebit.codes import coded, rows_triton
 from rarebit.codes.coded import (
     CodedKernel,
     CodedStack,
@@ -729,12 +729,82 @@ def test_a_library_that_is_wrong_gives_no_kernel(tmp_path, monkeypatch, right, w
     assert list((tmp_path / "cache").rglob("*.so")) == []
 
 
+# ---- the kernel of GPUs
+
+
+def by_triton(table: CodedTable | CodedStack, ids: Tensor) -> Tensor:
+    """Return rows by the kernel. On the CPU Triton interprets it, and a table does not take it by itself."""
+    module, ids = copy.deepcopy(table).to(TRITON_DEVICE), ids.to(TRITON_DEVICE)
+    slots = ids if isinstance(module, CodedStack) else ids.unsqueeze(-1)
+    rows = rows_triton.coded_rows(slots, module.blob, module.decoder, module.tables)
+    return (rows if isinstance(module, CodedStack) else rows.squeeze(-2)).cpu()
+
+
+@needs_triton
+@pytest.mark.parametrize("by_row", [False, True])
+@pytest.mark.parametrize("width", WIDTHS)
+def test_the_kernel_of_gpus_gives_the_bits_of_torch(width, by_row):
+    for directions, classes, most_bits in ((0, 1, 8), (3, 5, 1), (8, 16, 8), (33, 2, 3)):
+        layout, numbers = drawn(70, width, directions, classes, by_row=by_row, most_bits=most_bits)
+        table = table_of(layout, numbers)
+        for ids in (torch.randint(70, (23, 6)), torch.arange(70), torch.zeros(0, 3).long()):
+            assert same_bits(by_triton(table, ids), by_torch(table, ids))
+
+
+@needs_triton
+@pytest.mark.parametrize("forms", ["rrr", "bbb", "brb"])
+def test_the_kernel_of_gpus_looks_up_a_stack(forms):
+    stack = CodedStack(METHOD, some_tables(forms), (1, 2, 1))
+    ids = (torch.rand(77, 4) * stack.decoder.num_rows[stack.tables]).long()
+    assert same_bits(by_triton(stack, ids), stack.decoder(stack.blob, ids, stack.tables))
+
+
+@needs_triton
+def test_the_kernel_of_gpus_knows_more_classes_than_a_byte():
+    layout, numbers = drawn(300, 4, 3, 16, by_row=True)
+    stack = CodedStack(METHOD, [table_of(layout, numbers) for _ in range(17)], (1,) * 17)
+    assert stack.decoder.row_class.dtype == torch.int16
+    ids = torch.randint(300, (9, 17))
+    assert same_bits(by_triton(stack, ids), stack.decoder(stack.blob, ids, stack.tables))
+
+
+@needs_interpreter
+@pytest.mark.parametrize("wrong", [-1, 70, 2**40])
+def test_the_kernel_of_gpus_does_not_read_beyond(wrong):
+    table = table_of(*drawn(70, 8, 3, 2))
+    with pytest.raises(RuntimeError, match="an id has no row in its coded or packed table"):
+        by_triton(table, torch.tensor([3, wrong]))
+
+
 @needs_cuda
 @pytest.mark.parametrize("forms", ["rrr", "brb"])
-def test_rows_on_a_gpu_are_those_of_the_cpu(forms):
+def test_rows_and_bags_on_a_gpu_are_those_of_the_cpu_and_can_be_recorded(forms, monkeypatch):
     tables = some_tables(forms)
-    stack = CodedStack(METHOD, tables, (1, 1, 1))
-    ids = torch.stack([torch.randint(t.num_embeddings, (77,)) for t in tables], 1)
-    expected = stack(ids)
-    assert same_bits(stack.cuda()(ids.cuda()).cpu(), expected)
+    stack, bag = (
+        CodedStack(METHOD, tables, (1, 1, 1)),
+        Bag(copy.deepcopy(tables[0]), mode="sum", include_last_offset=False),
+    )
+    calls, kernel = [], rows_triton.coded_rows
+
+    def counted(*given):
+        calls.append(1)
+        return kernel(*given)
+
+    monkeypatch.setattr(rows_triton, "coded_rows", counted)
+    ids, other = (
+        torch.stack([torch.randint(t.num_embeddings, (77,)) for t in tables], 1) for _ in range(2)
+    )
+    expected, later = stack(ids), stack(other)
+    pooled = bag(ids[:, 0], torch.tensor([0, 7, 7]))
+    place = ids.cuda()
+    assert same_bits(stack.cuda()(place).cpu(), expected)
     assert stack.decoder.terms.is_cuda
+    found = bag.cuda()(place[:, 0], torch.tensor([0, 7, 7], device="cuda"))
+    assert_close(found.cpu(), pooled)  # sums of many rows
+    assert len(calls) == 2
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):  # nothing waits for the device
+        rows = stack(place)
+    place.copy_(other)
+    graph.replay()
+    assert same_bits(rows.cpu(), later)

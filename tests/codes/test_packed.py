@@ -1,10 +1,17 @@
 """A packed table against the dense one that it was made from."""
 
+import copy
 import math
 
 import pytest
 import torch
-from capabilities import needs_cuda, needs_package
+from capabilities import (
+    TRITON_DEVICE,
+    needs_cuda,
+    needs_interpreter,
+    needs_package,
+    needs_triton,
+)
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
@@ -12,7 +19,7 @@ from torch.nn import functional as F
 from torch.testing import assert_close
 
 import rarebit as rb
-from rarebit.codes import packed
+from rarebit.codes import packed, rows_triton
 from rarebit.codes.packed import (
     Pack,
     PackedTable,
@@ -354,6 +361,35 @@ def test_a_packed_table_takes_no_further_method():
         UnsupportedTableError, match=r"Hashing\(buckets=3\) cannot be applied to a packed"
     ):
         table.receive(rb.Hashing(buckets=3))
+
+
+def by_triton(table: PackedTable, ids: Tensor) -> Tensor:
+    """Return rows by the kernel of GPUs. On the CPU Triton interprets it, and a table does not take it by itself."""
+    module, ids = copy.deepcopy(table).to(TRITON_DEVICE), ids.to(TRITON_DEVICE)
+    shape, scale = (module.num_embeddings, module.embedding_dim), module._buffers.get("scale")
+    with torch.no_grad():
+        rows = rows_triton.packed_rows(
+            *(ids.reshape(-1), module.parts, module.before, shape, module.longest, scale)
+        )
+    return rows.view(*ids.shape, module.embedding_dim).cpu()
+
+
+@needs_triton
+@pytest.mark.parametrize("bits", [None, 8])
+@pytest.mark.parametrize("width", [1, 9, 33, 300])
+def test_the_kernel_of_gpus_gives_the_bits_of_torch(width, bits):
+    for kept in KEPT:
+        table = Pack(bits=bits).wrap(dense(sparse_weight(150, width, kept, rows_kept=0.6)))
+        for ids in (torch.randint(150, (11, 3)), torch.arange(150), torch.zeros(0).long()):
+            assert torch.equal(by_triton(table, ids), by_torch(table, ids))
+
+
+@needs_interpreter
+@pytest.mark.parametrize("wrong", [-1, 90, 2**40])
+def test_the_kernel_of_gpus_does_not_read_beyond(wrong):
+    table = Pack().wrap(dense(sparse_weight(90, 9, 0.2)))
+    with pytest.raises(RuntimeError, match="an id has no row in its coded or packed table"):
+        by_triton(table, torch.tensor([3, wrong]))
 
 
 @needs_cuda

@@ -68,6 +68,14 @@ METHODS = {
             ({"hidden": 2, "layers": 0}, "layers must be at least 1, got layers=0"),
         ),
     ),
+    "dpq": Line(
+        settings={"pieces": 2, "bits": 2, "frozen": False},
+        stored=lambda rows, width: rows * width + 2 * 4 * width,
+        bad=(
+            ({"pieces": 0}, "pieces must be at least 1, got pieces=0"),
+            ({"pieces": 2, "bits": 9}, "bits must be from 1 to 8, got bits=9"),
+        ),
+    ),
     "evidence-coding": Line(
         settings={"size": 0.9, "counts": 7, "sensitivity": None},
         stored=lambda rows, width: rows * width,
@@ -211,6 +219,16 @@ METHODS = {
             ({"std": 0.0}, "std must be more than 0 and finite, got std=0.0"),
             ({"std": float("inf")}, "std must be finite, got inf"),
             ({"init": "old"}, "init must be one of 'fresh', 'keep', got 'old'"),
+        ),
+    ),
+    "mpe": Line(
+        settings={"bits": 2.5, "group": 4, "search": 2, "stage": "settled"},
+        stored=lambda rows, width: rows * width + width + 6,
+        bad=(
+            ({"bits": 0.0}, "bits must be above 0 and at most 6, got 0.0"),
+            ({"bits": 2.0, "group": 0}, "group must be at least 1, got group=0"),
+            ({"bits": 2.0, "search": 0}, "search must be at least 1, got search=0"),
+            ({"bits": 2.0, "stage": "done"}, "stage must be .* got 'done'"),
         ),
     ),
     "multi-embedding": Line(

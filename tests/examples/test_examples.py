@@ -15,7 +15,8 @@ from capabilities import needs_package
 
 ROOT = Path(__file__).resolve().parents[2]
 FOLDER = ROOT / "examples"
-NAMES = sorted(path.stem for path in FOLDER.glob("[!_]*.py"))
+WITHOUT_TRANSFER = {"torchrec_dlrm"}
+NAMES = sorted({path.stem for path in FOLDER.glob("[!_]*.py")} - WITHOUT_TRANSFER)
 NEEDS = {"hugging_face": "transformers", "lightning_manual": "lightning"}
 OURS = [name for name in NAMES if name not in NEEDS]
 TRAININGS = {"tied_language_model": 3}
@@ -32,7 +33,7 @@ each = pytest.mark.parametrize(
 def run(name):
     """Return what an example prints."""
     environment = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"}
-    flags = [] if name in NEEDS else ["-W", "error"]  # warnings of optional packages are theirs
+    flags = [] if name in {*NEEDS, *WITHOUT_TRANSFER} else ["-W", "error"]  # warnings of optional packages are theirs
     command = [sys.executable, *flags, str(FOLDER / f"{name}.py")]
     done = subprocess.run(
         command, env=environment, capture_output=True, text=True, timeout=300, check=False
@@ -89,6 +90,18 @@ def test_own_loop_explains_an_item():
 @pytest.mark.slow
 def test_both_processes_have_the_same_table():
     assert "the tables of both processes are equal: True" in run("ddp")
+
+
+@pytest.mark.slow
+@needs_package("fbgemm_gpu")
+@needs_package("torchrec")
+def test_torchrecs_own_model_trains_in_two_processes_and_ends_plain():
+    output = run("torchrec_dlrm")
+    first, last = re.findall(r"^step \d+: loss (\S+)$", output, re.MULTILINE)
+    assert float(last) < 0.9 * float(first)
+    [spread, plain] = re.findall(r"rows: loss (\S+)$", output, re.MULTILINE)
+    assert float(spread) == pytest.approx(float(plain), abs=2e-6)
+    assert "its tables: ['EmbeddingBag']" in output
 
 
 @pytest.mark.parametrize("name", NAMES)

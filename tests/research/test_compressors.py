@@ -14,7 +14,7 @@ NAMES = [name for name in technique_names() if issubclass(technique_class(name),
 
 
 def test_all_compressors_are_found():
-    assert len(NAMES) >= 7
+    assert len(NAMES) >= 9
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -33,7 +33,8 @@ def test_a_run_is_sized_by_a_share_of_all_tables(name):
     (method,) = expression.build(shapes, 0.25)
     model = nn.ModuleList(nn.Embedding(*shape) for shape in shapes)
     changes = rb.apply_(model, method, verbose=False)
-    assert "2" in dict(changes.skipped)  # a table of nine rows stays plain
+    # a table of nine rows stays plain where it would become larger
+    assert ("2" in dict(changes.skipped)) == (method.stored(9, 16) > 9 * 16)
     assert 0.15 < method.kept(shapes) <= 0.25
 
 

@@ -202,3 +202,16 @@ def test_a_worker_stops_after_its_step_when_its_input_ends(tmp_path):
     assert process.returncode == 1
     assert list((folder / "checkpoints").glob("at-*"))
     assert not (folder / "result.json").exists()
+
+
+@pytest.mark.slow
+def test_a_run_whose_process_someone_else_stops_is_started_again(tmp_path, undisturbed, computed):
+    with start(tmp_path) as process:
+        assert "runs, " in process.stderr.readline()
+        assert ": AUC " in process.stderr.readline()
+        for worker in workers_of(process):
+            signal.pidfd_send_signal(worker, signal.SIGTERM)
+            os.close(worker)
+        told = process.stderr.read()
+    assert process.returncode == 0, told
+    assert computed(tmp_path / "study") == undisturbed

@@ -30,6 +30,7 @@ BENCHES = {
     "quantize": "tables",
     "row_gradients": "steps",
     "rows": "tables",
+    "scale": "scale",
     "serve": "serving",
     "shrinkage": "steps",
     "spectrum": "tables",

@@ -21,10 +21,13 @@ from rarebit.cli.compress import compress
 from rarebit.cli.demo import demo
 from rarebit.cli.diagnose import diagnose_command
 from rarebit.cli.export import export_command
+from rarebit.cli.improve import EXAMPLES as IMPROVE_EXAMPLES
+from rarebit.cli.improve import improve
 from rarebit.cli.methods import methods
 from rarebit.cli.predict import predict_
 from rarebit.cli.prune import prune
 from rarebit.cli.report import report_command
+from rarebit.cli.reshard import reshard
 from rarebit.cli.serve import serve
 from rarebit.cli.train import train
 from rarebit.cli.update import EXAMPLES as UPDATE_EXAMPLES
@@ -38,6 +41,8 @@ rarebit demo
 rarebit data prepare clicks.csv --label click --out data/clicks
 
 rarebit compare --data data/clicks --model deepfm --methods baseline,low-rank,hashing --seeds 5
+
+rarebit improve --data data/clicks --model dcn_v2 --size 1/16 --minutes 60 --out improved
 
 rarebit backtest clicks.parquet --label click --time timestamp --by week --policies grow,fixed,retrain
 
@@ -145,6 +150,8 @@ app.add_typer(
     )
 )
 app.command()(train)
+app.command()(reshard)
+app.command(epilog=IMPROVE_EXAMPLES)(improve)
 app.command(epilog=UPDATE_EXAMPLES)(update)
 app.command(epilog=COMPRESS_EXAMPLES)(compress)
 app.command()(prune)

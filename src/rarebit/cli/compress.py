@@ -60,7 +60,7 @@ def compress(  # noqa: PLR0917  # typer calls it by name
         "how small? Give --size 1/16, or --loss 0.001 for the smallest size that loses no more, or look at "
         "--frontier first",
     )
-    share = _size(size)
+    share = None if size is None else opt.size_or_share(size)
     if given:
         check_size(share, loss)
     folder = out or opt.new_folder(f"{run.resolve().name}-small")
@@ -81,13 +81,6 @@ def compress(  # noqa: PLR0917  # typer calls it by name
     if found is not None:
         _show(found, f"{trained.settings.model} from {run}")
     write_page(folder)
-
-
-def _size(text: str | None) -> str | float | None:
-    try:
-        return None if text is None else float(text)
-    except ValueError:
-        return text
 
 
 def _show(found: "CompressedRun", title: str) -> None:

@@ -81,7 +81,12 @@ SchemaOption = Annotated[
 PartArgument = Annotated[
     Path, Argument(help="A folder made by rarebit data count.", readable=False)
 ]
-LabelOption = Annotated[str | None, Option(help="The label column: 1 for a click, else 0.")]
+LabelOption = Annotated[
+    str | None,
+    Option(
+        help='The label column: 1 for a click, else 0. Or what counts as 1: "rating>=4", "income=>50K".'
+    ),
+]
 SplitOption = Annotated[
     str | None, Option(help="random (8:1:1, the default), order, time, user, or given (see --by).")
 ]

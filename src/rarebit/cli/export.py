@@ -60,7 +60,7 @@ def export_command(  # noqa: PLR0917  # typer calls it by name
     chosen: Format = choose_format(to)
 
     def write(run: Path, target: Path, since: Path | None = None) -> "Exported":
-        rows, facts = _rows_and_facts(run)
+        rows, facts = rows_and_facts(run)
         return export(
             load_model(run),
             target,
@@ -87,7 +87,7 @@ def export_command(  # noqa: PLR0917  # typer calls it by name
         screen.line(f"Serve it: rarebit serve {target}")
 
 
-def _rows_and_facts(run: Path) -> "tuple[Dataset | None, dict[str, Any]]":
+def rows_and_facts(run: Path) -> "tuple[Dataset | None, dict[str, Any]]":
     """Return rows of the log that the model has not learned, where they are at hand, and what is known of the training."""
     from rarebit.training.run import read_facts, read_run
     from rarebit.training.settings import PreparedLog, load_splits

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, NoReturn, cast
 from typer import Option
 
 from rarebit.cli import screen
-from rarebit.errors import SettingsError, TrainingInterrupted
+from rarebit.errors import RarebitError, SettingsError, TrainingInterrupted
 from rarebit.machine import OtherLoad, allowed_cores, free_cores
 from rarebit.machine import choose_device as find_device
 from rarebit.settings import offered, require
@@ -27,6 +27,7 @@ from rarebit.technique import (
 if TYPE_CHECKING:
     import torch
 
+    from rarebit.sharding.plan import PlanSpec
     from rarebit.training.settings import RunSettings
 
 LOAD = OtherLoad()
@@ -217,6 +218,14 @@ def read_methods(text: str) -> list[dict[str, Any]]:
     return [technique_to_mapping(part.build()) for part in found[0].parts]
 
 
+def size_or_share(text: str) -> str | float:
+    """Return the size of tables: a number is a share of the plain ones, all else a text such as 1/16 or 2MB."""
+    try:
+        return float(text)
+    except ValueError:
+        return text
+
+
 def refuse_with(what: str, others: Mapping[str, object], why: str = "") -> None:
     """Raise if options that cannot be combined with `what` have a value."""
     found = ", ".join(name for name, value in others.items() if value is not None)
@@ -239,6 +248,55 @@ def resumable(*words: str) -> Iterator[None]:
         stop(f"{stopped}. To resume: {command}", code=stopped.exit_code)
     except KeyboardInterrupt:
         stop(f"stopped. To resume: {command}", code=130)
+
+
+def shared_folder(engine: str, folder: Path | None) -> Path:
+    """Return the folder that several processes share."""
+    require(engine == "torchrec", f"--engine must be torchrec, got {engine!r}")
+    if folder is None:
+        raise SettingsError(
+            "--engine needs --out: all processes use one folder, on a disk that all of them see"
+        )
+    return folder
+
+
+def choose_plan(plan: str) -> "PlanSpec":
+    """Return how tables lie over the processes."""
+    plans = ("auto", "table", "row", "column")
+    require(plan in plans, f"--plan must be one of {', '.join(plans)}, got {plan!r}")
+    return cast("PlanSpec", plan)
+
+
+def was_restarted(folder: Path) -> bool:
+    """Return whether torchrun started this process again, after a failure of one of them, with work in the folder."""
+    return (
+        int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
+        and (folder / "run.json").exists()
+    )
+
+
+@contextmanager
+def one_of_several(*words: str) -> Iterator[None]:
+    """End the command with one line if its training is stopped, or another process fails; the first process says how to resume."""
+    rank = os.environ.get("RANK", "0")
+    command = screen.command_text(*words)
+    try:
+        yield
+    except TrainingInterrupted as stopped:
+        if rank != "0":
+            sys.exit(stopped.exit_code)
+        stop(f"{stopped}. To resume, under torchrun: {command}", code=stopped.exit_code)
+    except RarebitError as error:
+        stop(f"process {rank}: {error}", code=2)
+    except RuntimeError as error:
+        text = str(error).split("\n", 1)[0]
+        if not any(word in text for word in ("gloo", "NCCL", "Connection", "Timed out", "store")):
+            raise
+        stop(
+            f"process {rank}: lost another process, whose own error says why. To resume, under torchrun: {command} "
+            f"({text})",
+            code=1,
+        )
 
 
 def stop(message: str, *, code: int) -> NoReturn:

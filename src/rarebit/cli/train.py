@@ -1,6 +1,7 @@
 """`rarebit train`: train one model and save it in a folder."""
 
-from typing import Annotated
+from datetime import timedelta
+from typing import TYPE_CHECKING, Annotated
 
 from typer import Option
 
@@ -8,6 +9,10 @@ from rarebit.cli import options as opt
 from rarebit.cli import screen
 from rarebit.cli.report import write_page
 from rarebit.settings import read_toml, size
+
+if TYPE_CHECKING:
+    from rarebit.training.run import RunResult
+    from rarebit.training.settings import RunSettings
 
 
 def train(  # noqa: PLR0917  # typer calls it by name
@@ -42,10 +47,22 @@ def train(  # noqa: PLR0917  # typer calls it by name
     set_: opt.Set = None,
     device: opt.Device = "auto",
     threads: opt.Threads = None,
+    engine: Annotated[
+        str | None,
+        Option(
+            help="torchrec: tables over the processes of torchrun, which starts this command. Default: one process."
+        ),
+    ] = None,
+    plan: Annotated[
+        str, Option(help="With an engine: how tables lie: auto, table, row or column.")
+    ] = "auto",
+    timeout: Annotated[
+        float, Option(help="With an engine: seconds to wait for another process.")
+    ] = 300.0,
 ) -> None:
     """Train a ranking model and save it in a folder. Options override the settings file."""
-    from rarebit.training.run import read_run, run
-    from rarebit.training.settings import PreparedLog, RunSettings
+    from rarebit.training.run import read_run, run, run_spread
+    from rarebit.training.settings import RunSettings
 
     if resume is not None:
         others = {"--config": config, "--out": out, "--methods": methods}
@@ -60,10 +77,27 @@ def train(  # noqa: PLR0917  # typer calls it by name
     if methods is not None:
         values["methods"] = opt.read_methods(methods)
     settings = RunSettings.from_mapping(values)
+    if engine is not None:
+        folder = opt.shared_folder(engine, resume or out)
+        words = ("--engine", engine, "--plan", plan, "--resume", str(folder))
+        with opt.one_of_several("train", *words), screen.RunBars() as progress:
+            result = run_spread(
+                settings,
+                folder=folder,
+                resume=resume is not None or opt.was_restarted(folder),
+                device=str(opt.choose_device(device)),
+                plan=opt.choose_plan(plan),
+                timeout=timedelta(seconds=timeout),
+                progress=progress,
+                say=progress.say,
+            )
+        if result is not None:
+            _report(settings, result)
+        return
     folder = resume or out or opt.new_folder(settings.model)
     again = opt.choose_threads(threads) + ([] if device == "auto" else ["--device", device])
     with opt.resumable("train", "--resume", str(folder), *again), screen.RunBars() as progress:
-        result = run(
+        done = run(
             settings,
             folder=folder,
             resume=resume is not None,
@@ -72,6 +106,12 @@ def train(  # noqa: PLR0917  # typer calls it by name
             data_progress=progress.rows,
             say=progress.say,
         )
+    _report(settings, done)
+
+
+def _report(settings: "RunSettings", result: "RunResult") -> None:
+    from rarebit.training.settings import PreparedLog
+
     log = settings.data
     name = log.folder if isinstance(log, PreparedLog) else "the built-in click log"
     figures = {
@@ -95,7 +135,8 @@ def train(  # noqa: PLR0917  # typer calls it by name
             screen.console.print(hint)
     screen.line(f"\nSaved in {result.folder}. To score data with it:")
     screen.command("predict", "--model", str(result.folder))
-    write_page(folder)
+    if result.folder is not None:
+        write_page(result.folder)
 
 
 def epoch_hint(best: int | None, epochs: int) -> str:

@@ -20,8 +20,8 @@ Ids that are sorted by their counts have as many runs as classes, and their clas
 
     id ─► run ─► class c ─► first bit = bits before the run + (id - first row of the run) x bits of a row ─► q ─► row
 
-A lookup adds up in float32 in the order of the directions, so that plain torch and the C++ kernel (`coded_kernel.cpp`,
-compiled on first use) give the same bits; compiled and exported models add up by a product, which may round the last one otherwise. What comes from a file may be anything:
+A lookup adds up in float32 in the order of the directions, so that plain torch, the C++ kernel (`coded_kernel.cpp`, compiled on first
+use) and the GPU's (`rows_triton.py`) give the same bits; compiled and exported models add up by a product, which may round the last one otherwise. What comes from a file may be anything:
 `Layout.read` checks it once, and after that no lookup reads beyond the list.
 
 Shapes: N rows, D width, C classes, r directions, F tables of a stack, S its slots, U ids.
@@ -46,6 +46,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.jit import is_tracing  # type: ignore[attr-defined]  # it is, but torch does not say so
 
+from rarebit.codes import rows_triton
 from rarebit.codes.packed import TakesParts
 from rarebit.tables.collection import Stack
 from rarebit.tables.compiler import is_plain, is_switched_off, load_compiled
@@ -433,9 +434,12 @@ class _Coded(TakesParts):
 
     def _kernel_rows(self, ids: Tensor) -> Tensor | None:
         # A traced or compiled model must consist of torch's own operations.
-        if torch.compiler.is_compiling() or is_tracing() or (kernel := coded_kernel()) is None:
+        if torch.compiler.is_compiling() or is_tracing():
             return None
-        return kernel.rows(ids, self.blob, self.decoder, self.tables)
+        if rows_triton.suits(ids, self.blob):
+            return rows_triton.coded_rows(ids, self.blob, self.decoder, self.tables)
+        kernel = None if ids.is_cuda else coded_kernel()
+        return None if kernel is None else kernel.rows(ids, self.blob, self.decoder, self.tables)
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ rows of the dense table, to the last bit.
 
 On the CPU, where nothing is trained, a small C++ kernel (`packed_kernel.cpp`, compiled on first use by
 `tables/compiler.py`) writes the same rows in one pass. Without a compiler a warning is logged once, and plain
-torch does it, slower.
+torch does it, slower. On a GPU a Triton kernel does it (`rows_triton.py`).
 
 The values are one parameter: any optimizer trains a packed table in place, and its zeros have neither gradient
 nor state. With 8 bits the values are integers with one scale per table, and frozen.
@@ -48,6 +48,7 @@ from torch.jit import is_tracing  # type: ignore[attr-defined]  # it is, but tor
 from torch.nn import functional as F
 from torch.optim import Optimizer
 
+from rarebit.codes import rows_triton
 from rarebit.errors import ModelFileError, UnsupportedTableError, import_extra
 from rarebit.settings import check_types
 from rarebit.storage.files import DISK, spell_tensor, write_file
@@ -597,10 +598,14 @@ class PackedTable(TakesParts, Table):
     def _kernel_rows(self, ids: Tensor) -> Tensor | None:
         """Return the rows `(U, D)` without a gradient, by the kernel; None where that is not possible."""
         # A traced or compiled model must consist of torch's own operations.
-        if torch.compiler.is_compiling() or is_tracing() or (kernel := packed_kernel()) is None:
+        if torch.compiler.is_compiling() or is_tracing():
             return None
         shape, scale = (self.num_embeddings, self.embedding_dim), self._buffers.get("scale")
-        return kernel.rows(ids.reshape(-1).long(), self.parts, self.before, shape, scale)
+        flat, parts = ids.reshape(-1).long(), self.parts
+        if rows_triton.suits(flat, *parts):
+            return rows_triton.packed_rows(flat, parts, self.before, shape, self.longest, scale)
+        kernel = None if ids.is_cuda else packed_kernel()
+        return None if kernel is None else kernel.rows(flat, parts, self.before, shape, scale)
 
     @torch.no_grad()
     def _served_rows(self, ids: Tensor) -> Tensor:

@@ -8,6 +8,7 @@ ignored       not read
 """
 
 import json
+import re
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -15,7 +16,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
-from rarebit.errors import DataError
+from rarebit.errors import DataError, SettingsError
 from rarebit.settings import check_types, from_mapping, read_toml, require, suggest, to_mapping
 
 
@@ -196,6 +197,54 @@ class Split:
         )
 
 
+@dataclass(frozen=True)
+class Comparison:
+    """Which values of a label count as 1.
+
+    >>> Comparison.split("rating>=4"), Comparison.split("income=>50K"), Comparison.split("click")
+    (('rating', '>=4'), ('income', '=>50K'), ('click', ''))
+    """
+
+    operator: str
+    value: str
+
+    @property
+    def number(self) -> float | None:
+        """The value as a number, if it is one."""
+        try:
+            return float(self.value)
+        except ValueError:
+            return None
+
+    @classmethod
+    def split(cls, text: str) -> tuple[str, str]:
+        """Return the name of a label's column, and the comparison after it; none where there is none."""
+        found = re.search("[<>=!]", text)
+        if found is None or not found.start():
+            return text, ""
+        name, comparison = text[: found.start()].rstrip(), text[found.start() :].strip()
+        cls.read(comparison)
+        return name, comparison
+
+    @classmethod
+    def read(cls, text: str) -> "Comparison":
+        """Read a comparison such as ">=4"."""
+        for operator in ("==", "!=", ">=", "<=", "=", ">", "<"):
+            if text.startswith(operator):
+                value = text.removeprefix(operator).strip()
+                found = cls("=" if operator == "==" else operator, value)
+                require(
+                    bool(value),
+                    f"the label is compared with nothing: {text!r}; give a value after {operator!r}",
+                )
+                require(
+                    operator in ("==", "!=", "=") or found.number is not None,
+                    f"{operator} compares numbers, got {value!r}; for a text, use = or !=",
+                )
+                return found
+        raise SettingsError(f"a comparison of a label is like >=4 or =yes, got {text!r}")
+
+
 @dataclass(frozen=True, kw_only=True)
 class LogSchema:
     """The columns of a raw log, its split, and the counting of values.
@@ -206,7 +255,7 @@ class LogSchema:
     """
 
     label: str
-    """The column that is 1 for a click and 0 for none."""
+    """The column that is 1 for a click and 0 for none, or whatever `positive` says."""
     columns: tuple[Column, ...]
     """Every other column, in order; a column that is not listed is not read."""
     split: Split = Split()
@@ -218,6 +267,9 @@ class LogSchema:
     test rows into training."""
     text: TextFormat | None = None
     """The format of the text files; guessed if not given."""
+    positive: str = ""
+    """Values of the label that count as 1, all others as 0: a comparison such as ">=4" or "=>50K". Empty: the label is 0 or
+    1 itself."""
     unknown_share: float = 0.05
     """Share of the values seen once that become unknown where min_count is 1, so that the row of
     unknown values is trained."""
@@ -225,6 +277,8 @@ class LogSchema:
     def __post_init__(self) -> None:
         check_types(self, where="schema")
         require(bool(self.label), "a schema needs the name of the label column, got label=''")
+        if self.positive:
+            Comparison.read(self.positive)
         names = [self.label, *(column.name for column in self.columns)]
         repeated = [name for name, n in Counter(names).items() if n > 1]
         require(not repeated, f"column names must be distinct, got {repeated} more than once")

@@ -1,5 +1,6 @@
 """Prepare a log for training: your own file, or one of the well-known data sets."""
 
+import glob
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
@@ -11,6 +12,7 @@ from rarebit.data.dataset import Dataset
 from rarebit.data.log_schema import (
     PART_NAMES,
     SPLIT_NAMES,
+    Comparison,
     LogSchema,
     Split,
     TextFormat,
@@ -200,9 +202,19 @@ def _files(
         listed = (
             [log] if isinstance(log, str | os.PathLike) or not isinstance(log, Sequence) else log
         )
-        files = [("", _path(file)) for file in listed]
+        files = [("", one) for file in listed for one in _matching(_path(file))]
     require(len(files) > 0, f"a log needs at least one file, got {log!r}")
     return files, split
+
+
+def _matching(path: Path) -> list[Path]:
+    """Return the files that a pattern such as logs/day-*.csv stands for, by name; any other path is itself."""
+    if path.exists() or not any(mark in str(path) for mark in "*?["):
+        return [path]
+    found = [Path(name) for name in sorted(glob.glob(str(path), recursive=True))]  # noqa: PTH207  # also absolute patterns
+    if not found:
+        raise DataError(f"no file is like {str(path)!r}; check the folder and the pattern")
+    return found
 
 
 def _with_text(
@@ -231,7 +243,7 @@ def _read(
             schema.columns_read,
             bad,
             format=schema.text,
-            integers=[schema.label, *counts],
+            integers=counts if schema.positive else [schema.label, *counts],
             missing=schema.missing,
             progress=partial(progress, "reading"),
         ):
@@ -321,6 +333,10 @@ def prepare_periods(
         time = time or (schema.split.column if schema.split.kind == "time" else None)
     if not label:
         raise SettingsError("which column is the label? Name it (--label click), or give a schema")
+    require(
+        not (schema.positive if schema is not None else Comparison.split(label)[1]),
+        f"periods need a label of 0 and 1, got a comparison, {label!r}; write such a column first",
+    )
     if not time:
         raise SettingsError("which column is the time? Name it (--time timestamp)")
     text = None if schema is None else schema.text

@@ -36,7 +36,7 @@ from rarebit.methods.hashing import HashedTable
 from rarebit.settings import check_types, require
 from rarebit.tables.apply import Site, check_optimizer, find_sites, table_parameters
 from rarebit.tables.counts import Counts, counts_of_table
-from rarebit.tables.table import CHUNK
+from rarebit.tables.table import CHUNK, TablePiece
 
 __all__ = ["Forgetting"]
 
@@ -138,6 +138,8 @@ class StoredRows:
     padding: int | None
     parameter: nn.Parameter
     """The trained parameter whose memory holds them."""
+    first_row: int = 0
+    """The row of the table that is the first here, where other processes hold the others."""
 
     def counts(self, counts: Counts) -> Tensor:
         """Return how often training saw each row, `(N,)` on the CPU; a bucket has the counts of all its ids."""
@@ -145,7 +147,8 @@ class StoredRows:
         of_ids = counts_of_table(self.site.info.name, table.num_embeddings, counts)
         # buckets may lie deeper, as in a mask of several sets; all of a table's are alike
         hashed = (part for part in table.modules() if isinstance(part, HashedTable))
-        return counts_of_rows(next(hashed, table), of_ids)
+        seen = counts_of_rows(next(hashed, table), of_ids)
+        return seen[self.first_row : self.first_row + len(self.weight)]
 
 
 def stored_rows(model: nn.Module, asked_by: str) -> list[StoredRows]:
@@ -155,10 +158,16 @@ def stored_rows(model: nn.Module, asked_by: str) -> list[StoredRows]:
     for site in find_sites(model):
         name = site.info.name
         tables = [part for part in site.table.modules() if isinstance(part, nn.Embedding)]
+        pieces = [table for table in tables if isinstance(table, TablePiece)]
+        if pieces:
+            tables = [piece for piece in pieces if piece.weight.numel()]
+            if not tables:  # other processes hold all of it
+                continue
         homes = [_home(table.weight, parameters) for table in tables]
         for table, home in zip(tables, homes, strict=True):
             if home is not None and home.requires_grad:
-                found.append(StoredRows(site, table.weight.detach(), table.padding_idx, home))
+                weight, first = table.weight.detach(), getattr(table, "first_row", 0)
+                found.append(StoredRows(site, weight, table.padding_idx, home, first))
             other = names.setdefault(table.weight.data_ptr(), name)
             if other != name:
                 raise UnsupportedTableError(

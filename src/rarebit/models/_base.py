@@ -18,9 +18,9 @@ first hidden layer behind the interaction of each set, before the mean, and leav
 """
 
 import itertools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Self, TypeAlias, TypedDict, Unpack
+from typing import Any, ClassVar, Self, TypeAlias, TypedDict, Unpack, cast
 
 import torch
 from torch import Tensor, nn
@@ -307,6 +307,10 @@ def preset_names() -> list[str]:
     return [f"{name}@{preset}" for name in model_names() for preset in model_class(name).presets]
 
 
+OWN_MODELS: dict[str, Callable[[], nn.Module]] = {}
+"""What builds a model of the user's own, by a name that is known in this process and while it is in use."""
+
+
 def model_class(name: str) -> type[RankingModel]:
     """Return the class of a model by its name, with or without a preset."""
     return find_class(PACKAGE, name.partition("@")[0], RankingModel, what="model")
@@ -322,11 +326,15 @@ def build_model(
     >>> type(build_model("deepfm", schema, {"dim": 4})).__name__
     'DeepFM'
     """
+    if name in OWN_MODELS:
+        return cast("RankingModel", OWN_MODELS[name]())
     return model_class(name)(schema, **model_settings(name, settings or {}))
 
 
 def model_settings(name: str, values: Mapping[str, Any]) -> dict[str, Any]:
     """Return the settings of a model, checked: names, and types. Those of a preset come first."""
+    if name in OWN_MODELS:
+        return {}
     _, at, preset = name.partition("@")
     presets = model_class(name).presets
     if at and preset not in presets:

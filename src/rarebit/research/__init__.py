@@ -6,12 +6,14 @@ from rarebit.research.adam_ar import AdamAR
 from rarebit.research.aligned_sets import AlignedSets
 from rarebit.research.cafe import CAFE
 from rarebit.research.dhe import DHE
+from rarebit.research.dpq import DPQ
 from rarebit.research.frequency_decay import FrequencyDecay
 from rarebit.research.fresh_tables import FreshTables
 from rarebit.research.group_stopping import GroupStopping
 from rarebit.research.id_dropout import IdDropout
 from rarebit.research.mgqe import MGQE
 from rarebit.research.mixed_dimensions import MixedDimensions
+from rarebit.research.mpe import MPE
 from rarebit.research.product_start import ProductStart
 from rarebit.research.qr import QR
 from rarebit.research.robe import ROBE
@@ -22,7 +24,9 @@ from rarebit.research.tt_rec import TTRec
 __all__ = [
     "CAFE",
     "DHE",
+    "DPQ",
     "MGQE",
+    "MPE",
     "QR",
     "ROBE",
     "AdamAR",

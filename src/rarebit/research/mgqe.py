@@ -12,7 +12,7 @@
     k      `CodedTable.head` and `CodedTable.tail`, one byte and half a byte per piece
     sg     its gradient is zero
 
-With K_i the same for all ids this is DPQ (Chen et al., https://arxiv.org/abs/1908.09756). The first ids are the frequent ones in
+With K_i the same for all ids this is DPQ-VQ (`dpq` is DPQ-SX). The first ids are the frequent ones in
 encoded logs. Centroids start as the pieces of the first rows.
 
 Not to save memory in training: it has the whole table and the centroids.

@@ -287,7 +287,8 @@ class Watch:
         self.passing = False  # lookups are left alone: inside a backward, and after closing
         self.forgotten = False  # a backward came that nobody continued
         self.shared: list[nn.Parameter] = []  # what all processes train together
-        self.processes: distributed.ProcessGroup | None = None  # known in the first forward of DDP
+        # of tables that are spread over them; else known in the first forward of DDP
+        self.processes: distributed.ProcessGroup | None = None
 
     @contextmanager
     def pass_through(self) -> Iterator[None]:
@@ -582,7 +583,8 @@ class WatchedTable(Watched):
         return more
 
     def rows_of(self, lookups: Sequence[Lookup]) -> LookedUpRows:
-        device = next(self.module.parameters()).device
+        # a process may hold nothing of a table that is spread over several
+        device = next(self.module.parameters(), self.numbering.first_row).device
         flat = [self._flat(lookup.ids) for lookup in lookups]
         ids = join_parts(flat or [self._flat(torch.empty(0, dtype=torch.int64, device=device))])
         parts = [lookup.pooled or self._rows(lookup) for lookup in lookups]
@@ -615,7 +617,7 @@ class WatchedTable(Watched):
         """Return the gradients of the step's lookups, `(K, T, D)`, or for a stack `(K, T, S, D)`."""
         shape = (-1, *self.numbering.first_row.shape, self.group.width)
         if not self.step:
-            weight = next(self.module.parameters())
+            weight = next(self.module.parameters(), torch.empty(0))
             empty = torch.empty(num_losses, 0, *shape[1:], device=weight.device)
             return empty.to(wide(weight.dtype))
         losses = [

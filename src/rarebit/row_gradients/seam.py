@@ -344,6 +344,10 @@ class RowGradients:
         self._num_losses: int | None = None
         self._ignored_before = keep_from_ddp(model, self._parameters())
         self._watch.shared = self._parameters()
+        # tables spread over processes are looked up by all of them, whatever wraps the model
+        parts = (part for table in self._tables for part in table.module.modules())
+        groups = (getattr(part, "process_group", None) for part in parts)
+        self._watch.processes = next((group for group in groups if group is not None), None)
         # a weight may be used without a lookup, so the model itself says when a forward begins
         self._entry = model.register_forward_pre_hook(torch.compiler.disable(self._enter))
 
@@ -447,6 +451,10 @@ class RowGradients:
     def _all(self) -> list[WatchedTable | TiedTable]:
         return [*self._tables, *self._tied]
 
+    @property
+    def _home(self) -> torch.device:
+        return next(self.model.parameters()).device
+
     def _parameters(self) -> list[nn.Parameter]:
         tables = [p for table in self._tables for p in table.module.parameters()]
         return [*tables, *(p for tied in self._tied for p in tied.modules[0].parameters())]
@@ -498,7 +506,7 @@ class RowGradients:
             directly = [table.came for table in self._tables]
             if self._watch.num_processes > 1 and self._tables:
                 known = [*(table.count() for table in self._tables), *directly]
-                gathered = self._watch.gather_counts(known, self._parameters()[0].device)
+                gathered = self._watch.gather_counts(known, self._home)
                 counts = gathered[: len(directly)]
                 directly = [any(ranks) for ranks in gathered[len(directly) :]]
             for number, (table, of_ranks) in enumerate(zip(self._tables, counts, strict=True)):
@@ -544,7 +552,7 @@ class RowGradients:
         )
 
     def _prepare_early(self, num_losses: int) -> None:
-        home = self._parameters()[0].device
+        home = self._home
         for number, table in enumerate(self._tables):
             lookups = table.waiting()
             if lookups and not table.is_used_directly:
@@ -560,7 +568,7 @@ class RowGradients:
             if early is None:
                 table.step += [] if table.came else self._absent(number, table.step, num_losses)
                 continue
-            join(self._parameters()[0].device)
+            join(self._home)
             if early.lookups != table.step or table.came:
                 raise TrainingError(
                     "a step cannot be recorded with lookups that its loss does not depend on, or a weight that "

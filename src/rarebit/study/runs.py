@@ -30,7 +30,7 @@ from rarebit.settings import from_mapping, require, to_mapping
 from rarebit.storage.files import make_folder, read_json, write_file, write_json
 from rarebit.technique import technique_text
 from rarebit.training.metrics import Evaluation
-from rarebit.training.settings import PreparedLog, RunSettings, Training
+from rarebit.training.settings import MemoryLog, PreparedLog, RunSettings, Training
 
 FORMAT = 1
 RESULT, SCORES, CHECKPOINTS, MODEL = "result.json", "scores.npy", "checkpoints", "model"
@@ -139,7 +139,7 @@ def identify(settings: RunSettings) -> RunSettings:
 def run_key(settings: RunSettings) -> str:
     """Return the name of a run: the same for equal settings and data, wherever the data is stored."""
     log = settings.data
-    if isinstance(log, PreparedLog):
+    if isinstance(log, PreparedLog | MemoryLog):
         assert log.checksum, "identify() the settings first"
         data = {"checksum": log.checksum}
     else:

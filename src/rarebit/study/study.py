@@ -42,7 +42,7 @@ from rarebit.study.variants import MeasuredRates, Variant, start_size, variants_
 from rarebit.technique import needed_modules, technique_text
 from rarebit.training.metrics import evaluate_scores
 from rarebit.training.run import STAGE
-from rarebit.training.settings import PreparedLog, RunSettings, study_splits
+from rarebit.training.settings import MemoryLog, PreparedLog, RunSettings, study_splits
 
 MEMBER_SEEDS = 1_000_000
 """The distance between the seeds of an ensemble's models; the first has the seed of the ensemble."""
@@ -105,15 +105,9 @@ def study(
     with file_lock(where / "lock"):
         write_json(where / "study.json", plan.to_mapping(), error=StudyError)
         with Pool(workers, str(device), threads) as pool:
-            runner = _Runner(pool, where, progress, deadline, failures, keep_models)
+            runner = Runner(pool, where, progress, deadline, failures, keep_models)
             by_seed = [(cell, seed) for seed in cells[0].seeds for cell in cells]
-            tried: set[str] = set()
-            while not pool.stopping.is_set():  # each round of trials depends on the one before
-                trials = [run for cell, seed in by_seed for run in cell.tuning_runs(seed)]
-                if tried.issuperset(run.key for run in trials):
-                    break
-                runner.make(trials)
-                tried.update(run.key for run in trials)
+            runner.tune(cells)
             runner.make([run for cell, seed in by_seed for run in cell.compared_runs(seed)])
         result = StudyResult(plan=plan.to_mapping(), cells=tuple(cell.result() for cell in cells))
         if result.is_complete:
@@ -189,7 +183,7 @@ class Cell:
         for variant in self.variants:
             picked = self.picked(variant)
             if picked is not None:
-                yield from self._members(variant, picked, seed)
+                yield from self.members(variant, picked, seed)
 
     def search(self, variant: Variant) -> Search:
         """Return what tuning has found for a variant so far."""
@@ -241,14 +235,14 @@ class Cell:
             name += f", trial {trial + 1}"
         return PlannedRun(self.folder, _with_seed(settings, seed), name)
 
-    def _members(self, variant: Variant, settings: RunSettings, seed: int) -> list[PlannedRun]:
+    def members(self, variant: Variant, settings: RunSettings, seed: int) -> list[PlannedRun]:
         """Return the runs of a variant with a seed: one, or those of an ensemble, each with its own seed."""
         seeds = [seed + number * MEMBER_SEEDS for number in range(variant.members)]
         return [self._run(variant, settings, one) for one in seeds]
 
     def _record(self, variant: Variant, settings: RunSettings, seed: int) -> RunRecord | None:
         """Return the record of a variant with a seed; an ensemble is evaluated by its mean score."""
-        members = self._members(variant, settings, seed)
+        members = self.members(variant, settings, seed)
         found = [record for run in members if (record := run.read()) is not None]
         if len(found) < len(members):
             return None
@@ -305,7 +299,7 @@ class Cell:
     def _mean_scores(self, variant: Variant, seeds: set[int]) -> Tensor:
         total = torch.zeros(len(self.test), dtype=torch.float64)
         for seed in sorted(seeds):
-            for run in self._members(variant, self.picked(variant) or variant.start, seed):
+            for run in self.members(variant, self.picked(variant) or variant.start, seed):
                 total += torch.from_numpy(run.scores().astype(np.float64))
         return total / (len(seeds) * variant.members)
 
@@ -321,7 +315,7 @@ class Cell:
                     for seed in self.tuning_seeds
                 ]
             else:
-                runs = [run for seed in self.seeds for run in self._members(variant, picked, seed)]
+                runs = [run for seed in self.seeds for run in self.members(variant, picked, seed)]
             for run in runs:
                 if run.read() is None:
                     failure = self.failures.get(run.key)
@@ -346,6 +340,8 @@ def _log_names(run: RunSettings) -> tuple[str, str]:
     log = run.data
     if isinstance(log, PreparedLog):
         return Path(log.folder).name, log.folder
+    if isinstance(log, MemoryLog):
+        return "your data", log.checksum
     settings = to_mapping(log).items() - to_mapping(SyntheticLog(seed=log.seed)).items()
     name = f"synthetic-{log.seed}"
     return name, ":".join([name, *sorted(f"{key}={value}" for key, value in settings)])
@@ -358,7 +354,7 @@ def _clear_name(own: tuple[str, str], names: Sequence[tuple[str, str]]) -> str:
 
 
 @dataclass
-class _Runner:
+class Runner:
     """Makes the runs that are missing, and keeps how those that failed ended."""
 
     pool: Pool
@@ -369,6 +365,17 @@ class _Runner:
     keep_models: bool
     made: int = 0
     """Runs finished in this call."""
+
+    def tune(self, cells: "Sequence[Cell]") -> None:
+        """Make the trials of all variants; each round of trials depends on the one before."""
+        by_seed = [(cell, seed) for seed in cells[0].seeds for cell in cells]
+        tried: set[str] = set()
+        while not self.pool.stopping.is_set():
+            trials = [run for cell, seed in by_seed for run in cell.tuning_runs(seed)]
+            if tried.issuperset(run.key for run in trials):
+                break
+            self.make(trials)
+            tried.update(run.key for run in trials)
 
     def make(self, runs: Sequence[PlannedRun]) -> None:
         """Make runs in parallel; one that several variants share is made once.
@@ -420,6 +427,8 @@ class _Runner:
                 [kind] = answer
                 self.failures[run.key] = Failure(kind, why)
                 self.progress.fail(run.name, why)
+            case {"stopped": _} if not self.pool.stopping.is_set():  # by someone else
+                self.failures[run.key] = Failure("died", "something asked its process to stop")
             case {"epoch": _}:
                 self.progress.epoch(run.name, answer)
 

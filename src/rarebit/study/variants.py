@@ -138,7 +138,7 @@ class _Study:
     def __post_init__(self) -> None:
         model = self.build(self.base)
         self.shapes = [(t.rows, t.width) for t in find_tables(model) if t.width > 1]
-        self.width: int | None = model.settings.get("dim")
+        self.width: int | None = getattr(model, "settings", {}).get("dim")
         self.bytes_by_width: dict[int, int] = {}
         self.baseline = self.variant(BASELINE, self.base)
 
@@ -375,10 +375,12 @@ def start_size(run: RunSettings, train: Dataset) -> float | None:
     first = train[torch.arange(min(START_ROWS, len(train)))]
     with torch.random.fork_rng(devices=[]), warnings.catch_warnings(action="ignore"):
         model = start_model(run, train.schema, say=lambda _: None)
-    sites = [site for site in find_sites(model) if site.info.width > 1]
+    sites, slots = [one for one in find_sites(model) if one.info.width > 1], train.schema.slots
     rows = [
-        full_table(site.table)[first.ids[:, train.schema.slots[field_of(site.info.name)]].long()]
+        full_table(site.table)[first.ids[:, slots[field]].long()]
         for site in sites
+        if (field := field_of(site.info.name))
+        in slots  # a model of one's own may call its tables otherwise
     ]
     entries = torch.cat([row.flatten().double() for row in rows]) if rows else torch.zeros(0)
     entries = entries[entries != 0]

@@ -34,7 +34,7 @@ from collections.abc import Set as AbstractSet
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -338,6 +338,8 @@ class PlainStack(Stack):
         self.gradient_memory = GradientMemory()
         self.sizes = tuple(table.num_embeddings for table in tables)
         self.padding = tuple(table.padding_idx for table in tables)
+        self.draws: list[Draw | None] = [getattr(table, "draw", None) for table in tables]
+        """How to draw tables on the meta device."""
         first_rows = torch.tensor([0, *accumulate(self.sizes)][:-1])
         small = sum(self.sizes) < torch.iinfo(torch.int32).max
         offsets = first_rows[self.field_of_slot].to(torch.int32 if small else torch.int64)
@@ -387,7 +389,7 @@ def stack_tables(tables: Sequence[AnyTable], lengths: Sequence[int]) -> Stack:
     made = [table for table in tables if isinstance(table, Table)]
     stack = made[0].method.stack(made, lengths) if made else PlainStack(plain, lengths)
     # what a stack knows of its slots is made on the CPU
-    return stack.to(home_of(tables[0]))
+    return stack if _LATER else stack.to(home_of(tables[0]))
 
 
 TableInit = Literal["normal", "xavier", "xavier_per_table"]
@@ -448,7 +450,8 @@ class TableCollection(nn.Module):
         rows = sum(field.rows for field in self.fields)
         numbers = sum(field.rows * own.get(field.name, dim) for field in self.fields)
         require_memory(
-            2 * numbers * torch.get_default_dtype().itemsize,  # by themselves, and joined
+            # by themselves, and joined
+            0 if _LATER else 2 * numbers * torch.get_default_dtype().itemsize,
             f"building tables of {rows:,} rows and {numbers:,} weights",
             "use a smaller dim, or data with fewer values per field",
             torch.get_default_device(),
@@ -546,7 +549,8 @@ class TableCollection(nn.Module):
         self.slot_order = self.slot_place = None
         if len(self.members) > 1:
             lengths = [field.max_length for field in self.fields]
-            slots = torch.arange(sum(lengths), device=home_of(self.stacks)).split(lengths)
+            home = torch.device("cpu") if _LATER else home_of(self.stacks)
+            slots = torch.arange(sum(lengths), device=home).split(lengths)
             self.slot_order = torch.cat([slots[i] for members in self.members for i in members])
             self.slot_place = torch.argsort(self.slot_order)
 
@@ -568,14 +572,75 @@ class TableCollection(nn.Module):
 
 def _new_table(field: Field, width: int, scale: float, *, is_normal: bool) -> nn.Embedding:
     padding = PADDING if field.kind == "multi" else None
-    if is_normal:
+    draw = Draw(torch.get_rng_state(), field.rows, width, scale, is_normal, padding)
+    if _LATER:
+        for _ in draw.chunks():  # what is drawn next must not depend on it
+            pass
+        weight = torch.empty(field.rows, width, device="meta")
+    elif is_normal:
         weight = torch.randn(field.rows, width).mul_(scale)
     else:
         weight = torch.empty(field.rows, width).uniform_(-scale, scale)
     if padding is not None:
         weight[padding] = 0.0
     table: nn.Embedding = nn.Embedding.from_pretrained(weight, freeze=False, padding_idx=padding)
+    if _LATER:
+        table.__dict__["draw"] = draw  # not a part of the module
     return table
+
+
+_LATER: list[bool] = []
+"""Not empty inside `drawn_later`."""
+CHUNK_ROWS = 1 << 16
+"""Rows that are drawn at once where a table is drawn in parts: a multiple of torch's block of 16 normal numbers."""
+
+
+class Draw(NamedTuple):
+    """How the rows of a table are drawn."""
+
+    state: Tensor
+    """Of the generator, before."""
+    rows: int
+    width: int
+    scale: float
+    is_normal: bool
+    padding: int | None
+
+    def chunks(self) -> Iterator[tuple[int, Tensor]]:
+        """Yield the rows in parts, with the first row of each; the same numbers as drawn at once."""
+        starts = list(range(0, self.rows, CHUNK_ROWS))
+        if len(starts) > 1 and (self.rows - starts[-1]) * self.width < 16:
+            starts.pop()  # torch draws fewer numbers in another way
+        for start, stop in pairwise([*starts, self.rows]):
+            part = torch.empty(stop - start, self.width)
+            if self.is_normal:
+                part.normal_().mul_(self.scale)
+            else:
+                part.uniform_(-self.scale, self.scale)
+            if self.padding is not None and start <= self.padding < stop:
+                part[self.padding - start] = 0.0
+            yield start, part
+
+    def fill_(self, memory: Tensor, first_row: int, first_column: int) -> None:
+        """Write the rows and columns from these on, as many as there is memory for."""
+        rows, columns = memory.shape
+        with torch.random.fork_rng(devices=[]):
+            torch.set_rng_state(self.state)
+            for start, part in self.chunks():
+                low, high = max(start, first_row), min(start + len(part), first_row + rows)
+                if low < high:
+                    own = part[low - start : high - start, first_column : first_column + columns]
+                    memory[low - first_row : high - first_row] = own
+
+
+@contextmanager
+def drawn_later() -> Iterator[None]:
+    """Build models without their tables, which lie on the meta device: `PlainStack.draws` says how to draw them."""
+    _LATER.append(True)
+    try:
+        yield
+    finally:
+        _LATER.pop()
 
 
 def _pool_slots(rows: Tensor, ids: Tensor, field: Field) -> Tensor:

@@ -15,7 +15,7 @@ import copy
 import operator
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self, TypeAlias
 
@@ -164,15 +164,15 @@ class Table(nn.Module, ABC):
     def rows(self, ids: Tensor) -> Tensor:
         """Return the rows of these ids, `(...)` to `(..., D)`, touching no others."""
 
-    def forward(self, ids: Tensor) -> Tensor:
-        """Return the rows of these ids; the padding row is zero and gets no gradient."""
+    def forward(self, input: Tensor) -> Tensor:
+        """Return the rows of these ids, called as `nn.Embedding` is; the padding row is zero and gets no gradient."""
         # Row arithmetic stays in the table's own precision: a table is stored in float32 and
         # half-precision products would be folded into it by `merge`.
-        with torch.autocast(ids.device.type, enabled=False):
-            rows = self.rows(ids)
+        with torch.autocast(input.device.type, enabled=False):
+            rows = self.rows(input)
         if self.padding_idx is None:
             return rows
-        return rows.masked_fill((ids == self.padding_idx).unsqueeze(-1), 0.0)
+        return rows.masked_fill((input == self.padding_idx).unsqueeze(-1), 0.0)
 
     @property
     def weight(self) -> Tensor:
@@ -370,7 +370,7 @@ def _num_numbers(module: nn.Module) -> int:
 
 def full_table(table: AnyTable) -> Tensor:
     """Return all rows `(N, D)` without a gradient, built in chunks of bounded memory."""
-    if isinstance(table, nn.Embedding):
+    if isinstance(table, nn.Embedding) and not isinstance(table, TablePiece):
         return table.weight.detach()
     with torch.no_grad():
         ids = torch.arange(table.num_embeddings, device=home_of(table))
@@ -409,6 +409,35 @@ def row_not_finite(table: AnyTable) -> int | None:
         if bool(bad.any()):
             return index * CHUNK + int(bad.int().argmax())
     return None
+
+
+class TablePiece(nn.Embedding):
+    """A table of which this process holds some rows or columns; its lookups need all processes that hold the others."""
+
+    def __init__(
+        self,
+        num_embeddings: int,
+        embedding_dim: int,
+        weight: nn.Parameter | None,
+        *,
+        look_up: Callable[[Tensor], Tensor],
+        first_row: int = 0,
+        padding_idx: int | None = None,
+        sparse: bool = False,
+    ) -> None:
+        nn.Module.__init__(self)  # torch's own would draw the whole table
+        self.num_embeddings, self.embedding_dim = num_embeddings, embedding_dim
+        self.padding_idx, self.max_norm, self.norm_type = padding_idx, None, 2.0
+        self.scale_grad_by_freq, self.sparse = False, sparse
+        if weight is not None:
+            self.weight = weight
+        self.look_up = look_up
+        self.first_row = first_row
+        """The row of the table that is the first one here."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Return whole rows, where all processes ask for the same."""
+        return self.look_up(input.reshape(-1)).view(*input.shape, -1)
 
 
 def plain_like(base: AnyTable, weight: Tensor, *, padding_idx: int | None = None) -> nn.Embedding:

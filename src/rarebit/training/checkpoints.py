@@ -33,7 +33,7 @@ import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -43,12 +43,15 @@ import numpy as np
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
-from torch import Tensor, nn
+from torch import Tensor, distributed, nn
+from torch.optim import Optimizer
 
 from rarebit.data.dataset import Dataset
 from rarebit.data.order import random_bits, stream_key
 from rarebit.errors import CheckpointError, NewerFormatError, TrainingInterrupted
 from rarebit.settings import to_mapping
+from rarebit.sharding.pieces import DESCRIPTION, METADATA, Layout, read_pieces, write_pieces
+from rarebit.sharding.sharded import whole_parameters
 from rarebit.storage.files import (
     DISK,
     Disk,
@@ -76,7 +79,7 @@ if TYPE_CHECKING:
 
 FORMAT = 1
 STATE, TENSORS, LOCK = "state.json", "tensors.safetensors", "lock"
-PARTS = {STATE, TENSORS}
+PARTS = frozenset({STATE, TENSORS})
 MAX_STATE_BYTES = 64 << 20
 NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,99}")
 LOOP, BEST = "at-", "best-"
@@ -142,19 +145,29 @@ class Checkpoints:
 
     def after_step(self, loop: "TrainingLoop") -> None:
         """Save a checkpoint when one is due, or when training is asked to stop."""
-        if self.stop.requested:
-            self._stop(loop)
-        if time.monotonic() >= self.due:
+        processes = loop.step.processes
+        if loop.batch % processes.agree_every:
+            return
+        # one number for all processes: which signal came, or whether a checkpoint is due
+        is_due = time.monotonic() >= self.due
+        asked = processes.largest(self.stop.signal or (-1 if is_due else -2))
+        if asked > 0:
+            self._stop(loop, asked)
+        elif asked == -1:
             self.save(loop)
 
     def after_epoch(self, loop: "TrainingLoop") -> None:
         """Save a checkpoint after a longer epoch; that of the last epoch is complete when training ends."""
-        if loop.is_finished or time.monotonic() - self.written_at >= SHORT * self.seconds:
+        processes = loop.step.processes
+        is_due = loop.is_finished or time.monotonic() - self.written_at >= SHORT * self.seconds
+        if processes.largest(int(is_due)):
             self.save(loop)
         if loop.is_finished:
             self.wait()
-        elif self.stop.requested:
-            self._stop(loop)
+            return
+        asked = processes.largest(self.stop.signal or 0)
+        if asked:
+            self._stop(loop, asked)
 
     def save(self, loop: "TrainingLoop") -> None:
         """Copy the state of the loop and start writing it."""
@@ -208,6 +221,7 @@ class Checkpoints:
             self.say(line)
         weights = None if found.other is None else found.other["weights"]
         loop.load(found.state, weights)
+        loop.step.processes.reseed(loop.settings.seed, loop.num_steps)
         self.best_epoch = loop.best.epoch
         for name, reason in found.damaged:
             self.say(f"the checkpoint {name} is skipped: {reason}")
@@ -215,14 +229,13 @@ class Checkpoints:
         self.folder.prune([name for name in self.folder.names() if name not in damaged])
         self.say(f"resumed from {found.name}: epoch {loop.epoch}, batch {loop.batch}")
 
-    def _stop(self, loop: "TrainingLoop") -> None:
+    def _stop(self, loop: "TrainingLoop", number: int) -> None:
         self.save(loop)
         self.wait()
-        assert self.stop.signal is not None
         raise TrainingInterrupted(
             f"stopped after batch {loop.batch} of epoch {loop.epoch}; the checkpoint is in "
             f"{str(self.folder.folder)!r}: train again with resume to continue",
-            signal=self.stop.signal,
+            signal=number,
         )
 
     def _write(self, name: str, state: dict[str, Any], best: dict[str, Tensor] | None) -> None:
@@ -352,6 +365,9 @@ class CheckpointFolder:
     is stored once and comes back as one. Only the process inside `locked()` should write and prune.
     """
 
+    parts: frozenset[str] = PARTS
+    """The files of a checkpoint."""
+
     def __init__(self, folder: str | os.PathLike[str], disk: Disk = DISK) -> None:
         self.folder, self.disk = Path(folder), disk
         self._one_at_a_time = threading.Lock()
@@ -395,11 +411,15 @@ class CheckpointFolder:
 
     def names(self) -> list[str]:
         """Return the names of the finished checkpoints, oldest first, including damaged ones."""
+        return self._listed()
+
+    def _listed(self) -> list[str]:
         with self._explained("look for checkpoints in"), suppress(FileNotFoundError):
             return sorted(
                 path.name
                 for path in self.folder.iterdir()
-                if NAME.fullmatch(path.name) and any(os.path.lexists(path / part) for part in PARTS)
+                if NAME.fullmatch(path.name)
+                and any(os.path.lexists(path / part) for part in self.parts)
             )
         return []
 
@@ -434,8 +454,8 @@ class CheckpointFolder:
         if isinstance(keep, str):
             raise CheckpointError(f"keep must be a collection of names, got keep={keep!r}")
         with self._one_at_a_time, self._explained("remove old checkpoints from"):
-            others = [self.folder / name for name in self.names() if name not in keep]
-            gone = [path for path in others if {part.name for part in path.iterdir()} <= PARTS]
+            others = [self.folder / name for name in self._listed() if name not in keep]
+            gone = [path for path in others if all(map(self._is_part, path.iterdir()))]
             for path in gone:
                 # Renamed first: an interrupted removal must not look like damage.
                 away = hidden(path, "removing")
@@ -454,6 +474,10 @@ class CheckpointFolder:
         with file_lock(self.folder / LOCK):
             yield
 
+    def _is_part(self, path: Path) -> bool:
+        """Return whether a file is one of a checkpoint."""
+        return path.name in self.parts
+
     def _path(self, name: str) -> Path:
         if not NAME.fullmatch(name) or name == LOCK:
             raise CheckpointError(
@@ -468,6 +492,54 @@ class CheckpointFolder:
         except (OSError, SafetensorError) as error:
             reason = explain(error, needed)
             raise CheckpointError(f"cannot {what} {str(self.folder)!r}: {reason}") from None
+
+
+class SpreadFolder(CheckpointFolder):
+    """A folder of checkpoints of several processes: each writes its pieces, and reads its own whatever wrote them.
+
+    All processes call every method. The first one looks, names and removes for all.
+    """
+
+    parts = frozenset({DESCRIPTION, METADATA})
+
+    def __init__(
+        self, folder: str | os.PathLike[str], model: nn.Module, optimizer: Optimizer
+    ) -> None:
+        super().__init__(folder)
+        self.optimizer, self.layout = optimizer, Layout(model, optimizer)
+        # of its own: a thread writes while training exchanges rows
+        self.group = distributed.new_group(backend="gloo")
+        self.is_first = distributed.get_rank() == 0
+
+    def write(self, name: str, state: Mapping[str, Any]) -> Path:
+        target = self._path(name)
+        with self._explained(f"write the checkpoint {name!r} to"):
+            if self.is_first:
+                make_folder(self.folder, self.disk)
+            write_pieces(target, state, self.layout, self.group)
+        return target
+
+    def read(self, name: str) -> dict[str, Any]:
+        with self._explained(f"read the checkpoint {name!r} of"):
+            return read_pieces(self._path(name), self.layout, self.optimizer)
+
+    def names(self) -> list[str]:
+        found: list[Any] = [self._listed() if self.is_first else None]
+        distributed.broadcast_object_list(found, group=self.group)
+        return list(found[0])
+
+    def prune(self, keep: Collection[str]) -> None:
+        distributed.barrier(self.group)  # others may still read
+        if self.is_first:
+            super().prune(keep)
+
+    @contextmanager
+    def locked(self) -> Iterator[None]:
+        with super().locked() if self.is_first else nullcontext():
+            yield
+
+    def _is_part(self, path: Path) -> bool:
+        return super()._is_part(path) or path.suffix == ".distcp"
 
 
 def _sealed(description: Mapping[str, Any]) -> bytes:
@@ -523,8 +595,8 @@ def describe_run(
     """Return what must be equal for a resumed run to be the same run, as plain values."""
     return {
         "model": _describe_model(model),
-        "train": _describe_data(train),
-        "valid": None if valid is None else _describe_data(valid),
+        "train": describe_data(train),
+        "valid": None if valid is None else describe_data(valid),
         "settings": to_mapping(settings),
     }
 
@@ -532,7 +604,7 @@ def describe_run(
 def _describe_model(model: nn.Module) -> dict[str, Any]:
     parameters = {
         name: spell_tensor(parameter) + ("" if parameter.requires_grad else " frozen")
-        for name, parameter in model.named_parameters()
+        for name, parameter in whole_parameters(model).items()
     }
     return {
         "class": type(model).__qualname__,
@@ -556,7 +628,8 @@ def _describe_method(method: Any) -> dict[str, Any]:
     return {"method": type(method).__qualname__, **given}
 
 
-def _describe_data(data: Dataset) -> dict[str, Any]:
+def describe_data(data: Dataset) -> dict[str, Any]:
+    """Return what tells a data set from others."""
     return {
         "schema": data.schema.to_mapping(),
         "rows": len(data),

@@ -36,6 +36,7 @@ from rarebit.data.order import batch_bounds
 from rarebit.ema import EMA
 from rarebit.errors import CheckpointError, DataError, NotFiniteError, TrainingError
 from rarebit.settings import check_types, from_mapping, require, updated
+from rarebit.sharding.processes import ONE, processes_of
 from rarebit.storage.files import check_tensors
 from rarebit.tables.apply import check_optimizer
 from rarebit.tables.collection import is_watched, row_gradients_kept
@@ -43,6 +44,7 @@ from rarebit.technique import Technique
 from rarebit.training.checkpoints import (
     CheckpointFolder,
     Checkpoints,
+    SpreadFolder,
     describe_run,
     map_tensors,
     stop_requests,
@@ -322,8 +324,9 @@ def fit_started(
     progress: Progress | bool = True,
 ) -> History:
     """Train with callbacks that have started, and let them end."""
+    processes = processes_of(model)
     if isinstance(progress, bool):
-        progress = LineProgress() if progress else Silence()
+        progress = LineProgress() if progress and processes.rank == 0 else Silence()
     scores = _progressive_scores(model, train, valid, settings, forward)
     if scores is not None:
         callbacks, settings = callbacks.joined(scores), replace(settings, epochs=1)
@@ -338,6 +341,10 @@ def fit_started(
             "the model has row gradients, which need their own backward: fit(..., "
             "backward=rows.backward), or rows.close() first"
         )
+    require(
+        processes is ONE or not settings.one_pass,
+        "training in one pass scores the rows in their order, which one process does: leave the engine out",
+    )
     from_host = _check_memory(
         model,
         train,
@@ -384,7 +391,12 @@ def fit_started(
                 if folder is None:
                     history = loop.run()
                 else:
-                    history = _train_in(CheckpointFolder(folder), loop, resume=resume)
+                    where = (
+                        CheckpointFolder(folder)
+                        if processes is ONE
+                        else SpreadFolder(folder, model, optimizer)
+                    )
+                    history = _train_in(where, loop, resume=resume)
         finally:
             step.release()
     callbacks.end()
@@ -439,6 +451,8 @@ def _check_memory(
     estimate = estimate_memory(
         model, train, valid, settings=settings, optimizer=optimizer, **options
     )
+    if estimate.available is not None:
+        estimate = replace(estimate, available=estimate.available // processes_of(model).here)
     from_host = not estimate.fits and estimate.with_training_data_elsewhere().fits
     if from_host:
         estimate = estimate.with_training_data_elsewhere()
@@ -481,6 +495,8 @@ def _train_in(folder: CheckpointFolder, loop: "TrainingLoop", *, resume: bool) -
                 checkpoints.save(loop)  # to return to if the first steps fail
             return loop.run(checkpoints)
         except NotFiniteError as error:
+            if loop.step.processes is not ONE:  # one alone may have seen it
+                raise
             raise _explained(error, checkpoints, loop) from None
         finally:
             checkpoints.close()
@@ -699,6 +715,8 @@ class TrainingLoop:
     def state(self) -> dict[str, Any]:
         """Return everything that decides how training continues; the best weights are kept apart."""
         optimizer = self.step.optimizer.state_dict()
+        if self.ema is not None and self.step.processes is not ONE:
+            self.ema.bring_up_to_date()  # what lags behind differs between the processes
         return {
             "position": {"epoch": self.epoch, "batch": self.batch, "seconds": self.seconds},
             "model": dict(self.step.model.state_dict()),

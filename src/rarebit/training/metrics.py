@@ -13,10 +13,12 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from rarebit.data.dataset import Batch, Dataset
+from rarebit.data.order import batch_bounds
 from rarebit.data.schema import PADDING
 from rarebit.errors import DataError, NotFiniteError, TrainingError
 from rarebit.models._base import RankingModel
 from rarebit.settings import require
+from rarebit.sharding.processes import ONE, processes_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -163,7 +165,14 @@ def predict(
     try:
         with torch.no_grad():
             data = data.to(device_of(model))
-            scores = [score(model, batch, forward) for batch in data.batches(batch_size)]
+            processes = processes_of(model)
+            scores = []
+            for start, stop in batch_bounds(len(data), batch_size):
+                rows: slice | Tensor = slice(start, stop)
+                if processes is not ONE:
+                    rows, _ = processes.share(torch.arange(start, stop, device=data.device))
+                part = score(model, data[rows], forward)
+                scores.append(processes.join(part, stop - start))
     finally:
         for module in was_training:  # one by one: a frozen part stays in evaluation mode
             module.training = True

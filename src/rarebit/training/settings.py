@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from rarebit.data.dataset import Dataset, Splits
 from rarebit.data.prepared import PreparedFolder
@@ -153,9 +153,21 @@ class PreparedLog:
         require(bool(self.folder), "data: a prepared log needs its folder, got folder=''")
 
 
-LOGS: dict[str, type[SyntheticLog | PreparedLog]] = {
+@dataclass(frozen=True, kw_only=True)
+class MemoryLog:
+    """A log that this process holds, by a checksum of its values."""
+
+    checksum: str
+
+    held: ClassVar[dict[str, Splits]] = {}
+    """The logs in use."""
+
+
+Log = SyntheticLog | PreparedLog | MemoryLog
+LOGS: dict[str, type[Log]] = {
     "synthetic": SyntheticLog,
     "prepared": PreparedLog,
+    "memory": MemoryLog,
 }
 
 
@@ -171,7 +183,7 @@ class RunSettings:
     """The model's name."""
     model_settings: Mapping[str, Any] = field(default_factory=dict)
     """What the model is built with, such as `dim`."""
-    data: SyntheticLog | PreparedLog = SyntheticLog()
+    data: Log = SyntheticLog()
     """The click log: generated, or prepared from your own."""
     training: Training = Training()
     """How to train. Its seed also draws the initial weights."""
@@ -232,12 +244,12 @@ def study_splits(settings: "RunSettings") -> Splits:
     return splits.in_one_pass() if settings.training.one_pass else splits
 
 
-def load_splits(
-    log: SyntheticLog | PreparedLog, *, progress: Callable[[int, int], None] | None = None
-) -> Splits:
+def load_splits(log: Log, *, progress: Callable[[int, int], None] | None = None) -> Splits:
     """Generate a click log, or open a prepared one after verifying its checksums."""
     if isinstance(log, SyntheticLog):
         return generate(log, progress=progress)
+    if isinstance(log, MemoryLog):
+        return MemoryLog.held[log.checksum]
     if log.checksum and PreparedFolder(log.folder).checksum != log.checksum:
         raise DataError(
             f"the log in {log.folder!r} was prepared again since the run, so its rows and ids may differ; train a "

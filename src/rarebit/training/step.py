@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 from rarebit.data.dataset import Batch, Dataset
 from rarebit.errors import NotFiniteError, RarebitError, TrainingError
 from rarebit.settings import require, require_number
+from rarebit.sharding.processes import ONE, Processes, processes_of
 from rarebit.storage.files import load_tensors_
 from rarebit.tables.collection import (
     PlainStack,
@@ -33,7 +34,7 @@ from rarebit.training.settings import Precision
 
 
 @torch.no_grad()
-def clip_grad_norm_(model: nn.Module, max_norm: float) -> Tensor:
+def clip_grad_norm_(model: nn.Module, max_norm: float, processes: Processes = ONE) -> Tensor:
     """Scale all gradients of a model so that their norm is at most `max_norm`; return the norm before.
 
     As `torch.nn.utils.clip_grad_norm_`, and right for tables with sparse gradients: lookups of one row are summed first.
@@ -52,9 +53,8 @@ def clip_grad_norm_(model: nn.Module, max_norm: float) -> Tensor:
         return torch.zeros(())
     norms = [_norm(parameter) for parameter in parameters]
     exact = functools.reduce(torch.promote_types, [norm.dtype for norm in norms], torch.float32)
-    total: Tensor = torch.linalg.vector_norm(
-        torch.stack([norm.to(norms[0].device, exact) for norm in norms])
-    )
+    joined = torch.stack([norm.to(norms[0].device, exact) for norm in norms])
+    total = processes.norm(joined, parameters)
     factor = (max_norm / (total + 1e-6)).clamp(max=1.0)  # no look at the norm: it may be on a GPU
     for parameter in parameters:
         gradient, scale = parameter.grad, factor.to(parameter.device)
@@ -105,6 +105,7 @@ class TrainingStep:
     ) -> None:
         self.model, self.optimizer, self.loss, self.forward = model, optimizer, loss, forward
         self.backward: Backward = backward or Tensor.backward
+        self.processes = processes_of(model)
         self.half = precision == "bfloat16"
         self.clip_norm = clip_norm
         self.compiled_size = compiled_size
@@ -126,24 +127,27 @@ class TrainingStep:
         self.bad_step = torch.full((), -1, device=self.device)
         optimizer.zero_grad(set_to_none=True)  # what the caller left would be in the first step
 
-    def __call__(self, batch: Batch) -> None:
-        """Train on one batch."""
+    def __call__(self, batch: Batch, *, real: int | None = None, total: int | None = None) -> None:
+        """Train on one batch, or on this process's share of one of `total` rows, of which the first `real` count."""
+        real, total = real if real is not None else len(batch), total or len(batch)
         with torch.autocast(self.device.type, torch.bfloat16, enabled=self.half):
             logits = self._score(batch)
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-        loss = self.loss(logits, batch.label.to(logits.dtype))
+        labels = batch.label.to(logits.dtype)
+        loss = self.processes.loss(self.loss, logits, labels, real, total)
         self.backward(loss)
+        self.processes.average_gradients()
         if self.inspect is not None:
             self.inspect(loss.detach())
         if self.before_update is not None:
             self.before_update(batch, logits.detach())
         if self.clip_norm is not None:
-            clip_grad_norm_(self.model, self.clip_norm)
+            clip_grad_norm_(self.model, self.clip_norm, self.processes)
         self.optimizer.step()
         for stack in self.stacks:
             stack.gradient_memory.keep(stack.embedding.weight)
         self.optimizer.zero_grad(set_to_none=True)
-        self._remember(loss.detach(), len(batch))
+        self._remember(loss.detach(), total)
 
     def _score(self, batch: Batch) -> Tensor:
         if len(batch) == self.compiled_size:
@@ -165,7 +169,7 @@ class TrainingStep:
 
     def raise_if_not_finite(self) -> None:
         """Raise with the number of the first step whose loss was not finite."""
-        step = int(self.bad_step)
+        step = self.processes.largest(int(self.bad_step))
         if step >= 0:
             raise NotFiniteError(
                 f"the loss was not finite at step {step}; lower the learning rate, "
@@ -173,7 +177,8 @@ class TrainingStep:
             )
 
     def state(self) -> dict[str, Tensor]:
-        """Return what is remembered."""
+        """Return what is remembered, the same in all processes."""
+        self.loss_sum.copy_(self.processes.mean(self.loss_sum))
         return {"steps": self.steps, "loss_sum": self.loss_sum, "bad_step": self.bad_step}
 
     def load(self, state: Mapping[str, Tensor]) -> None:
@@ -189,7 +194,7 @@ class TrainingStep:
 
     def take_mean_loss(self, rows: int) -> float:
         """Return the mean loss since the last call."""
-        mean = float(self.loss_sum) / rows
+        mean = float(self.processes.mean(self.loss_sum)) / rows
         self.loss_sum.zero_()
         return mean
 
@@ -259,8 +264,10 @@ class Steps:
 
     def __call__(self, start: int, stop: int) -> None:
         """Train on the rows at these places of the order."""
-        batch = self.train[self.order[start:stop]]
-        self.step(batch if self.train.device == self.device else batch.to(self.device))
+        rows, real = self.step.processes.share(self.order[start:stop])
+        batch = self.train[rows]
+        batch = batch if self.train.device == self.device else batch.to(self.device)
+        self.step(batch, real=real, total=stop - start)
 
 
 class RecordedSteps(Steps):

@@ -18,7 +18,7 @@ import numpy as np
 import polars as pl
 from numpy.typing import NDArray
 
-from rarebit.data.log_schema import PART_NAMES, SPLIT_NAMES, Column, LogSchema
+from rarebit.data.log_schema import PART_NAMES, SPLIT_NAMES, Column, Comparison, LogSchema
 from rarebit.data.raw.chunks import BadRows, RawChunk, shortened
 from rarebit.data.schema import FIRST_VALUE, MISSING, PADDING, UNKNOWN
 from rarebit.errors import DataError
@@ -183,7 +183,8 @@ class RowCoder:
         good = found if keep is None else found.filter(pl.Series(keep))
         if self.with_label:
             label, wrong = self.schema.label, found["bad:0"]
-            bad.count_labels(label, good["label"].to_numpy(), frame[label].filter(wrong))
+            named = f"{label}{self.schema.positive}"
+            bad.count_labels(named, good["label"].to_numpy(), frame[label].filter(wrong))
         return good, keep
 
     def _checks(self, types: pl.Schema) -> Iterator[RowCheck]:
@@ -191,7 +192,9 @@ class RowCoder:
         schema = self.schema
         if self.with_label:
             label = schema.label
-            yield RowCheck(label, "the label is not 0 or 1", _label(label, types[label]).is_null())
+            is_bad = label_of(label, types[label], schema.positive).is_null()
+            asked = f"a value for {schema.positive!r}" if schema.positive else "0 or 1"
+            yield RowCheck(label, f"the label is not {asked}", is_bad)
         for column in schema.columns:
             name = column.name
             if column.kind != "numeric" or types[name].is_integer() or types[name] == pl.Boolean:
@@ -215,7 +218,8 @@ class RowCoder:
         """Yield everything that a row becomes, in order, by a name that tells what it is."""
         yield from self._values(types)
         if self.with_label:
-            yield "label", _label(self.schema.label, types[self.schema.label]).fill_null(0)
+            name, positive = self.schema.label, self.schema.positive
+            yield "label", label_of(name, types[name], positive).fill_null(0)
         if self.with_key:
             yield "key", self._key(types)
 
@@ -321,14 +325,39 @@ def _keep_good(
     return keep
 
 
-def _label(name: str, dtype: pl.DataType) -> pl.Expr:
-    """Return the label as 0 or 1, null for anything else."""
+def label_of(name: str, dtype: pl.DataType, positive: str = "") -> pl.Expr:
+    """Return the label as 0 or 1, null for anything else: what is missing, or no number where numbers are compared."""
     number = _number(name, dtype)
+    if positive:
+        return _compared(pl.col(name), number, dtype, Comparison.read(positive)).cast(pl.UInt8)
     if dtype == pl.String:
         # a block of integers is read as such, so " 1" and "01" must be labels in any other, too
         words = pl.col(name).replace_strict(LABEL_WORDS, default=None, return_dtype=pl.Float64)
         number = pl.coalesce(number, words)
     return pl.when(number.is_in([0.0, 1.0])).then(number).cast(pl.UInt8)
+
+
+def _compared(column: pl.Expr, number: pl.Expr, dtype: pl.DataType, asked: Comparison) -> pl.Expr:
+    """Return whether a label is what counts as 1, null where that cannot be said."""
+    known = pl.when(number.is_not_nan())
+    match asked.operator:
+        case ">":
+            return known.then(number > asked.number)
+        case ">=":
+            return known.then(number >= asked.number)
+        case "<":
+            return known.then(number < asked.number)
+        case "<=":
+            return known.then(number <= asked.number)
+    same = column.str.strip_chars() == asked.value if dtype == pl.String else pl.lit(value=False)
+    if dtype == pl.Boolean:
+        same = column == (asked.value.lower() in ("true", "1"))
+    elif asked.number is not None:  # 4, 4.0 and " 4" are one value
+        same = same | (number == asked.number).fill_null(value=False)
+    there = column.is_not_null()
+    if dtype == pl.String:
+        there &= column.str.strip_chars() != ""
+    return pl.when(there).then(same if asked.operator == "=" else ~same)
 
 
 def _number(name: str, dtype: pl.DataType) -> pl.Expr:

@@ -36,9 +36,9 @@ import numpy as np
 import polars as pl
 from numpy.typing import NDArray
 
-from rarebit.data.log_schema import Column, LogSchema, Split
+from rarebit.data.log_schema import Column, Comparison, LogSchema, Split
 from rarebit.data.raw.chunks import shortened
-from rarebit.data.raw.coding import seconds_of
+from rarebit.data.raw.coding import label_of, seconds_of
 from rarebit.errors import DataError
 from rarebit.settings import suggest
 
@@ -176,9 +176,15 @@ class Inferred:
 
 
 def infer_schema(sample: pl.DataFrame, label: str, *, split: Split | None = None) -> Inferred:
-    """Guess the schema of a log from its first rows: some 20,000 are enough."""
+    """Guess the schema of a log from its first rows: some 20,000 are enough.
+
+    The label is a column, or a comparison such as "rating>=4".
+    """
     split = split or Split()
+    label, positive = (label, "") if label in sample.columns else Comparison.split(label)
     _check(sample, label, split)
+    asked = label_of(label, sample.schema[label], positive).alias(label)
+    labels = sample.select(asked).to_series() if positive else sample[label]
     others = [series for series in sample.get_columns() if series.name != label]
     missing = _missing_words(sample.drop(label))
     unnamed = _unnamed(sample.columns)
@@ -188,7 +194,7 @@ def infer_schema(sample: pl.DataFrame, label: str, *, split: Split | None = None
         seen = SeenColumn(series, missing, is_named=series.name not in unnamed)
         column, reasons[seen.name] = _for_split(seen, split) or _by_rules(seen)
         columns.append(column)
-        doubts += _suspicions(seen, column, sample[label])
+        doubts += _suspicions(seen, column, labels)
         if seen.missing_words and column.kind != "ignored":
             words = ", ".join(map(repr, seen.missing_words))
             reasons[seen.name] += f"; {words} counts as missing"
@@ -198,7 +204,9 @@ def infer_schema(sample: pl.DataFrame, label: str, *, split: Split | None = None
             f"no column besides the label {label!r} looks useful for a model ({found}); "
             "write the schema by hand if one is"
         )
-    schema = LogSchema(label=label, columns=tuple(columns), split=split, missing=missing)
+    schema = LogSchema(
+        label=label, columns=tuple(columns), split=split, missing=missing, positive=positive
+    )
     return Inferred(schema, reasons, tuple(doubts))
 
 

@@ -51,8 +51,8 @@ def read_raw(
 ) -> Iterator[RawChunk]:
     """Yield the rows of a log in order, in memory that does not grow with the log.
 
-    The suffix decides the type: .csv, .tsv, .txt and .dat are text, also with .gz, .bz2 or .xz after
-    it; .parquet and .pq are Parquet. A folder is its files in the order of their names.
+    The suffix decides the type: .csv, .tsv, .txt and .dat are text, also with .gz, .bz2, .xz or .zst
+    after it; .parquet and .pq are Parquet. A folder is its files in the order of their names.
 
     `columns` are those to read, in this order, or all. Malformed rows go to `bad`: every record of the
     files is either yielded or there. `format` describes text files; it is guessed if not given.

@@ -18,6 +18,7 @@ checks 45-150 MB/s.
 import bz2
 import codecs
 import gzip
+import io
 import lzma
 import os
 import re
@@ -45,13 +46,14 @@ PIECE_BYTES = 1 << 20
 PARSED_BYTES = 2 << 20
 """What PyArrow parses at once: longer than a line may be, and fast in the processor's cache."""
 SNIFFED_BYTES = 1 << 16
-COMPRESSED = (".gz", ".bz2", ".xz")
+COMPRESSED = (".gz", ".bz2", ".xz", ".zst")
 MAGIC = {
     codecs.BOM_UTF16_LE: "written in UTF-16 or UTF-32; write it as UTF-8 first",
     codecs.BOM_UTF16_BE: "written in UTF-16; write it as UTF-8 first",
     b"\x1f\x8b": "compressed with gzip; let its name end in .csv.gz",
     b"BZh91AY&SY": "compressed with bzip2; let its name end in .csv.bz2",
     b"\xfd7zXZ": "compressed with xz; let its name end in .csv.xz",
+    b"\x28\xb5\x2f\xfd": "compressed with zstd; let its name end in .csv.zst",
     b"PAR1\x15": "a Parquet file; let its name end in .parquet",
     b"PK\x03\x04": "an archive or a spreadsheet; write it as CSV or Parquet first",
 }
@@ -104,6 +106,9 @@ class ByteStream:
                 self._file = bz2.BZ2File(self.disk)
             case ".xz":
                 self._file = lzma.LZMAFile(self.disk)  # noqa: SIM115  # `__exit__` closes it
+            case ".zst":
+                stream = pa.CompressedInputStream(pa.PythonFile(self.disk, "r"), "zstd")
+                self._file = cast("IO[bytes]", io.BufferedReader(stream))
 
     def __enter__(self) -> Self:
         return self

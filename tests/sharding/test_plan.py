@@ -1,0 +1,70 @@
+import pytest
+
+from rarebit.bench.scale import Cluster, expected
+from rarebit.errors import SettingsError
+from rarebit.sharding.plan import TableSize, make_plan
+
+SIZES = [TableSize("user", 1000, 8), TableSize("item", 300, 8), TableSize("day", 7, 8)]
+
+
+@pytest.mark.parametrize("world", [1, 2, 3, 5])
+@pytest.mark.parametrize("kind", ["auto", "table", "row", "column"])
+def test_every_number_lies_in_exactly_one_process(kind, world):
+    plan = make_plan(SIZES, world, kind)
+    for placement in plan.placements:
+        cells = [
+            (row, column)
+            for piece in placement.pieces
+            for row in range(piece.first_row, piece.first_row + piece.rows)
+            for column in range(piece.first_column, piece.first_column + piece.columns)
+        ]
+        assert len(cells) == len(set(cells)) == placement.table.numbers
+        assert len({piece.rank for piece in placement.pieces}) == len(placement.pieces)
+    assert sum(map(plan.numbers, range(world))) == sum(table.numbers for table in SIZES)
+
+
+def test_auto_cuts_what_one_process_should_not_hold_and_says_why():
+    plan = make_plan(SIZES, 2)
+    assert [placement.kind for placement in plan.placements] == ["row", "row", "table"]
+    assert max(map(plan.numbers, range(2))) <= 1.3 * min(map(plan.numbers, range(2)))
+    text = plan.explain()
+    assert "whole, one process would hold 1.5 times its fair share" in text
+    assert "the process that holds least so far" in text
+
+
+def test_a_plan_may_name_the_kind_of_some_tables():
+    plan = make_plan(SIZES, 2, {"item": "column"})
+    kinds = {placement.table.name: placement.kind for placement in plan.placements}
+    assert kinds["item"] == "column"
+    with pytest.raises(SettingsError, match="'itme', which is no table; did you mean 'item'"):
+        make_plan(SIZES, 2, {"itme": "row"})
+    with pytest.raises(SettingsError, match="keeps one number for a whole row"):
+        make_plan(SIZES, 2, "column", whole_rows=True)
+
+
+def test_what_is_sent_is_the_sum_over_messages():
+    size, batch, world = TableSize("user", 1000, 16), 4096, 4
+    share = batch // world
+    # by table: an id and its length to the owner, a row back, its gradient there; what is at home is not sent
+    messages = share * (8 + 8 + 64 + 64) * (world - 1) / world
+    assert make_plan([size], world, "table").sent(batch) == messages
+    # by rows: an id to one process, lengths to all, sums of all rows and their gradients with all
+    messages = share * 8 * (world - 1) / world + (world - 1) * share * (8 + 64 + 64)
+    assert make_plan([size], world, "row").sent(batch) == messages
+    assert make_plan([size], 1, "row").sent(batch) == 0
+
+
+def test_a_billion_rows_shrink_with_the_workers_and_then_the_network_is_the_limit():
+    size = TableSize("id", rows=10**9, width=64)
+    cluster = Cluster(seconds_per_row=2e-5, bytes_per_second=12.5e9)
+    found = {
+        world: expected(
+            make_plan([size], world, "row"), cluster, share=4096, dense=0, state_bytes=4
+        )
+        for world in (8, 64, 512)
+    }
+    for world, figures in found.items():
+        assert figures["gigabytes"] == pytest.approx(260 / world, rel=1e-6)
+    assert [figures["limit"] for figures in found.values()] == ["compute", "compute", "network"]
+    times = [figures["network_ms"] for figures in found.values()]
+    assert times[2] > 7 * times[1] > 49 * times[0]
