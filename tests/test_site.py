@@ -62,8 +62,8 @@ def test_every_method_and_every_public_name_has_its_place(site):
         *technique_names()
     }
     tail = (site / "methods/tail/index.html").read_text("utf-8")
-    assert "v_i&#39; = n_i / (n_i + f) v_i" in tail  # the equation of its file
-    assert "What a row keeps" in tail or "<code>forget</code>" in tail
+    assert "= n_i / (n_i + f) v_i" in tail  # the equation of its file
+    assert "<td><code>forget</code></td>" in tail  # its settings
     api = (site / "api/index.html").read_text("utf-8")
     names = [name for name in rb.__all__ if callable(getattr(rb, name))]
     assert [
@@ -86,8 +86,7 @@ def test_every_link_and_image_leads_to_a_file(site):
 
 @needs_browser
 @needs_package("axe_playwright_python")
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-@pytest.mark.parametrize("width", [360, 1400])
+@pytest.mark.parametrize(("width", "scheme"), [(360, "light"), (1400, "dark")])
 def test_pages_are_accessible_fit_and_load_nothing_from_elsewhere(address, browser, width, scheme):
     from axe_playwright_python.sync_playwright import Axe
 
@@ -95,7 +94,7 @@ def test_pages_are_accessible_fit_and_load_nothing_from_elsewhere(address, brows
         viewport={"width": width, "height": 900}, color_scheme=scheme, reduced_motion="reduce"
     )
     asked, problems = [], []
-    for name in ("", "tutorials/own-log/", "methods/tail/", "api/", "evidence/", "faq/"):
+    for name in ("", "methods/tail/", "evidence/"):
         page = context.new_page()
         page.on("request", lambda request: asked.append(request.url))
         page.on("pageerror", lambda error: problems.append(str(error)))
@@ -114,7 +113,7 @@ def test_search_finds_a_method(address, browser):
     page = browser.new_page(viewport={"width": 1400, "height": 900})
     page.goto(address)
     page.get_by_placeholder("Search").click()
-    page.get_by_placeholder("Search").fill("evidence coding")
+    page.keyboard.type("evidence coding")
     result = page.locator(".md-search-result__link", has_text="evidence-coding").first
     result.click()
     page.wait_for_url("**/evidence-coding/**")
