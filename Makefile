@@ -44,7 +44,7 @@ check: ## Check style and types
 
 docs: ## Build the documentation as a site in build/site
 	@$(SETUP) docs
-	$(RUN) mkdocs build --strict --quiet $(ARGS)
+	NO_MKDOCS_2_WARNING=1 PYTHONPATH=src $(RUN) mkdocs build --strict --quiet $(ARGS)
 
 bench: ## Measure a training step and the import time
 	@$(SETUP) cli

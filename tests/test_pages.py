@@ -5,9 +5,9 @@ import json
 import re
 import runpy
 import sys
-import xml.etree.ElementTree
 from pathlib import Path
 from types import SimpleNamespace
+from xml.etree import ElementTree as ET
 
 import pytest
 
@@ -35,7 +35,7 @@ def figure():
 
 def test_the_drawing_is_that_of_the_stored_results(figure):
     images = figure.images(json.loads(figure.RESULT.read_text("utf-8")))
-    assert [path.name for path in images] == ["frontier-light.svg", "frontier-dark.svg"]
+    assert len(images) == 4
     assert {path: path.read_text("utf-8") for path in images} == images
 
 
@@ -72,7 +72,7 @@ def test_the_drawing_has_every_point(figure):
     }
     image = figure.draw({"cells": cells}, "dark")
     assert image.count("<polyline") == 3 + 3  # and the legend's
-    xml.etree.ElementTree.fromstring(image)  # noqa: S314  # our own
+    ET.fromstring(image)  # noqa: S314  # our own
 
 
 def test_every_figure_is_that_of_the_stored_results(pages):

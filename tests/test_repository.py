@@ -588,7 +588,7 @@ def test_setup_keeps_the_torch_that_is_there():
 def test_setup_knows_what_an_extra_includes():
     setup = runpy.run_path(str(ROOT / "tools" / "setup_environment.py"))
     assert setup["with_implied"](["dev"]) == {
-        *("cli", "data", "dev", "export", "plots", "serve", "study", "test")
+        *("cli", "data", "dev", "docs", "export", "plots", "serve", "study", "test")
     }
     with pytest.raises(SystemExit, match="unknown extra 'nonsense'"):
         setup["with_implied"](["nonsense"])

@@ -1,6 +1,6 @@
 """Draw the figure of README.md, bytes of the tables against test AUC, from benchmarks/results/compression.json.
 
-    python tools/figure.py            write docs/assets/frontier-light.svg and frontier-dark.svg
+    python tools/figure.py            write docs/assets/frontier-*.svg: light and dark, wide and for phones
     python tools/figure.py --check    change nothing; fail if a file is out of date
 
 All panels span the same width of AUC. "The best other" is the highest line through int8, int4, low rank, pruning and
@@ -46,7 +46,10 @@ THEMES = {
         "tail": "#6cb0ff", "coded": "#f0a35c", "other": "#9aa4af",
     },
 }  # fmt: skip
-WIDTH, HEIGHT = 800, 520
+COLUMNS = {"": 3, "narrow-": 2}
+"""Panels side by side, on wide pages and on phones."""
+ACROSS, DOWN = 264, 258
+"""The size of a panel with its labels."""
 BELOW, ABOVE, STEP = 0.021, 0.014, 0.01
 """The AUC that a panel shows below and above plain tables, and between two lines of its grid."""
 SMALLEST = 160
@@ -68,8 +71,12 @@ def main() -> None:
 
 
 def images(result: Mapping[str, Any]) -> dict[Path, str]:
-    """Return the figure for light and for dark pages, by path."""
-    return {FOLDER / f"frontier-{name}.svg": draw(result, name) for name in THEMES}
+    """Return the figure for light and dark pages, wide and narrow, by path."""
+    return {
+        FOLDER / f"frontier-{shape}{theme}.svg": draw(result, theme, columns)
+        for shape, columns in COLUMNS.items()
+        for theme in THEMES
+    }
 
 
 def means(cells: Sequence[Mapping[str, Any]], log: str) -> dict[tuple[str, str], list[Point]]:
@@ -109,30 +116,29 @@ def lines_of(points: Mapping[tuple[str, str], Sequence[Point]]) -> dict[str, lis
     }
 
 
-def draw(result: Mapping[str, Any], theme: str) -> str:
+def draw(result: Mapping[str, Any], theme: str, columns: int = 3) -> str:
     """Return the figure as SVG."""
     color = THEMES[theme]
     cells = result["cells"]
     logs = [log for log in LOGS if any(cell["log"] == log for cell in cells)]
     seeds = len({cell["seed"] for cell in cells})
-    parts = []
-    for number, log in enumerate(logs):
-        parts.append(
-            _panel(
-                log, means(cells, log), color, x=12 + 264 * (number % 3), y=8 + 258 * (number // 3)
-            )
-        )
-    parts.append(_legend(color, x=12 + 264 * 2, y=8 + 258, seeds=seeds))
+    *places, last = [
+        (12 + ACROSS * (number % columns), 8 + DOWN * (number // columns))
+        for number in range(len(logs) + 1)
+    ]
+    parts = [
+        _panel(log, means(cells, log), color, x=x, y=y)
+        for log, (x, y) in zip(logs, places, strict=True)
+    ]
+    parts.append(_legend(color, *last, seeds=seeds))
+    width, height = ACROSS * columns + 8, last[1] + DOWN
     title = (
         f"Bytes of the tables against test AUC on {len(logs)} logs: {', '.join(LABELS.values())}"
     )
     return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" width="{WIDTH}" height="{HEIGHT}" '
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" height="{height}" '
         f'role="img" font-family="-apple-system,Segoe UI,Helvetica,Arial,sans-serif" font-size="13">\n'
-        f"<title>{escape(title)}</title>\n"
-        f'<rect width="{WIDTH}" height="{HEIGHT}" fill="{color["page"]}"/>\n'
-        + "\n".join(parts)
-        + "\n</svg>\n"
+        f"<title>{escape(title)}</title>\n" + "\n".join(parts) + "\n</svg>\n"
     )
 
 

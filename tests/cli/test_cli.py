@@ -43,7 +43,7 @@ def test_help_shows_commands_and_examples(call):
         "train",
         "predict",
         "bench",
-        "Examples",
+        "Start here",
         "rarebit compare --data",
     ):
         assert word in out

@@ -34,38 +34,64 @@ from rarebit.cli.update import EXAMPLES as UPDATE_EXAMPLES
 from rarebit.cli.update import update
 from rarebit.errors import RarebitError
 
-EXAMPLES = """[bold]Examples[/bold]
+PANELS = {
+    "Start here": ("data", "improve", "train", "export", "serve"),
+    "Measure": ("compare", "backtest", "diagnose", "report", "predict"),
+    "Smaller tables": ("compress", "prune"),
+    "Every day, every machine": ("update", "reshard"),
+    "Look around": ("demo", "methods", "bench"),
+}
+"""The commands as the help shows them: those that people need first, then the rest."""
 
-rarebit demo
+EXAMPLES = """[bold]From a log to scores[/bold]
 
 rarebit data prepare clicks.csv --label click --out data/clicks
 
-rarebit compare --data data/clicks --model deepfm --methods baseline,low-rank,hashing --seeds 5
-
-rarebit improve --data data/clicks --model dcn_v2 --size 1/16 --minutes 60 --out improved
-
-rarebit backtest clicks.parquet --label click --time timestamp --by week --policies grow,fixed,retrain
+rarebit compare --data data/clicks --methods baseline,tail --seeds 3
 
 rarebit train --data data/clicks --out runs/clicks
 
-rarebit update --model runs/clicks --data tomorrow.csv --out runs/tomorrow
-
-rarebit diagnose runs/clicks
-
-rarebit prune --data data/clicks --model deepfm --sparsity 0.9,0.99 --out runs/pruned
-
-rarebit compress runs/clicks --size 1/16 --out runs/small
-
 rarebit export runs/clicks --to onnx --out clicks.onnx
 
-rarebit predict --model clicks.onnx --input new.csv --out scores.csv
+rarebit serve clicks.onnx --check
 
-rarebit report runs/clicks --open
+Each command has examples of its own: rarebit train --help.
 """
+OF_COMMANDS = {
+    "train": (
+        "train --model dcn_v2 --data data/clicks --methods tail --out runs/tail",
+        "train --rows 20000 --epochs 2 --out runs/generated",
+        "train --resume runs/generated",
+    ),
+    "compare": ("compare --data data/clicks --model fm --methods baseline,low-rank --seeds 2",),
+    "diagnose": ("diagnose runs/clicks", "diagnose runs/clicks --out diagnosis"),
+    "report": ("report runs/clicks --out clicks.html",),
+    "predict": (
+        "predict --model runs/clicks --input clicks.csv --out scores.csv",
+        "predict --model clicks.onnx --input clicks.csv --out onnx-scores.csv",
+    ),
+    "prune": (
+        "prune --data data/clicks --model fm --sparsity 0.5,0.9 --epochs 2 --out runs/pruned",
+    ),
+    "methods": ("methods", "methods --json"),
+    "export": (
+        "export runs/clicks --to onnx --out clicks.onnx",
+        "export runs/clicks --to triton --out models/clicks",
+        "export runs/clicks --to torch --out plain",
+    ),
+    "serve": ("serve clicks.onnx --check", "serve models --port 8000"),
+    "demo": ("demo", "demo --rows 20000 --seeds 2"),
+    "bench": ("bench import", "bench train --json"),
+}
+"""Examples of the commands whose files have none."""
 
 
 class _Commands(TyperGroup):
-    """All commands; Ctrl-C ends them with one line, where Typer prints nothing."""
+    """All commands in their order; Ctrl-C ends them with one line, where Typer prints nothing."""
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        del ctx
+        return [name for names in PANELS.values() for name in names]
 
     def invoke(self, ctx: Any) -> Any:
         try:
@@ -140,27 +166,42 @@ def bench(
     print(json.dumps(run_bench(name, say=(lambda _: None) if json_ else screen.errors.print)))
 
 
-app.command()(demo)
+def _add(name: str, command: Any, examples: str = "") -> None:
+    """Add a command to its panel, with its examples."""
+    lines = "\n\n".join(f"rarebit {line}" for line in OF_COMMANDS.get(name, ()))
+    app.command(
+        name=name,
+        rich_help_panel=_panel(name),
+        epilog=examples or (f"[bold]Examples[/bold]\n\n{lines}\n" if lines else None),
+    )(command)
+
+
+def _panel(name: str) -> str:
+    return next(panel for panel, names in PANELS.items() if name in names)
+
+
 app.add_typer(
     typer.Typer(
         name="data",
         cls=_Data,
         no_args_is_help=True,
         help="Prepare a raw click log for training, and show it.",
-    )
+    ),
+    rich_help_panel=_panel("data"),
 )
-app.command()(train)
-app.command()(reshard)
-app.command(epilog=IMPROVE_EXAMPLES)(improve)
-app.command(epilog=UPDATE_EXAMPLES)(update)
-app.command(epilog=COMPRESS_EXAMPLES)(compress)
-app.command()(prune)
-app.command()(compare)
-app.command(name="backtest", epilog=BACKTEST_EXAMPLES)(backtest_command)
-app.command(name="diagnose")(diagnose_command)
-app.command(name="report")(report_command)
-app.command()(methods)
-app.command(name="export")(export_command)
-app.command(name="predict")(predict_)
-app.command()(serve)
-app.command()(bench)
+_add("improve", improve, IMPROVE_EXAMPLES)
+_add("train", train)
+_add("export", export_command)
+_add("serve", serve)
+_add("compare", compare)
+_add("backtest", backtest_command, BACKTEST_EXAMPLES)
+_add("diagnose", diagnose_command)
+_add("report", report_command)
+_add("predict", predict_)
+_add("compress", compress, COMPRESS_EXAMPLES)
+_add("prune", prune)
+_add("update", update, UPDATE_EXAMPLES)
+_add("reshard", reshard)
+_add("demo", demo)
+_add("methods", methods)
+_add("bench", bench)
