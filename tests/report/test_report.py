@@ -11,7 +11,7 @@ from report_kinds import HOSTILE, KINDS, QUICK, STORED
 
 import rarebit as rb
 from rarebit.errors import ReportError
-from rarebit.report.page import Scale, toml
+from rarebit.report.page import Scale, signed, toml
 from rarebit.report.report import page_of, report
 from rarebit.study.plan import StudyPlan
 from rarebit.study.results import read_result
@@ -65,7 +65,8 @@ def test_a_study_shows_the_figures_of_its_file():
         found = cell.compare(result.minimum_effect)
         for method in cell.methods:
             one = found[method.name]
-            assert f"{one.mean:+.4f} ({one.low:+.4f} to {one.high:+.4f})" in text
+            figures = [signed(value) for value in (one.mean, one.low, one.high)]
+            assert "{} ({} to {})".format(*figures) in text
             assert one.why in text
         for variant in cell.variants:
             for run in variant.runs:

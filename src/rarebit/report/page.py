@@ -15,6 +15,7 @@ import html
 import json
 import math
 import re
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.resources import files
@@ -42,7 +43,15 @@ def page(title: str, body: Iterable[str]) -> str:
     """Return the file of a page."""
     frame = (files("rarebit.report") / "page.html").read_text("utf-8")
     head, middle, tail = re.split(r"\{\{(?:title|body)\}\}", frame)
-    return f"{head}{text(title)}{middle}{chr(10).join(body)}{tail}"
+    seen: Counter[str] = Counter()
+
+    def numbered(found: re.Match[str]) -> str:
+        seen[found[0]] += 1
+        return found[0] if seen[found[0]] == 1 else f'{found[0][:-1]} ({seen[found[0]]})"'
+
+    # regions of one page need names of their own
+    inside = re.sub(r'role="region" aria-label="[^"]*"', numbered, chr(10).join(body))
+    return f"{head}{text(title)}{middle}{inside}{tail}"
 
 
 def heading(words: str, level: int = 2) -> str:
