@@ -9,6 +9,8 @@ STORED = {
     "backtest": RESULTS / "backtest-ml-1m.json",
     "frontiers": RESULTS / "compression.json",
 }
-MADE = ("run", "compressed", "pruned", "fresh study")
+MADE = ("run", "compressed", "fresh study", "pruned", "improvement")
 KINDS = [*STORED, *MADE]
+QUICK = 7
+"""Kinds that are made quickly: the first ones."""
 HOSTILE = "a<script>alert(1)</script>&\"'\u202eb\x1b[31m"

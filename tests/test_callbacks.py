@@ -497,3 +497,40 @@ def test_a_selection_is_kept_with_a_prepared_log_for_the_next_run(tmp_path):
     rb.data.save_selection(replace(found, fields=fields), kept)
     tables = report(run())["tables"].values()
     assert [table["rows"] for table in tables] == [0] * 5
+
+
+class Writer:
+    """Keeps what it is told, by the method that a tool of this kind has."""
+
+    def __init__(self, method):
+        self.seen = []
+        setattr(self, method, getattr(self, f"_{method}"))
+
+    def _add_scalar(self, name, value, epoch):
+        self.seen.append((name, value, epoch))
+
+    def _log_metric(self, key, value, step):
+        self.seen.append((key, value, step))
+
+    def _log(self, values, step):
+        [(name, value)] = values.items()
+        self.seen.append((name, value, step))
+
+
+@pytest.mark.parametrize("method", ["add_scalar", "log_metric", "log"])
+def test_figures_of_epochs_reach_ones_own_tools(method):
+    writer = Writer(method)
+    history = rb.fit(
+        FM(TRAIN.schema, dim=2), TRAIN, VALID, epochs=2, callbacks=[rb.LogTo(writer, prefix="fm/")], progress=False
+    )  # fmt: skip
+    seen = {(name, epoch): value for name, value, epoch in writer.seen}
+    for record in history.epochs:
+        assert seen["fm/train_loss", record.epoch] == record.train_loss
+        assert seen["fm/valid_auc", record.epoch] == record.valid.auc
+        assert seen["fm/samples_per_second", record.epoch] == record.samples_per_second
+    assert len(seen) == len(writer.seen) == 10
+
+
+def test_what_cannot_be_logged_to_is_refused():
+    with pytest.raises(SettingsError, match=r"LogTo takes a TensorBoard SummaryWriter, .* got int"):
+        rb.LogTo(3)

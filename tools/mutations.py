@@ -346,8 +346,8 @@ BREAKS = (
     Break(
         "coded-bits-of-the-kernel",
         "codes/coded_kernel.cpp",
-        "word & (power - 1)",
-        "word & (power - 2)",
+        "word >> lanes.half",
+        "word >> (lanes.half + 1)",
         ("codes/test_coded.py::test_the_kernel_gives_the_bits_of_torch",),
     ),
     Break(

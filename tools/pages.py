@@ -503,6 +503,10 @@ FIGURES: Mapping[str, Callable[[], Mapping[str, float]]] = {
         for budget in ("30000", "20000")
         for figure in ("mean_s", "std_s", "epochs")
     },
+    "one-pass adagrad over adam": lambda: {
+        "mean": cells_of("tail-one-pass-adagrad")[0].gain("tuned", "", "auc")
+        - cells_of("tail-one-pass")[0].gain("tuned", "", "auc")
+    },
     "transfer runs": lambda: {
         "mean": sum(
             len(side["runs"]) for cell in cells_of(TRANSFER) for side in cell.values["sides"]

@@ -205,7 +205,7 @@ def install(extras: set[str], constraints: str) -> set[str]:
     # "all" would bring what not every platform has
     plain = sorted(extras - {"all", TORCHREC})
     # Runs in the project, so that the requirement is a plain "." whatever the folder is called.
-    if not pip(file, "-e", f".[{','.join(plain)}]"):
+    if not pip(file, "-e", f".[{','.join(plain)}]" if plain else "."):
         fail("pip could not install the packages, see above; run the same command again to retry")
     if not can_import_torch():
         fail(f"the installed torch cannot be imported; see: {PYTHON} -c 'import torch'")

@@ -40,7 +40,7 @@ else:  # torch takes seconds to import, and the help of the command line does wi
         def __dir__(self) -> list[str]:
             return sorted({*super().__dir__(), *_public()})
 
-        export, study = (_function_like(folder) for folder in ("export", "study"))
+        export, report, study = (_function_like(folder) for folder in ("export", "report", "study"))
 
     def _public() -> dict[str, Any]:
         names = vars(import_module("rarebit._api"))

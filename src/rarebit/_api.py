@@ -1,7 +1,7 @@
 """The public names: what `rarebit.NAME` is."""
 
 from rarebit import __version__, pruning, research, transfer
-from rarebit.callbacks import Callback, TrainingMethod
+from rarebit.callbacks import Callback, LogTo, TrainingMethod
 from rarebit.codes.packed import pack_
 from rarebit.data.dataset import Dataset
 from rarebit.data.prepare import prepare
@@ -20,6 +20,7 @@ from rarebit.methods.quantize import Quantize
 from rarebit.methods.shrinkage import Shrinkage
 from rarebit.methods.tail import Tail
 from rarebit.pruning.pep import PEP
+from rarebit.report.report import report
 from rarebit.row_gradients.seam import RowGradients
 from rarebit.sharding.pieces import save_shards, unshard
 from rarebit.sharding.sharded import shard
@@ -52,6 +53,7 @@ __all__ = [
     "HarmlessTransfer",
     "Hashing",
     "Improvement",
+    "LogTo",
     "LowRank",
     "Method",
     "MultiEmbedding",
@@ -89,6 +91,7 @@ __all__ = [
     "predict",
     "prepare",
     "pruning",
+    "report",
     "research",
     "run",
     "save_model",

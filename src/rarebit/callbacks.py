@@ -97,6 +97,9 @@ class Callback:
     def after_step(self, num_steps: int) -> bool | None:
         """Act between two steps; `num_steps` were made since training began. True ends training."""
 
+    def after_epoch(self, epoch: int, figures: Mapping[str, float]) -> None:
+        """Hear the figures of an epoch, from 1 on: training loss, learning rate, speed, and those of validation."""
+
     def between_epochs(self, epoch: int, optimizer: Optimizer) -> Collection[nn.Parameter] | None:
         """Act before the first step of an epoch, from the second one on.
 
@@ -119,6 +122,44 @@ class Callback:
 
     def close(self) -> None:
         """Detach from the model, also after an error."""
+
+
+class LogTo(Callback):
+    """Sends the figures of each epoch to your own tools: a TensorBoard writer, `mlflow`, a W&B run, or a function.
+
+    A function gets name, value and epoch. Nothing is imported here.
+
+    >>> from rarebit import Dataset, fit
+    >>> from rarebit.models.fm import FM
+    >>> data = Dataset.from_columns({"user": [0, 1, 2, 1]}, label=[0, 1, 0, 1])
+    >>> seen = []
+    >>> log = LogTo(lambda name, value, epoch: seen.append((name, epoch)))
+    >>> history = fit(FM(data.schema, dim=4), data, data, epochs=1, callbacks=[log], progress=False)
+    >>> seen
+    [('train_loss', 1), ('lr', 1), ('samples_per_second', 1), ('valid_auc', 1), ('valid_logloss', 1)]
+    """
+
+    def __init__(self, target: Any, *, prefix: str = "") -> None:
+        self.prefix = prefix
+        """What the names of figures begin with, such as "train/"."""
+        self.log: Callable[[str, float, int], object]
+        if hasattr(target, "add_scalar"):  # torch.utils.tensorboard.SummaryWriter
+            self.log = target.add_scalar
+        elif hasattr(target, "log_metric"):  # the module mlflow
+            self.log = lambda name, value, epoch: target.log_metric(name, value, step=epoch)
+        elif hasattr(target, "log"):  # a run of wandb
+            self.log = lambda name, value, epoch: target.log({name: value}, step=epoch)
+        elif callable(target):
+            self.log = target
+        else:
+            raise SettingsError(
+                "LogTo takes a TensorBoard SummaryWriter, the module mlflow, a wandb run, or a function of name, value and "
+                f"epoch; got {type(target).__name__}"
+            )
+
+    def after_epoch(self, epoch: int, figures: Mapping[str, float]) -> None:
+        for name, value in figures.items():
+            self.log(f"{self.prefix}{name}", value, epoch)
 
 
 class TrainingMethod(Technique):
@@ -175,6 +216,10 @@ class Callbacks(Callback):
     def after_step(self, num_steps: int) -> bool:
         wanted = [callback.after_step(num_steps) for callback in self.callbacks.values()]  # all act
         return any(wanted)
+
+    def after_epoch(self, epoch: int, figures: Mapping[str, float]) -> None:
+        for callback in self.callbacks.values():
+            callback.after_epoch(epoch, figures)
 
     def between_epochs(self, epoch: int, optimizer: Optimizer) -> list[nn.Parameter]:
         begun = [one.between_epochs(epoch, optimizer) for one in self.callbacks.values()]  # all act

@@ -3,7 +3,7 @@
 import stat
 from pathlib import Path
 
-from rarebit.report.report import report
+from rarebit.report.report import page_of
 
 RESULT = Path(__file__).resolve().parents[2] / "benchmarks" / "results" / "study-mlet-confirm.json"
 SMALL = ["--model", "fm", "--set", "model.dim=4", "--set", "data.rows=2000", "--epochs", "1"]
@@ -12,7 +12,7 @@ SMALL = ["--model", "fm", "--set", "model.dim=4", "--set", "data.rows=2000", "--
 def test_a_page_is_written_opened_and_named(call, tmp_path, monkeypatch):
     code, out, err = call("report", RESULT, "--out", "pages/study.html")
     assert (code, out, err) == (0, "Page: pages/study.html\n", "")
-    assert Path("pages/study.html").read_text("utf-8") == report(RESULT)
+    assert Path("pages/study.html").read_text("utf-8") == page_of(RESULT)
 
     browser = tmp_path / "browser"
     browser.write_text(f'#!/bin/sh\necho "$1" > {tmp_path}/opened\n')
@@ -45,4 +45,4 @@ def test_commands_write_their_page(call):
     code, out, err = call("compare", *SMALL, *study, "--out", "study")
     assert code == 0, err
     assert "Page: study/report.html" in out
-    assert Path("study/report.html").read_text("utf-8") == report("study")
+    assert Path("study/report.html").read_text("utf-8") == page_of("study")

@@ -61,6 +61,7 @@ WALK = {
     "data prepare --source ml-1m --from . --out ml-1m": "data",
     "data schema log.csv --label click": "data",
     "data show nothing": "none",
+    "reshard run": "none",
     "data count log.csv --schema schema.toml --out counts": "data",
     "data merge counts --out merged": "data",
     "data encode counts --out merged": "data",

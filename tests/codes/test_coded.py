@@ -712,7 +712,7 @@ def test_switched_off_nothing_is_said(fresh, monkeypatch, caplog):
 @pytest.mark.parametrize(
     ("right", "wrong"),
     [
-        ("word >>= bits[j];", "word >>= bits[j] + 1;"),
+        ("word >> lanes.half", "word >> (lanes.half + 1)"),
         ("return wrong ? OUT_OF_RANGE : num_ids;", "return num_ids;"),
         ("t.block_bit[row / ROWS_A_BLOCK] +", "t.block_bit[0] +"),
         ("(id - rows[run])", "id"),

@@ -4,7 +4,7 @@ import pytest
 from capabilities import needs_browser, needs_package, slow_after
 from report_kinds import KINDS
 
-from rarebit.report.report import write_report
+from rarebit.report.report import report
 
 pytestmark = [needs_browser, needs_package("axe_playwright_python")]
 
@@ -45,7 +45,7 @@ def opened(browser):
 def test_a_page_is_accessible_and_fits(kind, width, scheme, opened, tmp_path):
     from axe_playwright_python.sync_playwright import Axe
 
-    page = opened(write_report(kind, tmp_path / "page.html"), width, scheme)
+    page = opened(report(kind, tmp_path / "page.html"), width, scheme)
     found = Axe().run(page)
     assert found.violations_count == 0, found.generate_report()
     assert page.evaluate("document.documentElement.scrollWidth") <= width
@@ -55,7 +55,7 @@ def test_a_page_is_accessible_and_fits(kind, width, scheme, opened, tmp_path):
 
 @pytest.mark.parametrize("kind", ["study"], indirect=True)
 def test_a_page_is_read_without_a_script(kind, opened, tmp_path):
-    path = write_report(kind, tmp_path / "page.html")
+    path = report(kind, tmp_path / "page.html")
     plain, full = opened(path, java_script_enabled=False), opened(path)
     text = full.inner_text("main").replace("\u2195", "")
     assert plain.inner_text("main").replace("\u2195", "") == text
@@ -65,7 +65,7 @@ def test_a_page_is_read_without_a_script(kind, opened, tmp_path):
 
 @pytest.mark.parametrize("kind", ["study"], indirect=True)
 def test_tables_sort_by_number_and_points_have_tips(kind, opened, tmp_path):
-    page = opened(write_report(kind, tmp_path / "page.html"))
+    page = opened(report(kind, tmp_path / "page.html"))
     table = page.locator("table.sort").filter(has_text="rarest fifth").nth(0)
 
     def aucs():
@@ -87,7 +87,7 @@ def test_tables_sort_by_number_and_points_have_tips(kind, opened, tmp_path):
 
 @pytest.mark.parametrize("kind", ["study"], indirect=True)
 def test_a_page_prints_with_its_settings_on_white(kind, opened, tmp_path):
-    page = opened(write_report(kind, tmp_path / "page.html"), scheme="dark")
+    page = opened(report(kind, tmp_path / "page.html"), scheme="dark")
     page.emulate_media(media="print")
     assert page.evaluate("getComputedStyle(document.body).backgroundColor") == "rgb(255, 255, 255)"
     assert page.pdf().startswith(b"%PDF")

@@ -6,12 +6,13 @@ import re
 from html.parser import HTMLParser
 
 import pytest
-from report_kinds import HOSTILE, KINDS, STORED
+from capabilities import slow_after
+from report_kinds import HOSTILE, KINDS, QUICK, STORED
 
 import rarebit as rb
 from rarebit.errors import ReportError
 from rarebit.report.page import Scale, toml
-from rarebit.report.report import report, write_report
+from rarebit.report.report import page_of, report
 from rarebit.study.plan import StudyPlan
 from rarebit.study.results import read_result
 
@@ -46,9 +47,9 @@ def read(page):
     return "".join(parser.parts)
 
 
-@pytest.mark.parametrize("kind", KINDS, indirect=True)
+@pytest.mark.parametrize("kind", slow_after(KINDS, quick=QUICK), indirect=True)
 def test_a_page_is_one_small_file_without_references(kind):
-    page = report(kind)
+    page = page_of(kind)
     read(page)
     assert re.findall(r'(?:src|href)="(?!data:)', page) == []
     assert re.findall(r"https?:|url\(|@import|innerHTML|fetch\(", page) == []
@@ -58,7 +59,7 @@ def test_a_page_is_one_small_file_without_references(kind):
 
 
 def test_a_study_shows_the_figures_of_its_file():
-    text = read(report(STORED["study"]))
+    text = read(page_of(STORED["study"]))
     result = read_result(STORED["study"])
     for cell in result.cells:
         found = cell.compare(result.minimum_effect)
@@ -75,18 +76,18 @@ def test_a_study_shows_the_figures_of_its_file():
 
 
 def test_the_verdict_comes_before_any_chart(made):
-    for page in (report(STORED["study"]), report(made / "run"), report(STORED["backtest"])):
+    for page in (page_of(STORED["study"]), page_of(made / "run"), page_of(STORED["backtest"])):
         assert 0 < page.index('class="verdict') < page.index("<figure")
     stored = json.loads(STORED["backtest"].read_text("utf-8"))["backtest"]
     grow = next(one for one in stored["policies"] if one["name"] == "grow")
     words = next(one for one in grow["against"] if one["control"] == stored["control"])["auc"][
         "words"
     ]
-    assert f"grow, against {stored['control']}: {words}." in read(report(STORED["backtest"]))
+    assert f"grow, against {stored['control']}: {words}." in read(page_of(STORED["backtest"]))
 
 
 def test_a_run_shows_its_figures_and_what_fields_cost(made):
-    text = read(report(made / "run"))
+    text = read(page_of(made / "run"))
     stored = json.loads((made / "run" / "run.json").read_text("utf-8"))
     assert f"Test AUC {stored['test']['overall']['auc']:.4f}" in text
     for epoch in stored["history"]["epochs"]:
@@ -102,7 +103,7 @@ def test_a_run_shows_its_figures_and_what_fields_cost(made):
 
 
 def test_a_compressed_run_shows_what_it_lost(made):
-    text = read(report(made / "compressed"))
+    text = read(page_of(made / "compressed"))
     stored = json.loads((made / "compressed" / "run.json").read_text("utf-8"))["compressed"]
     for figures in (stored["before"], stored["after"]):
         assert f"{figures['test_auc']:.4f}" in text
@@ -111,7 +112,7 @@ def test_a_compressed_run_shows_what_it_lost(made):
 
 
 def test_learning_curves_are_the_means_over_seeds(made):
-    page = html.unescape(report(made / "fresh study"))
+    page = html.unescape(page_of(made / "fresh study"))
     [cell] = read_result(made / "fresh study").cells
     baseline = cell.variant("baseline")
     assert all(len(run.valid_aucs) == run.epochs for run in baseline.runs)
@@ -128,7 +129,7 @@ def test_the_plan_on_a_page_is_the_plan(made):
     plan = read_result(made / "fresh study").plan
     again = StudyPlan.from_mapping(tomllib.loads(toml(plan)))
     assert again.to_mapping() == plan
-    assert html.escape(toml(plan)) in report(made / "fresh study")
+    assert html.escape(toml(plan)) in page_of(made / "fresh study")
 
 
 def test_names_are_text(made, tmp_path):
@@ -138,7 +139,7 @@ def test_names_are_text(made, tmp_path):
         one["name"] = one["name"].replace("xx", HOSTILE)
     values["settings"]["data"] = {"folder": HOSTILE}
     (tmp_path / "run.json").write_text(json.dumps(values))
-    page = report(tmp_path)
+    page = page_of(tmp_path)
     assert "<script>alert" not in page
     assert html.escape("<script>alert(1)</script>") in page.replace("<wbr>", "")
     assert "\u202e" not in page
@@ -160,7 +161,7 @@ def test_no_row_value_of_the_log_is_on_a_page(tmp_path):
     )
     found = rb.run(settings, folder=tmp_path / "run", progress=False, say=lambda line: None)
     rb.diagnose(found.model, rb.Dataset.open(tmp_path / "log")).save(tmp_path / "run", plots=False)
-    page = report(tmp_path / "run")
+    page = page_of(tmp_path / "run")
     assert "user" in page
     assert "secret-" not in page
     assert str(tmp_path) not in page  # nor where the log is
@@ -170,26 +171,26 @@ def test_what_makes_no_page_is_refused(tmp_path, made):
     with pytest.raises(
         ReportError, match=r"'.*nowhere' does not exist; a page is made from a folder"
     ):
-        report(tmp_path / "nowhere")
+        page_of(tmp_path / "nowhere")
     with pytest.raises(ReportError, match="holds no finished result"):
-        report(tmp_path)
+        page_of(tmp_path)
     (tmp_path / "run.json").write_text('{"settings": {}}')  # of a run that goes on
     with pytest.raises(ReportError, match="holds no finished result"):
-        report(tmp_path)
+        page_of(tmp_path)
     (tmp_path / "results.json").write_text('{"study": {"format": 99}}')
     with pytest.raises(ReportError, match=r"results.json' is damaged: its format is 99"):
-        report(tmp_path)
+        page_of(tmp_path)
     (tmp_path / "results.json").write_text("nonsense")
     with pytest.raises(ReportError, match="is damaged"):
-        report(tmp_path / "results.json")
+        page_of(tmp_path / "results.json")
     (tmp_path / "other.json").write_text('{"cake": 1}')
     with pytest.raises(
         ReportError, match="holds cake, which is no result that a page shows: improvement, study"
     ):
-        report(tmp_path / "other.json")
+        page_of(tmp_path / "other.json")
     (tmp_path / "file").write_text("")
     with pytest.raises(ReportError, match="cannot write"):
-        write_report(made / "run", tmp_path / "file" / "page.html")
+        report(made / "run", tmp_path / "file" / "page.html")
 
 
 def test_scales_have_round_ticks_inside():

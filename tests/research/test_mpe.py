@@ -32,7 +32,7 @@ def quantized(w, b, table, column):
 
 
 def test_rows_equal_the_equation():
-    table = made()[0]
+    table = made()[0].requires_grad_(requires_grad=False)
     table.precision.copy_(torch.tensor([6, 3, 0, 1, 2]))
     rows = table(torch.arange(40))
     for i in range(40):
@@ -43,7 +43,7 @@ def test_rows_equal_the_equation():
 
 
 def test_rows_of_a_search_are_mixtures_of_all_numbers_of_bits():
-    table = made(stage="search")[0]
+    table = made(stage="search")[0].requires_grad_(requires_grad=False)
     nn.init.normal_(table.logits, std=TAU)
     rows = table(torch.arange(40))
     for i in range(0, 40, 3):

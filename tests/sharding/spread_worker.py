@@ -114,9 +114,9 @@ def compare_norms(rows=101):
 
 def main():
     torch.set_num_threads(1)
-    log = load_splits(SyntheticLog(rows=6000)).train
+    train, valid = (load_splits(SyntheticLog(rows=rows)).train for rows in (6000, 20_000))
     # twenty steps, and so many rows to rank that two equal scores do not matter
-    splits = Splits(_rows(log, slice(1010)), log, log)
+    splits = Splits(_rows(train, slice(1010)), valid, valid)
     join_processes()
     found = {}
     for case in sys.argv[2:]:

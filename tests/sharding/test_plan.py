@@ -32,6 +32,13 @@ def test_auto_cuts_what_one_process_should_not_hold_and_says_why():
     assert "the process that holds least so far" in text
 
 
+@pytest.mark.parametrize(("rows", "kind"), [(3, "table"), (4, "row"), (5, "table"), (7, "row")])
+def test_a_table_is_cut_by_rows_only_where_every_process_gets_some(rows, kind):
+    [placement] = make_plan([TableSize("day", rows, 8)], 4, "row").placements
+    assert placement.kind == kind
+    assert all(piece.rows for piece in placement.pieces)
+
+
 def test_a_plan_may_name_the_kind_of_some_tables():
     plan = make_plan(SIZES, 2, {"item": "column"})
     kinds = {placement.table.name: placement.kind for placement in plan.placements}
@@ -46,10 +53,10 @@ def test_what_is_sent_is_the_sum_over_messages():
     size, batch, world = TableSize("user", 1000, 16), 4096, 4
     share = batch // world
     # by table: an id and its length to the owner, a row back, its gradient there; what is at home is not sent
-    messages = share * (8 + 8 + 64 + 64) * (world - 1) / world
+    messages = share * (4 + 4 + 64 + 64) * (world - 1) / world
     assert make_plan([size], world, "table").sent(batch) == messages
     # by rows: an id to one process, lengths to all, sums of all rows and their gradients with all
-    messages = share * 8 * (world - 1) / world + (world - 1) * share * (8 + 64 + 64)
+    messages = share * 4 * (world - 1) / world + (world - 1) * share * (4 + 64 + 64)
     assert make_plan([size], world, "row").sent(batch) == messages
     assert make_plan([size], 1, "row").sent(batch) == 0
 

@@ -46,8 +46,9 @@ def torchrun(processes, *words, options=(), check=True, **variables):
 
 
 def compared(tmp_path, processes, cases):
-    torchrun(processes, HERE / "spread_worker.py", tmp_path / "found.json", *cases)
+    torchrun(processes, HERE / "spread_worker.py", tmp_path / "found.json", "norms", *cases)
     found = json.loads((tmp_path / "found.json").read_text())
+    assert max(found.pop("norms")) <= 1e-12  # batch normalisation sees the rows of all processes
     assert found.keys() == set(cases)
     assert all(figures["steps"] == 20 for figures in found.values())
     # the scores of this model hardly differ after so few steps, so rounding swaps some
@@ -78,12 +79,6 @@ def test_every_plan_and_optimizer_trains_as_in_one_process(tmp_path):
     }
     errors = compared(tmp_path, 3, [*exact, *near])
     assert all(error <= near.get(case, 1e-6) for case, error in errors.items()), errors
-
-
-def test_batch_normalisation_sees_the_rows_of_all_processes(tmp_path):
-    torchrun(3, HERE / "spread_worker.py", tmp_path / "found.json", "norms")
-    [worst] = json.loads((tmp_path / "found.json").read_text()).values()
-    assert max(worst) <= 1e-12, worst
 
 
 PLANS = (("table", "rowwise"), ("row", "rowwise"), ("column", "rowwise"), ("row", "dense"))

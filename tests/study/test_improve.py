@@ -19,7 +19,7 @@ from torch import nn
 import rarebit as rb
 from rarebit.data.synthetic import generate
 from rarebit.errors import SettingsError, StudyError
-from rarebit.report.report import report
+from rarebit.report.report import page_of
 from rarebit.study.improve import (
     LADDER,
     Facts,
@@ -174,7 +174,7 @@ def test_a_model_of_ones_own_is_improved_by_a_plan_that_was_fixed_first(tmp_path
         assert found.verdict.startswith("Keep what you have")
     assert all(one.control == "tuned" for one in cell.methods)
     assert {run.seed for run in cell.variant("tuned").runs} == {0, 1}
-    assert found.verdict in report(tmp_path).replace("&#x27;", "'")
+    assert found.verdict in page_of(tmp_path).replace("&#x27;", "'")
 
 
 def test_coded_models_are_what_is_compared_and_shipped(tmp_path):
@@ -200,12 +200,13 @@ def test_coded_models_are_what_is_compared_and_shipped(tmp_path):
         assert found.model is None
 
 
+@pytest.mark.slow
 def test_a_call_whose_time_is_over_proves_nothing_and_goes_on(tmp_path):
     found, _ = own(tmp_path / "one", minutes=1e-6)
     assert (found.outcome, found.model) == ("stopped", None)
     assert "the time was over before anything was proven" in found.verdict
     assert "stopped" in {one["fate"] for one in stored_in(tmp_path / "one")["improvement"]["race"]}
-    assert "Keep what you have" in report(tmp_path / "one")
+    assert "Keep what you have" in page_of(tmp_path / "one")
     found, _ = own(tmp_path / "one")
     other, _ = own(tmp_path / "two")
     assert found.verdict == other.verdict
@@ -221,7 +222,8 @@ def test_a_call_whose_time_is_over_proves_nothing_and_goes_on(tmp_path):
 
 
 def test_what_cannot_be_improved_is_refused(tmp_path):
-    own(tmp_path / "one", minutes=1e-6)
+    found, _ = own(tmp_path / "one", minutes=1e-6)
+    assert (found.outcome, found.model) == ("stopped", None)
     with pytest.raises(StudyError, match="holds an improvement of other settings; choose another"):
         own(tmp_path / "one", size="1/2")
     with pytest.raises(SettingsError, match="size must be like"):
@@ -239,7 +241,9 @@ def test_what_cannot_be_improved_is_refused(tmp_path):
 def test_shuffled_labels_are_no_reason_to_change_anything(seed, tmp_path):
     found, _ = own(tmp_path, shuffled=seed, seeds=3, training={**TINY, "epochs": 8})
     assert found.outcome == "keep", found.verdict
-    assert found.verdict.startswith("Keep what you have: nothing that was tried ranks better than")
+    assert found.verdict.startswith(
+        "Keep what you have: nothing that was tried is proven to rank better than"
+    )
     assert found.model is None
 
 

@@ -5,6 +5,8 @@ import json
 import math
 
 import pytest
+from capabilities import needs_package
+from report_kinds import RESULTS
 
 from rarebit.errors import StudyError
 from rarebit.study.results import (
@@ -18,6 +20,7 @@ from rarebit.study.results import (
     read_result,
     variant_table,
     verdict_lines,
+    write_runs,
 )
 from rarebit.study.statistics import PairedAUC
 
@@ -397,3 +400,18 @@ def test_doubts_are_stored_and_read_back(record, tmp_path):
     [found] = read_result(path).cells
     assert found == cell
     assert json.loads(path.read_text())["study"]["cells"][0]["verdicts"]["mlet"]["why"]
+
+
+@needs_package("pyarrow")
+def test_all_runs_are_one_parquet_file(tmp_path):
+    from pyarrow import parquet
+
+    result = read_result(RESULTS / "study-tail-method.json")
+    rows = parquet.read_table(write_runs(result, tmp_path / "new" / "runs.parquet")).to_pylist()
+    runs = [run for cell in result.cells for variant in cell.variants for run in variant.runs]
+    assert [row["auc"] for row in rows] == [run.auc for run in runs]
+    assert {row["log"] for row in rows} == {"ml-1m-ids", "book-crossing"}
+    first = rows[0]
+    assert (first["variant"], first["control"], first["seed"]) == ("baseline", None, 0)
+    assert first["decile_aucs"] == list(runs[0].decile_aucs)
+    assert json.loads(first["settings"])["training"]["epochs"] == 60

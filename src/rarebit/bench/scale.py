@@ -53,7 +53,7 @@ def scale(say: Say, *, budget: float = 120.0) -> BenchResult:
     cluster = Cluster(seconds_per_row=per_row, bytes_per_second=BANDWIDTH)
     for workers in WORKERS:
         plan = make_plan([LARGE], workers, "row")
-        found = expected(plan, cluster, share=BATCH // 2, dense=DENSE, state_bytes=4)
+        found = expected(plan, cluster, share=BATCH, dense=DENSE, state_bytes=4)
         figures |= {f"workers_{workers}_{name}": value for name, value in found.items()}
     return {
         "ratio": times["one"] / times["two"],

@@ -95,6 +95,10 @@ def compare(  # noqa: PLR0917  # typer calls it by name
         Path | None,
         Option(help="Also draw AUC by the size of the tables to this PNG file.", readable=False),
     ] = None,
+    runs: Annotated[
+        Path | None,
+        Option(help="Also write all runs to this Parquet file, a row per run.", readable=False),
+    ] = None,
     device: opt.Device = "auto",
 ) -> None:
     """Compare methods with paired seeds, and report which of them beat their control.
@@ -108,6 +112,7 @@ def compare(  # noqa: PLR0917  # typer calls it by name
         found = read_result(show)
         found = found if control is None else found.against(control)
         show_study(found, deciles=deciles, plot=plot)
+        _write_runs(found, runs)
         return
     if methods is None and plan is None:
         raise SettingsError(
@@ -143,8 +148,16 @@ def compare(  # noqa: PLR0917  # typer calls it by name
         deciles=deciles,
         plot=plot,
     )
+    _write_runs(read_result(folder), runs)
     screen.line(f"\nSaved in {folder}. To show it again:")
     screen.command("compare", "--show", str(folder))
+
+
+def _write_runs(result: "StudyResult", path: Path | None) -> None:
+    from rarebit.study.results import write_runs
+
+    if path is not None:
+        screen.line(f"All runs: {write_runs(result, path)}")
 
 
 def run_study(

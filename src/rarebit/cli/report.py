@@ -26,9 +26,9 @@ def report_command(
     open_: Annotated[bool, Option("--open", help="Open it in a browser.")] = False,
 ) -> None:
     """Write one self-contained page of stored results: verdict, charts, tables, settings."""
-    from rarebit.report.report import write_report
+    from rarebit.report.report import report
 
-    file = write_report(target, out)
+    file = report(target, out)
     screen.line(f"Page: {file}")
     if open_ and not webbrowser.open(file.absolute().as_uri()):
         screen.line("no browser was found; open the file yourself", to=screen.errors)
@@ -36,9 +36,9 @@ def report_command(
 
 def write_page(folder: Path) -> None:
     """Write the page of a folder that a command has filled, and say where it is."""
-    from rarebit.report.report import write_report
+    from rarebit.report.report import report
 
     try:
-        screen.line(f"Page: {write_report(folder)}")
+        screen.line(f"Page: {report(folder)}")
     except ReportError as error:  # the results are there; the page can be made later
         screen.line(f"no page: {error}", to=screen.errors)

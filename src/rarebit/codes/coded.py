@@ -29,6 +29,7 @@ Shapes: N rows, D width, C classes, r directions, F tables of a stack, S its slo
 
 import ctypes
 import functools
+import itertools
 import logging
 import os
 import struct
@@ -36,7 +37,6 @@ from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from ctypes import c_int, c_int64, c_void_p
 from dataclasses import dataclass
-from itertools import accumulate
 from pathlib import Path
 from typing import Any, Self
 
@@ -239,6 +239,44 @@ class Layout:
             raise ValueError(f"half a byte cannot name one of {len(self.means)} classes")
 
 
+EIGHT = 8
+LANES = np.dtype(
+    [
+        *((name, "i4") for name in ("count", "before", "half", "bits")),
+        ("direction", "u2", EIGHT),
+        *((name, "u4", EIGHT) for name in ("shift", "mask")),
+        ("middle", "f4", EIGHT),
+    ]
+)
+"""Eight directions with bits: their number; the bits of the row before them; those of the first four, and of all; which they are; where the
+integer of each begins in its half, its mask, and its middle."""
+
+
+def lanes_of(bits: NDArray[np.int64]) -> NDArray[np.int32]:
+    """Return the directions with bits `(C, r)` of each class, eight by eight, `(C, L, 32)`."""
+    classes, directions = bits.shape
+    number = -(-directions // EIGHT)
+    # those with bits first, in their order
+    order = np.argsort(bits == 0, axis=1, kind="stable")
+    own = np.take_along_axis(bits, order, axis=1)
+    own = np.pad(own, ((0, 0), (0, number * EIGHT - directions))).reshape(
+        classes, number, 2, EIGHT // 2
+    )
+    found = np.zeros((classes, number), LANES)
+    eight = own.reshape(classes, number, EIGHT)
+    found["count"] = (eight > 0).sum(axis=2)
+    found["bits"] = eight.sum(axis=2)
+    found["before"] = found["bits"].cumsum(axis=1) - found["bits"]
+    found["half"] = own[:, :, 0].sum(axis=2)
+    found["direction"] = np.pad(order, ((0, 0), (0, number * EIGHT - directions))).reshape(
+        eight.shape
+    )
+    found["shift"] = (own.cumsum(axis=3) - own).reshape(eight.shape)
+    found["mask"] = 2**eight - 1
+    found["middle"] = np.where(eight > 0, 2.0 ** (eight - 1) - 0.5, 0.0)
+    return found.view(np.int32).reshape(classes, number, LANES.itemsize // 4)
+
+
 class Decoder(nn.Module):
     """Finds and decodes the rows of F tables in a list of bytes. Nothing of it is stored: it is read off the layouts."""
 
@@ -261,6 +299,8 @@ class Decoder(nn.Module):
     basis: Tensor
     bits_of_row: Tensor
     """`(C,)`."""
+    lanes: Tensor
+    """`(C, L, 32)`, what the C++ kernel knows of the directions with bits, eight by eight: `LANES`."""
     run_rows: Tensor
     """`(F, R)`, R a power of two: the first row of each run; beyond the last run, the largest number."""
     run_class: Tensor
@@ -295,6 +335,7 @@ class Decoder(nn.Module):
         joined = np.concatenate(bits)
         self._keep("bits", joined)
         self._keep("before", np.cumsum(joined, axis=1) - joined)
+        self._keep("lanes", lanes_of(joined))
         self._keep("powers", 2**joined)
         self._keep("powers_of_two", 2 ** np.arange(8))
         self._keep("bits_of_row", joined.sum(axis=1))
@@ -348,7 +389,10 @@ class Decoder(nn.Module):
         self._keep("row_class", np.concatenate(row_classes).astype(small))
         self._keep("row_bit", (place - np.repeat(blocks, BLOCK)[: len(place)]).astype(np.int32))
         self._keep("block_bit", blocks)
-        self._keep("first_row", np.array([0, *accumulate(layout.rows for layout in layouts)][:-1]))
+        self._keep(
+            "first_row",
+            np.array([0, *itertools.accumulate(layout.rows for layout in layouts)][:-1]),
+        )
 
     def locate(self, ids: Tensor, tables: Tensor) -> tuple[Tensor, Tensor]:
         """Return the class of each id and the place of its first bit, `(..., S)` each; `tables` names those of the slots."""
@@ -436,6 +480,7 @@ class _Coded(TakesParts):
         # A traced or compiled model must consist of torch's own operations.
         if torch.compiler.is_compiling() or is_tracing():
             return None
+        ids = ids.contiguous()  # a column of a batch has gaps
         if rows_triton.suits(ids, self.blob):
             return rows_triton.coded_rows(ids, self.blob, self.decoder, self.tables)
         kernel = None if ids.is_cuda else coded_kernel()
@@ -605,10 +650,11 @@ class CodedKernel:
             *(
                 c_void_p,
                 c_int64,
+                c_int64,
                 c_void_p,
                 c_void_p,
                 c_int64,
-            ),  # bits, directions, terms, base, width
+            ),  # lanes and their number, directions, terms, base, width
             c_void_p,  # bits of a row
         )
 
@@ -617,6 +663,7 @@ class CodedKernel:
         ids = ids.contiguous()
         kinds = {"terms": torch.float32, "base": torch.float32}
         kinds |= {"row_class": decoder.row_class.dtype, "row_bit": torch.int32}
+        kinds["lanes"] = torch.int32
         parts = {**dict(decoder.named_buffers()), "terms": decoder.terms, "base": decoder.base}
         readable = (
             is_plain(ids, torch.int64)
@@ -644,7 +691,8 @@ class CodedKernel:
             ),
             *(at["row_class"] if by_row else None, decoder.row_class.itemsize),
             *(at["row_bit"], at["block_bit"], at["first_row"]),
-            *(at["bits"], decoder.num_directions, at["terms"], at["base"], decoder.width),
+            *(at["lanes"], decoder.lanes.shape[1], decoder.num_directions),
+            *(at["terms"], at["base"], decoder.width),
             at["bits_of_row"],
         )
         return rows if done == ids.numel() else None
@@ -653,14 +701,16 @@ class CodedKernel:
 def _tried(library: ctypes.CDLL) -> CodedKernel | None:
     """Return a kernel that finds the rows of small tables in both forms, and refuses an id beyond."""
     kernel = CodedKernel(library)
-    basis, means = np.eye(2, 3), np.arange(9.0).reshape(3, 3)
     # rows of the last class have no bits: nothing but their number shows that an id is beyond
-    bits, steps = np.array([[3, 7], [0, 2], [0, 0]], np.uint8), np.full((3, 2), 192, np.uint8)
+    bits = np.zeros((3, 10), np.uint8)
+    bits[0], bits[1, 1] = (3, 7, 5, 8, 8, 8, 8, 8, 8, 6), 2
     order = np.arange(200)
     ids, zero = torch.arange(200).view(-1, 1), torch.zeros(1, dtype=torch.int64)
-    for classes in ((order + 1) % 3, np.searchsorted([2, 150], order, side="right")):
-        layout = Layout.of(classes.astype(np.uint8), basis, means, bits, steps)
-        numbers = np.arange(400).reshape(200, 2) ** 2 // 3 % 2 ** bits[classes].astype(np.int64)
+    forms = ((order + 1) % 3, np.searchsorted([2, 150], order, side="right"))
+    for classes, width in itertools.product(forms, (16, 11)):  # a whole vector, and not
+        basis, means = np.eye(10, width), np.arange(3.0 * width).reshape(3, width)
+        layout = Layout.of(classes.astype(np.uint8), basis, means, bits, 192 + bits)
+        numbers = np.arange(2000).reshape(200, 10) ** 2 // 3 % 2 ** bits[classes].astype(np.int64)
         blob = layout.write(pack_codes(layout, numbers.astype(np.uint8)))
         decoder = Decoder([layout], [0])
         rows = kernel.rows(ids, blob, decoder, zero)

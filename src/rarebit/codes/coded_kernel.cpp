@@ -2,6 +2,8 @@
 //
 //     id -> run -> class, first bit -> integers of few bits -> mean + sum of (integer - middle) times term
 //
+// The integers of eight directions are taken out of one word at once; directions without bits are left out.
+//
 // What the parts are is said in coded.py. The sum is taken in the order of the directions, multiply first and then add, as
 // plain torch does it, so that both give the same bits. The list may lie in memory that somebody writes to after it was
 // checked, so that nothing is read before it is known to lie within it.
@@ -18,8 +20,20 @@ constexpr int64_t IDS_A_BLOCK = 64;
 // Blocks a thread takes at a time: threads that are slowed down take fewer.
 constexpr int64_t BLOCKS_A_TURN = 8;
 constexpr int64_t ROWS_A_BLOCK = 64;
-// The middle of the integers of so many bits.
-constexpr float MIDDLE[] = {0.0f, 0.5f, 1.5f, 3.5f, 7.5f, 15.5f, 31.5f, 63.5f, 127.5f};
+constexpr int LANES = 8;
+
+// Eight directions with bits, of a class: `Decoder.lanes`.
+struct Lanes {
+    int32_t count, before, half, bits;  // how many there are; bits of the row before them, and of the first four; all bits
+    uint16_t direction[LANES];
+    uint32_t shift[LANES], mask[LANES];  // within their half of the word
+    float middle[LANES];
+};
+static_assert(sizeof(Lanes) == 128, "as Decoder.lanes");
+
+typedef uint32_t Words __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
+typedef int32_t Integers __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
+typedef float Floats __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
 
 struct Tables {
     const uint8_t* list;
@@ -33,8 +47,8 @@ struct Tables {
     int class_bytes;
     const int32_t* row_bit;
     const int64_t *block_bit, *first_row;
-    const int64_t* bits;  // of a direction, by class
-    int64_t num_directions;
+    const Lanes* lanes;  // by class
+    int64_t num_lanes, num_directions;
     const float *terms, *base;
     int64_t width;
 };
@@ -75,35 +89,48 @@ inline uint64_t word_at(const Tables& t, int64_t byte) {
     return word;
 }
 
-// The width is known when this is compiled, or 0: then any.
+// The integers of these directions, less their middles.
+inline void take(const Tables& t, const Lanes& lanes, int64_t first, float* numbers) {
+    const int64_t bit = first + lanes.before, byte = bit >> 3, shift = bit & 7;
+    uint64_t word = word_at(t, byte) >> shift;
+    if (lanes.bits + shift > 64) word |= uint64_t{t.list[byte + 8]} << (64 - shift);
+    const uint32_t low = static_cast<uint32_t>(word), high = static_cast<uint32_t>(word >> lanes.half);
+    const Words both = {low, low, low, low, high, high, high, high};
+    const Words codes = (both >> *reinterpret_cast<const Words*>(lanes.shift)) &
+                        *reinterpret_cast<const Words*>(lanes.mask);
+    *reinterpret_cast<Floats*>(numbers) = __builtin_convertvector(reinterpret_cast<const Integers&>(codes), Floats) -
+                                          *reinterpret_cast<const Floats*>(lanes.middle);
+}
+
+// The width is known when this is compiled, or 0: then any. Sums of a whole vector stay in registers.
 template <int64_t WIDTH>
 inline void decode(const Tables& t, const Place& place, float* row) {
     const int64_t width = WIDTH ? WIDTH : t.width;
-    const int64_t* bits = t.bits + place.kind * t.num_directions;
-    const float* term = t.terms + place.kind * t.num_directions * width;
+    const Lanes* lanes = t.lanes + place.kind * t.num_lanes;
+    const float* terms = t.terms + place.kind * t.num_directions * width;
     const float* base = t.base + place.kind * width;
-    float sums[WIDTH ? WIDTH : 1];
-    float* sum = WIDTH ? sums : row;
-    for (int64_t d = 0; d < width; ++d) sum[d] = base[d];
-    int64_t bit = place.bit;
-    uint64_t word = 0;
-    int64_t left = 0;  // bits in the word
-    if (place.bits_of_row)
-        for (int64_t j = 0; j < t.num_directions; ++j, term += width) {
-            if (!bits[j]) continue;
-            if (left < bits[j]) {
-                word = word_at(t, bit >> 3) >> (bit & 7);
-                left = 64 - (bit & 7);
-            }
-            const uint32_t power = 1u << bits[j];
-            const float number = static_cast<float>(static_cast<int32_t>(word & (power - 1))) - MIDDLE[bits[j]];
-            word >>= bits[j];
-            left -= bits[j];
-            bit += bits[j];
-#pragma omp simd
-            for (int64_t d = 0; d < width; ++d) sum[d] += number * term[d];
+    float numbers[LANES];
+    if constexpr (WIDTH && (WIDTH & (WIDTH - 1)) == 0) {
+        typedef float Row __attribute__((vector_size(WIDTH * sizeof(float)), aligned(4), may_alias));
+        Row sum = *reinterpret_cast<const Row*>(base);
+        for (int64_t i = 0; i < t.num_lanes && lanes[i].count; ++i) {
+            take(t, lanes[i], place.bit, numbers);
+#pragma GCC unroll 8
+            for (int32_t k = 0; k < LANES; ++k)
+                sum += numbers[k] * *reinterpret_cast<const Row*>(terms + lanes[i].direction[k] * WIDTH);
         }
-    if (WIDTH) std::memcpy(row, sums, sizeof sums);
+        *reinterpret_cast<Row*>(row) = sum;
+    } else {
+        for (int64_t d = 0; d < width; ++d) row[d] = base[d];
+        for (int64_t i = 0; i < t.num_lanes && lanes[i].count; ++i) {
+            take(t, lanes[i], place.bit, numbers);
+            for (int32_t k = 0; k < lanes[i].count; ++k) {
+                const float* term = terms + lanes[i].direction[k] * width;
+#pragma omp simd
+                for (int64_t d = 0; d < width; ++d) row[d] += numbers[k] * term[d];
+            }
+        }
+    }
 }
 
 template <int64_t WIDTH>
@@ -143,12 +170,11 @@ int64_t rarebit_coded_rows(const int64_t* ids, int64_t num_ids, int threads, flo
                            const int64_t* num_rows, int64_t num_runs, const int64_t* run_rows,
                            const int64_t* run_class, const int64_t* run_bit, const void* row_class, int class_bytes,
                            const int32_t* row_bit, const int64_t* block_bit, const int64_t* first_row,
-                           const int64_t* bits,
-                           int64_t num_directions, const float* terms, const float* base, int64_t width,
+                           const void* lanes, int64_t num_lanes, int64_t num_directions, const float* terms, const float* base, int64_t width,
                            const int64_t* bits_of_row) {
     const Tables t{list,      num_bytes, table_of_slot, num_slots, num_rows,  num_runs, run_rows,
                    run_class, run_bit,   row_class,     class_bytes, row_bit, block_bit, first_row,
-                   bits,      num_directions, terms,    base,      width};
+                   static_cast<const Lanes*>(lanes), num_lanes, num_directions, terms, base, width};
     switch (width) {
         case 1: return fill<1>(t, ids, num_ids, bits_of_row, threads, rows);
         case 8: return fill<8>(t, ids, num_ids, bits_of_row, threads, rows);

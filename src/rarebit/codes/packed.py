@@ -601,7 +601,10 @@ class PackedTable(TakesParts, Table):
         if torch.compiler.is_compiling() or is_tracing():
             return None
         shape, scale = (self.num_embeddings, self.embedding_dim), self._buffers.get("scale")
-        flat, parts = ids.reshape(-1).long(), self.parts
+        flat, parts = (
+            ids.reshape(-1).long().contiguous(),
+            self.parts,
+        )  # a column of a batch has gaps
         if rows_triton.suits(flat, *parts):
             return rows_triton.packed_rows(flat, parts, self.before, shape, self.longest, scale)
         kernel = None if ids.is_cuda else packed_kernel()

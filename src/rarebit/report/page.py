@@ -141,16 +141,17 @@ def forest(lines: Sequence[Interval], *, least: float) -> str:
     rows = []
     for one in lines:
         marks = f'<circle cx="{at(one.mean)}" cy="50%" r="4.5"/>'
-        known = one.low is not None and one.high is not None
         if one.low is not None and one.high is not None:
             marks += f'<line x1="{at(one.low)}" x2="{at(one.high)}" y1="50%" y2="50%"/>'
-        interval = f"{one.low:+.4f} to {one.high:+.4f}" if known else "no interval: one seed"
-        tip = text(f"{one.name}: {one.mean:+.4f}, {interval}")
+        interval = "no interval: one seed"
+        if one.low is not None and one.high is not None:
+            interval = f"{signed(one.low)} to {signed(one.high)}"
+        tip = text(f"{one.name}: {signed(one.mean)}, {interval}")
         rows.append(
             f'<li><span class="name">{_breakable(one.name)}<small>against {_breakable(one.against)}</small></span>'
             f'<svg aria-hidden="true">{ground}<g class="mark {one.kind}">{marks}</g>'
             f'<rect width="100%" height="100%" fill="transparent" data-t="{tip}"/></svg>'
-            f'<span class="figure">{one.mean:+.4f} <small>({interval})</small></span>'
+            f'<span class="figure">{signed(one.mean)} <small>({interval})</small></span>'
             f'<span class="tag {one.kind}">{text(one.tag)}</span></li>'
         )
     ticks = "".join(
@@ -160,6 +161,15 @@ def forest(lines: Sequence[Interval], *, least: float) -> str:
     )
     axis = f'<li aria-hidden="true"><span></span><div class="axis">{ticks}</div></li>'
     return f'<ol class="forest">{"".join(rows)}{axis}</ol>'
+
+
+def signed(value: float) -> str:
+    """Return a difference in AUC as text; one that rounds to zero has no minus.
+
+    >>> signed(-0.00001), signed(-0.0012)
+    ('+0.0000', '-0.0012')
+    """
+    return f"{round(value, 4) + 0.0:+.4f}"
 
 
 @dataclass(frozen=True)

@@ -45,7 +45,7 @@ KINDS: dict[str, tuple[frozenset[str], Section]] = {
 """Kinds of results, by the keys of their files; the first that fits."""
 
 
-def report(path: str | os.PathLike[str]) -> str:
+def page_of(path: str | os.PathLike[str]) -> str:
     """Return the page of what is stored in a folder or a JSON file."""
     path = Path(path)
     known = [path / name for name in FILES if (path / name).is_file()] if path.is_dir() else [path]
@@ -71,10 +71,19 @@ def report(path: str | os.PathLike[str]) -> str:
     return page(title, body)
 
 
-def write_report(path: str | os.PathLike[str], out: str | os.PathLike[str] | None = None) -> Path:
-    """Write the page of what is stored in a folder or a JSON file, by default as `report.html` beside it."""
+def report(path: str | os.PathLike[str], out: str | os.PathLike[str] | None = None) -> Path:
+    """Write the page of what is stored in a folder or a JSON file, by default `report.html` in the folder, and return it.
+
+    >>> import tempfile
+    >>> from rarebit import RunSettings, run
+    >>> settings = RunSettings.from_mapping({"model": {"name": "fm"}, "data": {"rows": 2000}, "training": {"epochs": 1}})
+    >>> folder = Path(tempfile.mkdtemp())
+    >>> found = run(settings, folder=folder, progress=False, say=lambda line: None)
+    >>> report(folder).name
+    'report.html'
+    """
     path = Path(path)
-    made = report(path)
+    made = page_of(path)
     beside = path / PAGE if path.is_dir() else Path(f"{path.stem}.html")
     file = beside if out is None else Path(out)
     try:

@@ -28,6 +28,7 @@ from typing import TYPE_CHECKING, ClassVar, Literal, Self
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from rarebit.codes.packed import TakesParts, pack_bits
 from rarebit.methods.evidence_coding import STEP
@@ -214,18 +215,23 @@ class _Quantized(Table):
         """a of 1 to 6 bits."""
         return self.start * self.steps.exp()
 
+    def alpha_of(self, bits: Tensor) -> Tensor:
+        """Return a of so many bits; anything for none."""
+        # not by indexing: its backward adds in any order
+        return F.embedding((bits - 1).clamp(min=0), self.alpha.unsqueeze(1)).squeeze(-1)
+
     def integers(self, rows: Tensor, bits: Tensor) -> Tensor:
         """Return floor(clamp((w - β) / a)) of rows `(..., D)` with so many bits `(...)`, as floats with a gradient."""
         bits = bits.unsqueeze(-1)
         half = 2.0 ** (bits.to(rows.dtype) - 1)
-        scaled = (rows - self.bias) / self.alpha[(bits - 1).clamp(min=0)]
+        scaled = (rows - self.bias) / self.alpha_of(bits)
         scaled = torch.maximum(torch.minimum(scaled, half), -half)
         return scaled + (torch.minimum(scaled.floor(), half - 1) - scaled).detach()
 
     def values(self, integers: Tensor, bits: Tensor) -> Tensor:
         """Return β + a (integer + 1/2)."""
         bits = bits.unsqueeze(-1)
-        return self.bias + (bits > 0) * self.alpha[(bits - 1).clamp(min=0)] * (integers + 0.5)
+        return self.bias + (bits > 0) * self.alpha_of(bits) * (integers + 0.5)
 
 
 class SearchTable(_Quantized):
@@ -238,7 +244,7 @@ class SearchTable(_Quantized):
 
     def rows(self, ids: Tensor) -> Tensor:
         """Return Σ_b y_b Q_b(w_i)."""
-        shares = (self.logits[ids // self.mpe.group] / TAU).softmax(-1)  # (..., 7)
+        shares = (F.embedding(ids // self.mpe.group, self.logits) / TAU).softmax(-1)  # (..., 7)
         stored = self.inner(ids).unsqueeze(-2)
         bits = torch.arange(MOST + 1, device=ids.device)
         mixed = self.values(self.integers(stored, bits), bits)  # (..., 7, D)

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from rarebit.errors import CheckpointError
-from rarebit.sharding.sharded import Rectangle, pieces_of, sharded_rows
+from rarebit.sharding.sharded import Rectangle, is_spread, pieces_of, sharded_rows
 from rarebit.storage.files import (
     DISK,
     StateDecoder,
@@ -149,25 +149,24 @@ def write_pieces(target: Path, state: Mapping[str, Any], layout: Layout, group: 
     structure, tensors = _apart(state, layout)
     if rank == 0:
         DISK.remove(partial)  # what a killed run left
-    with _quietly():
-        dist.barrier(group)
-        writer = FileSystemWriter(partial)
-        save(tensors, storage_writer=writer, process_group=group)
-        own = {path.name: _described(path) for path in partial.glob(f"__{rank}_*")}
-        files: list[Any] = [None] * dist.get_world_size(group)
-        dist.all_gather_object(files, own, group=group)
-        if rank == 0:
-            every = {name: facts for part in files for name, facts in part.items()}
-            values = {
-                "files": {**every, METADATA: _described(partial / METADATA)},
-                "state": structure,
-            }
-            values[OWN] = own_checksum(values, OWN)
-            write_json(partial / DESCRIPTION, values, error=CheckpointError)
-            sync_tree(partial, DISK)
-            DISK.rename(partial, target)
-            DISK.sync_folder(target.parent)
-        dist.barrier(group)
+    dist.barrier(group)
+    writer = FileSystemWriter(partial)
+    save(tensors, storage_writer=writer, process_group=group)
+    own = {path.name: _described(path) for path in partial.glob(f"__{rank}_*")}
+    files: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(files, own, group=group)
+    if rank == 0:
+        every = {name: facts for part in files for name, facts in part.items()}
+        values = {
+            "files": {**every, METADATA: _described(partial / METADATA)},
+            "state": structure,
+        }
+        values[OWN] = own_checksum(values, OWN)
+        write_json(partial / DESCRIPTION, values, error=CheckpointError)
+        sync_tree(partial, DISK)
+        DISK.rename(partial, target)
+        DISK.sync_folder(target.parent)
+    dist.barrier(group)
 
 
 def _described(path: Path) -> dict[str, Any]:
@@ -299,11 +298,12 @@ def read_pieces(folder: Path, layout: Layout, optimizer: Optimizer | None = None
 def unshard(folder: str | os.PathLike[str]) -> dict[str, Tensor]:
     """Return the state of the plain model from pieces that any number of processes wrote.
 
-    It needs one process, neither TorchRec nor `torchrun`, and memory for the model. The folder is that of one checkpoint,
-    or of `save_shards`.
+    It needs one process, neither TorchRec nor `torchrun`, and memory for the model:
+    `model.load_state_dict(unshard(folder))`. The folder is that of one checkpoint, or of `save_shards`.
 
-    >>> model.load_state_dict(unshard("runs/clicks/checkpoints/best-000003"))  # doctest: +SKIP
-    <All keys matched successfully>
+    >>> unshard("runs/clicks/pieces")
+    Traceback (most recent call last):
+    rarebit.errors.CheckpointError: 'runs/clicks/pieces' holds no complete set of pieces: pieces.json is missing; ...
     """
     stored = _open(Path(folder))
     place = next((key for key in MODELS if stored.below(key)), MODELS[-1])
@@ -319,8 +319,14 @@ def save_shards(model: nn.Module, folder: str | os.PathLike[str]) -> None:
 
     No process needs memory for more than its own pieces. The folder must be the same for all of them, and be new.
 
-    >>> save_shards(model, "pieces")  # doctest: +SKIP
+    >>> save_shards(nn.Sequential(nn.Embedding(9, 4)), "pieces")
+    Traceback (most recent call last):
+    rarebit.errors.CheckpointError: the model is not spread over processes; save it as any other, with save_model
     """
+    if not is_spread(model):
+        raise CheckpointError(
+            "the model is not spread over processes; save it as any other, with save_model"
+        )
     target = Path(folder)
     target.parent.mkdir(parents=True, exist_ok=True)
     if target.exists():

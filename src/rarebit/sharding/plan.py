@@ -27,7 +27,7 @@ UNEVEN = 1.1
 """How much more than its fair share a process may hold before a table is cut."""
 COLUMNS = 4
 """Columns are cut in multiples of so many: the width of a vector in the fused kernels."""
-ID_BYTES, NUMBER_BYTES = 8, 4
+ID_BYTES, NUMBER_BYTES = 4, 4
 
 
 class TableSize(NamedTuple):
@@ -97,7 +97,7 @@ class Plan:
 
         >>> size = TableSize("user", rows=1000, width=16)
         >>> make_plan([size], 4, "table").sent(4096), make_plan([size], 4, "row").sent(4096)
-        (110592, 423936)
+        (104448, 408576)
         """
         share, others = batch / self.world, self.world - 1
         total = 0.0
@@ -159,9 +159,11 @@ def make_plan(
         if table.name not in wanted:
             whole = held[least] + table.numbers
             reason = "the process that holds least so far"
-            if world > 1 and whole > UNEVEN * fair and table.rows >= world:
+            if world > 1 and whole > UNEVEN * fair and _fills(table, world):
                 kind = "row"
                 reason = f"whole, one process would hold {whole / fair:.1f} times its fair share"
+        elif kind == "row" and not _fills(table, world):
+            kind, reason = "table", "too few rows for a block in every process"
         if kind == "column" and whole_rows:
             raise SettingsError(
                 f"table {table.name!r} cannot be cut by columns: row-wise Adagrad keeps one number for a whole row; cut it "
@@ -172,6 +174,11 @@ def make_plan(
             held[piece.rank] += piece.numbers
         made[table.name] = Placement(table, kind, pieces, reason)
     return Plan(world, tuple(made[name] for name in names))
+
+
+def _fills(table: TableSize, world: int) -> bool:
+    """Return whether blocks of its rows give every process some."""
+    return -(-table.rows // world) * (world - 1) < table.rows
 
 
 def _wanted(names: Sequence[str], plan: PlanSpec) -> dict[str, Kind]:

@@ -17,9 +17,6 @@ from typing import TypeAlias
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch._C._distributed_c10d import PrefixStore
-from torch.distributed.nn.functional import all_reduce
-from torch.distributed.rendezvous import rendezvous
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from rarebit.data.order import stream_key
@@ -176,6 +173,10 @@ def join_processes(device: str = "cpu", timeout: timedelta = TIMEOUT) -> None:
         raise SettingsError(
             "several processes need torchrun, which starts them: torchrun --nproc-per-node 2 -m rarebit train ..."
         )
+    # not before: a torch without them can do all else
+    from torch._C._distributed_c10d import PrefixStore
+    from torch.distributed.rendezvous import rendezvous
+
     backend = "gloo"
     if device.startswith("cuda"):
         backend = "nccl"
@@ -256,6 +257,8 @@ class SharedBatchNorm(nn.BatchNorm1d):
 
     def forward(self, input: Tensor) -> Tensor:
         """Normalise by the mean and variance over all real rows."""
+        from torch.distributed.nn.functional import all_reduce
+
         if not self.training:
             return super().forward(input)
         rows = input[: self.real]

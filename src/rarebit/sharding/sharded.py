@@ -14,6 +14,8 @@ averaged, too, by `average_gradients` or by DistributedDataParallel, which leave
 """
 
 import logging
+import platform
+import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -27,7 +29,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from rarebit.errors import UnsupportedTableError, import_extra
+from rarebit.errors import (
+    MissingExtraError,
+    TrainingError,
+    UnsupportedTableError,
+    import_extra,
+)
 from rarebit.machine import require_memory
 from rarebit.settings import require
 from rarebit.sharding.plan import (
@@ -158,7 +165,7 @@ class ShardedRows(nn.Module):
         """Return the sums of the bags' rows, `(B, S, D)`; ids and lengths come slot after slot."""
         from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-        ids = KeyedJaggedTensor(keys=self._keys, values=values.long(), lengths=lengths)
+        ids = KeyedJaggedTensor(keys=self._keys, values=values, lengths=lengths)
         found = self._bags[0](ids).wait()
         if self._order is None:
             self._order = torch.tensor(
@@ -318,10 +325,20 @@ def device_of_process() -> torch.device:
 
 def require_torchrec() -> None:
     """Raise where TorchRec is not installed."""
+    has_wheels = sys.platform == "linux" and platform.machine() == "x86_64"
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # about names that torch has deprecated
         for package in ("fbgemm_gpu", "torchrec"):
-            import_extra(package, "torchrec", "a table over several processes")
+            try:
+                import_extra(package, "torchrec", "a table over several processes")
+            except MissingExtraError as error:
+                then = (
+                    ", and then: pip install --no-deps torchrec==1.8.0"
+                    if has_wheels
+                    else "; its wheels are for Linux on x86-64: elsewhere train in one process, or copies of the model with "
+                    "DistributedDataParallel"
+                )
+                raise TrainingError(f"{error}{then}") from error
     # in its steps it uses names that torch has deprecated, and says so in every process
     warnings.filterwarnings("ignore", message=r"`torch\.distributed\.", category=FutureWarning)
     logging.getLogger("torch.fx._symbolic_trace").setLevel(logging.ERROR)
@@ -421,10 +438,9 @@ def shard(
     many rows as the others in each step, `batch_size` together. `whole_rows` is for optimizers that keep one number per row, as row-wise Adagrad does.
     Wrap the model in DistributedDataParallel for a loop of your own.
 
-    >>> torch.distributed.init_process_group("gloo")  # doctest: +SKIP
-    >>> model = shard(nn.Sequential(nn.Embedding(1_000_000, 16)), say=print)  # doctest: +SKIP
-    0      1,000,000 x 16   row    on 0 to 1      whole, one process would hold 2.0 times its fair share
-    tables over 2 processes: 32.0 to 32.0 MB of weights each
+    >>> shard(nn.Sequential(nn.Embedding(1_000_000, 16)))
+    Traceback (most recent call last):
+    rarebit.errors.SettingsError: shard needs the processes to know each other: start them with torchrun, and call ...
     """
     require(
         dist.is_available() and dist.is_initialized(),

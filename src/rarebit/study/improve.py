@@ -20,6 +20,7 @@ import shutil
 import statistics
 import time
 import tomllib
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -190,15 +191,16 @@ class Round(NamedTuple):
 def rounds_of(methods: int, trials: int) -> list[Round]:
     """Return the rounds of a race: each halves the methods and gives those that are left more settings.
 
+    In the first one all have one setting, which also tells how long runs take.
+
     >>> rounds_of(3, 9)
-    [Round(methods=3, trials=2), Round(methods=2, trials=4), Round(methods=1, trials=9)]
+    [Round(methods=3, trials=1), Round(methods=2, trials=3), Round(methods=1, trials=9)]
     """
-    if not methods:
-        return [Round(0, trials)]
-    num = math.ceil(math.log2(methods)) + 1
+    num = max(math.ceil(math.log2(max(methods, 1))) + 1, 1 + (trials > 1))
     found, left = [], methods
-    for place in range(1, num + 1):
-        found.append(Round(left, max(round(trials ** (place / num)), 1)))
+    for place in range(num):
+        share = place / (num - 1) if num > 1 else 1.0
+        found.append(Round(left, max(round(trials**share), 1)))
         left = math.ceil(left / 2)
     return found
 
@@ -262,7 +264,7 @@ def improve(
 
     >>> import tempfile
     >>> found = improve(
-    ...     data={"rows": 2500, "seed": 1}, model={"name": "fm", "dim": 4}, training={"epochs": 8, "batch_size": 256},
+    ...     data={"rows": 2500, "seed": 1}, model={"name": "fm", "dim": 4}, training={"epochs": 1, "batch_size": 256},
     ...     folder=tempfile.mkdtemp(), trials=1, seeds=2, workers=1, device="cpu", progress=False, say=lambda line: None)
     >>> found.outcome in ("better", "smaller", "keep")
     True
@@ -388,11 +390,16 @@ class _Job:
     failures: dict[str, Failure] = field(default_factory=dict)
     race: list[dict[str, Any]] = field(default_factory=list)
 
-    @property
-    def deadline(self) -> float:
-        """When no run goes on."""
+    def rest(self, plan: Mapping[str, Any], seeds: int) -> float:
+        """Return the seconds at the end that coding, measuring and writing take."""
         seconds = 60 * self.minutes
-        return self.start + seconds - max(REST * seconds, min(LEAST_REST, MOST_REST * seconds))
+        coding = SAFETY * plan["seconds_to_code"] * (2 * seeds + 1)
+        return float(max(REST * seconds, min(max(LEAST_REST, coding), MOST_REST * seconds)))
+
+    def fits(self, plan: Mapping[str, Any], runs: int, seeds: int, per_run: float) -> bool:
+        """Return whether there is time for so many runs, and for a proof with so many seeds."""
+        left = self.start + 60 * self.minutes - time.monotonic()
+        return runs * per_run / self.power + self.rest(plan, seeds) <= left
 
     @property
     def power(self) -> float:
@@ -424,7 +431,7 @@ class _Job:
                 pool,
                 self.folder / RUNS,
                 self.progress,
-                self.deadline,
+                self.start + 60 * self.minutes - self.rest(plan, plan["seeds"]),
                 self.failures,
                 keep_models=True,
             )
@@ -486,14 +493,15 @@ class _Job:
                     "command"
                 )
             return stored
-        per_run = self._seconds_per_run(splits)
-        fitting = (self.deadline - time.monotonic()) * self.power
+        measured = self._measure(splits)
+        per_run = measured["seconds_per_run"]
+        asked_for = [(trials or t, seeds or s) for t, s in LADDER]
         steps = [
-            (trials or t, seeds or s)
-            for t, s in LADDER
-            if runs_of(len(tried), trials or t, seeds or s) * per_run <= fitting
+            (t, s)
+            for t, s in asked_for
+            if self.fits(measured, runs_of(len(tried), t, s), s, per_run)
         ]
-        chosen = steps[0] if steps else (trials or LADDER[-1][0], seeds or LADDER[-1][1])
+        chosen = steps[0] if steps else asked_for[-1]
         plan = {
             "methods": [BASELINE, *tried],
             "trials": chosen[0],
@@ -501,7 +509,7 @@ class _Job:
             "first_seed": 0,
             "rounds": [one._asdict() for one in rounds_of(len(tried), chosen[0])],
             "runs": runs_of(len(tried), *chosen),
-            "seconds_per_run": per_run,
+            **measured,
             "size": self.size,
             "minutes": self.minutes,
             "asked": asked,
@@ -509,8 +517,8 @@ class _Job:
         write_json(path, plan, error=StudyError)
         return plan
 
-    def _seconds_per_run(self, splits: Splits) -> float:
-        """Return how long a run takes, from the speed of plain training on a few rows."""
+    def _measure(self, splits: Splits) -> dict[str, float]:
+        """Return how long a run takes, from the speed of plain training on a few rows, and to code and measure its model."""
         rows = min(len(splits.train), PROBE_ROWS)
         first = splits.train[torch.arange(rows)]
         part = Dataset(splits.train.schema, first.ids, first.numeric, first.label)
@@ -524,13 +532,21 @@ class _Job:
                 begin = time.monotonic()
                 predict(model, part.to(self.device))
                 predicting = (time.monotonic() - begin) / rows
+                begin = time.monotonic()
+                if self.size is not None:
+                    code_(model, self.size, splits.train)
+                coding = time.monotonic() - begin
         finally:
             torch.set_num_threads(threads)
         patience = self.base.training.patience
         epochs = EPOCHS_BEFORE_PATIENCE + (patience if isinstance(patience, int) else 0)
         epochs = 1 if self.base.training.one_pass else min(epochs, self.base.training.epochs)
         training = len(splits.train) / history.samples_per_second + len(splits.valid) * predicting
-        return float(f"{SAFETY * (epochs * training + len(splits.test) * predicting):.2g}")
+        found = {
+            "seconds_per_run": SAFETY * (epochs * training + len(splits.test) * predicting),
+            "seconds_to_code": coding + 2 * (len(splits.valid) + len(splits.test)) * predicting,
+        }
+        return {name: float(f"{seconds:.2g}") for name, seconds in found.items()}
 
     def _announce(self, facts: Facts, plan: Mapping[str, Any], lacks: Mapping[str, str]) -> None:
         """Say what the log is like and what will be tried, before the first run."""
@@ -547,6 +563,10 @@ class _Job:
             f"Plan: {plan['trials']} setting{'s' * (plan['trials'] > 1)} each, then {plan['seeds']} paired seeds from "
             f"{plan['first_seed']}; about {plan['runs']} runs, {minutes:.1f} minutes, until {ends} or earlier."
         )
+        if not self.fits(plan, plan["runs"], plan["seeds"], plan["seconds_per_run"]):
+            self.say(
+                "That is more than there is time for; the same command goes on where it stops."
+            )
 
     def _shrink(self, plan: dict[str, Any], runner: Runner, done: int) -> None:
         """Plan fewer settings and seeds where runs take longer than was thought: time alone decides, no result does.
@@ -555,14 +575,12 @@ class _Job:
         """
         if not runner.made or plan["asked"]["trials"] or plan["asked"]["seeds"]:
             return
-        now = time.monotonic()
-        per_run = (now - self.start) * self.power / runner.made
-        left = self.deadline - now
+        per_run = (time.monotonic() - self.start) * self.power / runner.made
         finished = len([*(self.folder / RUNS / "runs").glob("*/result.json")])
         methods = len(plan["methods"]) - 1
         least = plan["rounds"][done - 1]["trials"] if done else 1
         for trials, seeds in LADDER:
-            fits = runs_of(methods, trials, seeds) - finished <= left * self.power / per_run
+            fits = self.fits(plan, runs_of(methods, trials, seeds) - finished, seeds, per_run)
             if least <= trials <= plan["trials"] and seeds <= plan["seeds"] and fits:
                 break
         else:
@@ -571,11 +589,10 @@ class _Job:
             trials = plan["trials"]  # both sides have had them
         if (trials, seeds) == (plan["trials"], plan["seeds"]):
             return
-        rounds = [one._asdict() for one in rounds_of(methods, trials)]
-        for place, one in enumerate(plan["rounds"][:done]):
-            rounds[place] = one
-        for place in range(1, len(rounds)):  # later rounds try no less
-            rounds[place]["trials"] = max(rounds[place]["trials"], rounds[place - 1]["trials"])
+        rounds = [
+            one if place < done else {**one, "trials": min(one["trials"], trials)}
+            for place, one in enumerate(plan["rounds"])
+        ]
         plan |= {"trials": trials, "seeds": seeds, "rounds": rounds}
         write_json(self.folder / PLAN, plan, error=StudyError)
         self.say(
@@ -764,6 +781,14 @@ def _valid_auc(cell: Cell, variant: Variant) -> float | None:
     return statistics.fmean(aucs) if len(aucs) == len(records) else None
 
 
+def code_(model: nn.Module, size: str | float, train: Dataset) -> None:
+    """Code all tables of a trained model, first-order weights, too."""
+    coding = technique_from_mapping({"method": CODING, "size": size})
+    assert isinstance(coding, Method)
+    with warnings.catch_warnings(action="ignore"):  # of tables with little left
+        apply_(model, coding.fitted(model, train), min_width=1, verbose=False)
+
+
 class _Side:
     """A side of the proof: its runs, and the same models with coded tables."""
 
@@ -785,9 +810,7 @@ class _Side:
         folder = self.folders[seed].model
         model = load_model(folder, device=self.job.device, into=None if build is None else build())
         if self.job.size is not None:
-            coding = technique_from_mapping({"method": CODING, "size": self.job.size})
-            assert isinstance(coding, Method)
-            apply_(model, coding.fitted(model, self.log.splits.train), min_width=1, verbose=False)
+            code_(model, self.job.size, self.log.splits.train)
         return model
 
     def _coded(self) -> VariantResult:
@@ -900,7 +923,9 @@ class _Proof:
             self.caveats.append(
                 f"{name} was not proven better: {self._why_not(ours.summary, rows)}."
             )
-        self.verdict = f"Keep what you have: nothing that was tried ranks better than {control}."
+        self.verdict = (
+            f"Keep what you have: nothing that was tried is proven to rank better than {control}."
+        )
         if (
             self.job.size is not None
             and len(self.plain.coded.runs) > 1
@@ -911,7 +936,7 @@ class _Proof:
                 self.outcome, self.chosen = "smaller", self.plain
                 self.verdict = (
                     f"Keep what you have, in fewer bytes: {self._bytes(self.plain)} instead of {size(before)}, AUC "
-                    f"{ours.mean:+.4f} ({ours.equivalence_low:+.4f} to {ours.equivalence_high:+.4f}); nothing that was tried ranks "
+                    f"{ours.mean:+.4f} ({ours.equivalence_low:+.4f} to {ours.equivalence_high:+.4f}); nothing that was tried is proven to rank "
                     f"better than {control}."
                 )
                 self._tell(self.plain)

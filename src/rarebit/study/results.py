@@ -4,6 +4,7 @@ A result holds figures of runs, not models. Tables and verdicts are computed fro
 enough to show it again.
 """
 
+import json
 import math
 import os
 import statistics
@@ -13,9 +14,9 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from rarebit.errors import StudyError
-from rarebit.settings import from_mapping, size, suggest
-from rarebit.storage.files import read_json
+from rarebit.errors import StudyError, import_extra
+from rarebit.settings import from_mapping, require, size, suggest
+from rarebit.storage.files import make_folder, read_json, write_file
 from rarebit.study.runs import UNREADABLE, RunRecord
 from rarebit.study.statistics import Comparison, Doubt, PairedAUC, judge
 from rarebit.text import NOTHING, TextTable
@@ -281,6 +282,27 @@ def read_result(path: str | os.PathLike[str]) -> StudyResult:
         raise StudyError(f"cannot read {str(file)!r}: {error.strerror}") from None
     except (AssertionError, *UNREADABLE) as error:
         raise StudyError(f"{str(file)!r} is not the result of a study: {error}") from None
+
+
+def write_runs(result: StudyResult, path: str | os.PathLike[str]) -> Path:
+    """Write all runs of a study as one Parquet file, a row per run; needs PyArrow."""
+    parquet = import_extra("pyarrow.parquet", "data", "writing runs as Parquet")
+    arrow = import_extra("pyarrow", "data", "writing runs as Parquet")
+    rows = []
+    for cell in result.cells:
+        for variant in cell.variants:
+            settings = json.dumps(variant.settings)
+            known: dict[str, Any] = {"model": cell.model, "log": cell.data, "variant": variant.name}
+            known |= {"control": variant.control, "settings": settings}
+            for run in variant.runs:
+                values = asdict(run)
+                values["reports"] = json.dumps(values["reports"])
+                rows.append(known | values)
+    require(bool(rows), "the study has no finished runs")
+    target = Path(path)
+    make_folder(target.absolute().parent)
+    table = arrow.Table.from_pylist(rows)
+    return write_file(target, lambda partial: parquet.write_table(table, partial), error=StudyError)
 
 
 def variant_table(cell: CellResult) -> TextTable:

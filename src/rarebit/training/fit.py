@@ -106,6 +106,15 @@ class EpochRecord:
     samples_per_second: float
     valid: Metrics | None = None
 
+    @property
+    def figures(self) -> dict[str, float]:
+        """What callbacks hear of it; a metric that is not defined is left out."""
+        names = ("train_loss", "lr", "samples_per_second")
+        values = {name: getattr(self, name) for name in names}
+        if self.valid is not None:
+            values |= {"valid_auc": self.valid.auc, "valid_logloss": self.valid.logloss}
+        return {name: value for name, value in values.items() if value is not None}
+
 
 @dataclass
 class History:
@@ -688,6 +697,7 @@ class TrainingLoop:
         )
         self.history.epochs.append(record)
         self.progress.finish_epoch(record)
+        self.callbacks.after_epoch(record.epoch, record.figures)
         self.epoch, self.batch, self.seconds = self.epoch + 1, 0, 0.0
 
     def _validate(self) -> Metrics | None:

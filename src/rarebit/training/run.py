@@ -42,7 +42,7 @@ from rarebit.sharding.processes import (
     processes_of,
     spread_,
 )
-from rarebit.sharding.sharded import whole_parameters
+from rarebit.sharding.sharded import require_torchrec, whole_parameters
 from rarebit.storage import files
 from rarebit.storage.files import file_lock, write_json
 from rarebit.tables.apply import apply_, end_training_, find_tables, table_bytes, table_parameters
@@ -301,6 +301,7 @@ def run_spread(
     written, and all return None. A process that fails ends all of them, at the latest after `timeout`.
     """
     join_processes(device, timeout)
+    require_torchrec()
     is_first = dist.get_rank() == 0
     say, progress = (say, progress) if is_first else (_nothing, False)
     settings = with_checksum(settings)
