@@ -104,10 +104,14 @@ def lines_of(points: Mapping[tuple[str, str], Sequence[Point]]) -> dict[str, lis
         if name not in (PLAIN, CODED, TAIL, WHOLE_TAIL) and "counts" not in name[1]
         for point in (line if name[0] != "tail" else ())
     ]
-    best = [  # no other one of at most its bytes is as good
+    sizes: dict[int, Point] = {}  # the best one of each size, a power of two
+    for point in others:
+        slot = round(math.log2(plain[0] / point[0]))
+        sizes[slot] = max(point, sizes.get(slot, point), key=lambda each: each[1])
+    best = [  # no other one of fewer bytes is as good
         point
-        for point in sorted(others, reverse=True)
-        if all(point[1] > other[1] or other[0] > point[0] for other in others if other != point)
+        for slot, point in sorted(sizes.items())
+        if all(point[1] > other[1] for smaller, other in sizes.items() if smaller > slot)
     ]
     return {
         "other": [plain, *best],
