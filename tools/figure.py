@@ -196,7 +196,7 @@ def _legend(color: Mapping[str, str], x: int, y: int, seeds: int) -> str:
     lines = [
         ("tail", "tail + evidence coding", "ours: better rows, then smaller"),
         ("coded", "evidence coding", "ours: plain tables, made smaller"),
-        ("other", "best other compressor", "of plain tables, at each size"),
+        ("other", "best other compressor", "at each size, trained or not"),
         ("plain", "plain tables, 32 bits", "not tuned"),
     ]
     out = []
@@ -211,7 +211,7 @@ def _legend(color: Mapping[str, str], x: int, y: int, seeds: int) -> str:
         out.append(_text(x + 58, at + 17, note, color["quiet"]))
     out.append(_text(x + 14, y + 212, "up: test AUC, one scale in all", color["quiet"]))
     out.append(_text(x + 14, y + 229, "panels; right: fewer bytes;", color["quiet"]))
-    out.append(_text(x + 14, y + 246, f"DCN-V2, mean of {seeds} seeds", color["quiet"]))
+    out.append(_text(x + 14, y + 246, f"DCN-V2, mean of up to {seeds} seeds", color["quiet"]))
     return "\n".join(out)
 
 
