@@ -11,7 +11,7 @@ RUN := .venv/bin/python -m
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help setup demo test test-slow test-all check docs bench format clean
+.PHONY: help setup demo test test-slow test-all check docs coverage package bench format clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -45,6 +45,14 @@ check: ## Check style and types
 docs: ## Build the documentation as a site in build/site
 	@$(SETUP) docs
 	NO_MKDOCS_2_WARNING=1 PYTHONPATH=src $(RUN) mkdocs build --strict --quiet $(ARGS)
+
+coverage: ## Run the quick tests with coverage of lines and branches
+	@$(SETUP) test
+	$(RUN) pytest -n 2 --cov --cov-report=term:skip-covered $(ARGS)
+
+package: ## Build wheel and sdist, and use each from an empty folder
+	@$(SETUP) cli
+	.venv/bin/python tools/package.py
 
 bench: ## Measure a training step and the import time
 	@$(SETUP) cli

@@ -544,6 +544,7 @@ def test_versions_agree():
     source = ROOT / PYPROJECT["tool"]["hatch"]["version"]["path"]
     assert f'__version__ = "{rarebit.__version__}"' in source.read_text("utf-8")
     assert version_problem(rarebit.__version__, (ROOT / "CHANGELOG.md").read_text("utf-8")) is None
+    assert f"\nversion: {rarebit.__version__}\n" in (ROOT / "CITATION.cff").read_text("utf-8")
 
 
 @pytest.mark.parametrize(

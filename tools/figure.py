@@ -104,10 +104,14 @@ def lines_of(points: Mapping[tuple[str, str], Sequence[Point]]) -> dict[str, lis
         if name not in (PLAIN, CODED, TAIL, WHOLE_TAIL) and "counts" not in name[1]
         for point in (line if name[0] != "tail" else ())
     ]
-    best = [  # no other one of at most its bytes is as good
+    sizes: dict[int, Point] = {}  # the best one of each size, a power of two
+    for point in others:
+        slot = round(math.log2(plain[0] / point[0]))
+        sizes[slot] = max(point, sizes.get(slot, point), key=lambda each: each[1])
+    best = [  # no other one of fewer bytes is as good
         point
-        for point in sorted(others, reverse=True)
-        if all(point[1] > other[1] or other[0] > point[0] for other in others if other != point)
+        for slot, point in sorted(sizes.items())
+        if all(point[1] > other[1] for smaller, other in sizes.items() if smaller > slot)
     ]
     return {
         "other": [plain, *best],
@@ -192,7 +196,7 @@ def _legend(color: Mapping[str, str], x: int, y: int, seeds: int) -> str:
     lines = [
         ("tail", "tail + evidence coding", "ours: better rows, then smaller"),
         ("coded", "evidence coding", "ours: plain tables, made smaller"),
-        ("other", "best other compressor", "of plain tables, at each size"),
+        ("other", "best other compressor", "at each size, trained or not"),
         ("plain", "plain tables, 32 bits", "not tuned"),
     ]
     out = []
@@ -207,7 +211,7 @@ def _legend(color: Mapping[str, str], x: int, y: int, seeds: int) -> str:
         out.append(_text(x + 58, at + 17, note, color["quiet"]))
     out.append(_text(x + 14, y + 212, "up: test AUC, one scale in all", color["quiet"]))
     out.append(_text(x + 14, y + 229, "panels; right: fewer bytes;", color["quiet"]))
-    out.append(_text(x + 14, y + 246, f"DCN-V2, mean of {seeds} seeds", color["quiet"]))
+    out.append(_text(x + 14, y + 246, f"DCN-V2, mean of up to {seeds} seeds", color["quiet"]))
     return "\n".join(out)
 
 

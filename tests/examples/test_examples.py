@@ -11,11 +11,20 @@ from pathlib import Path
 
 import pytest
 import torch
-from capabilities import needs_package
+from capabilities import needs_package, slow_after
 
 ROOT = Path(__file__).resolve().parents[2]
 FOLDER = ROOT / "examples"
-WITHOUT_TRANSFER = {"torchrec_dlrm"}
+SAYS = {
+    "compress_checkpoint": r"1,280,000 -> (7|8)\d,\d{3} bytes(.*\n)+.*the loaded model is equal: True",
+    "backtest": r"Progressive AUC\n(.*\n)+Difference to grow",
+    "dlrm_bags": r"3840000 bytes in 47\d{4}; the largest change of a score is 0\.",
+    "feature_tables": r"'user': 'Embedding', 'item': 'Embedding', 'category': 'Embedding'",
+    "matrix_factorisation": r"held-out loss: plain 0\.[56]\d+, tail 0\.[56]\d+",
+    "serve_and_query": r"scores \[0\.[5-9]\d*, 0\.[0-4]\d*\]",
+}
+"""Examples of other methods, and what each prints at the end."""
+WITHOUT_TRANSFER = {"torchrec_dlrm", *SAYS}
 NAMES = sorted({path.stem for path in FOLDER.glob("[!_]*.py")} - WITHOUT_TRANSFER)
 NEEDS = {"hugging_face": "transformers", "lightning_manual": "lightning"}
 OURS = [name for name in NAMES if name not in NEEDS]
@@ -59,6 +68,19 @@ def load(name):
 def test_there_is_an_example_for_each_kind_of_loop():
     expected = ["ddp", "hugging_face", "lightning_manual", "own_loop", "tied_language_model"]
     assert expected == NAMES
+
+
+@pytest.mark.parametrize("name", slow_after(SAYS))
+def test_an_example_says_what_it_reached(name):
+    output = run(name)
+    assert re.search(SAYS[name], output), output
+    losses = re.findall(r"loss (\S+) at first, (\S+) at last", output)
+    assert all(float(last) < float(first) for first, last in losses)
+
+
+@pytest.mark.parametrize("name", SAYS)
+def test_an_example_is_short(name):
+    assert len((FOLDER / f"{name}.py").read_text("utf-8").splitlines()) < 80
 
 
 @pytest.mark.slow
