@@ -4,6 +4,7 @@ import os
 import platform
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -49,8 +50,9 @@ def default_workers(device: "torch.device", threads: int) -> int:
     Without NVIDIA's Multi-Process Service a GPU works for one process at a time, and four runs side by side are four times slower
     each. Where it runs, a GPU has as many as a CPU.
     """
-    pipes = os.environ.get("CUDA_MPS_PIPE_DIRECTORY", "/tmp/nvidia-mps")  # noqa: S108  # NVIDIA's default
-    if device.type == "cuda" and not (Path(pipes) / "control").exists():
+    default = Path(tempfile.gettempdir()) / "nvidia-mps"
+    pipes = Path(os.environ.get("CUDA_MPS_PIPE_DIRECTORY", default))
+    if device.type == "cuda" and not (pipes / "control").exists():
         return 1
     return max(allowed_cores() // threads, 1)
 
