@@ -113,7 +113,7 @@ def test_the_figures_of_shrinkage(log, quick):
 def test_the_figures_of_the_tail(log, quick):
     figures = quietly(steps.tail)
     assert figures["ratio"] == pytest.approx(figures["tail_ms"] / figures["plain_ms"])
-    assert figures["ratio_rows"] == pytest.approx(figures["rows_ms"] / figures["plain_ms"])
+    assert figures["ratio_network"] == pytest.approx(figures["network_ms"] / figures["plain_ms"])
 
 
 def test_an_epoch_has_so_many_steps_and_one_forgetting(log, quick):

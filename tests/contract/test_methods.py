@@ -351,7 +351,7 @@ METHODS = {
             ({"c": "best"}, "c must be .*, got 'best'"),
             ({"forget": 0.0}, "forget must be above 0 and finite, got forget=0.0"),
             ({"memory": float("inf")}, "memory must be finite, got inf"),
-            ({"average": "rows"}, "average must be one of 'network', 'all', .*, got 'rows'"),
+            ({"average": "rows"}, "average must be one of 'network', 'known', .*, got 'rows'"),
         ),
     ),
     "tt-rec": Line(

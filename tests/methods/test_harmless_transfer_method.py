@@ -248,6 +248,8 @@ SMALL = {
     "masked": rb.pruning.Masked(),
     "mgqe": rb.research.MGQE(pieces=2, centroids=16),
     "mixed-dimensions": rb.research.MixedDimensions(full=20),
+    "dpq": rb.research.DPQ(pieces=2, bits=2),
+    "mpe": rb.research.MPE(bits=2.0),
     "mlet": rb.MLET(inner_dim=6),
     "multi-embedding": rb.MultiEmbedding(num_sets=2),
     "product-start": rb.research.ProductStart(inner_dim=6),

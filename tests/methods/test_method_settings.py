@@ -24,10 +24,12 @@ from rarebit.technique import (
 NEEDED = {
     "cafe": {"buckets": 5},
     "dhe": {"hidden": 2, "hashes": 2, "layers": 1},
+    "dpq": {"pieces": 2},
     "hashing": {"buckets": 5},
     "low-rank": {"rank": 2},
     "mgqe": {"pieces": 2, "centroids": 4, "tail_centroids": 2},
     "mixed-dimensions": {"full": 2.0},
+    "mpe": {"bits": 2.0},
     "pruned": {"keep": 20},
     "qr": {"buckets": 3},
     "robe": {"size": 24},

@@ -77,7 +77,7 @@ def kind(request, made):
     return STORED.get(request.param) or made / request.param
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")  # its event loop would be in the way of other tests
 def browser():
     from playwright.sync_api import sync_playwright
 

@@ -20,7 +20,9 @@ from rarebit.pruning import Masked, Pruned
 from rarebit.research import (
     CAFE,
     DHE,
+    DPQ,
     MGQE,
+    MPE,
     QR,
     ROBE,
     AlignedSets,
@@ -58,6 +60,8 @@ TABLE_METHODS = [
     MixedDimensions(full=2),
     CAFE(buckets=6),
     MGQE(pieces=2, centroids=4, tail_centroids=2),
+    DPQ(pieces=2, bits=2),
+    MPE(bits=2.0, group=4),
     DHE(hidden=3, hashes=3, layers=1),
     QR(buckets=3),
     QR(buckets=3, combine="add"),

@@ -34,7 +34,18 @@ from rarebit.tables.collection import TableCollection
 from rarebit.tables.table import Method, Table
 from rarebit.technique import technique_class, technique_name, technique_names
 
-REFUSED = {"cafe", "dhe", "evidence-coding", "mgqe", "qr", "quantize", "robe", "tt-rec"}
+REFUSED = {
+    "cafe",
+    "dhe",
+    "dpq",
+    "evidence-coding",
+    "mgqe",
+    "mpe",
+    "qr",
+    "quantize",
+    "robe",
+    "tt-rec",
+}
 METHODS = [name for name in technique_names() if issubclass(technique_class(name), Method)]
 MORE = {"item": checks.N + 3, "tags": 12}
 

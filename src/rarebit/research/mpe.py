@@ -79,6 +79,7 @@ class MPE(Compressor):
     training_only: ClassVar[bool] = True
     excludes: ClassVar[Mapping[str, str]] = {
         **Compressor.excludes,
+        "hashing": "it groups ids by their frequency, and buckets are in no such order; use one of them",
         "masked": "it stores integers of its own for all entries; use one of them",
     }
 
