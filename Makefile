@@ -23,7 +23,7 @@ demo: ## Run the demo: improve and shrink the tables of a small model
 	@$(SETUP) cli data plots
 	$(RUN) rarebit demo $(ARGS)
 
-test: ## Run the quick tests: everything essential, in about four minutes
+test: ## Run the quick tests: everything essential, in about six minutes
 	@$(SETUP) test
 	$(RUN) pytest -n 2 $(ARGS)
 

@@ -622,6 +622,7 @@ def test_interrupted_scoring_leaves_nothing(call, log, long_log, tmp_path):
     assert not list(tmp_path.glob("*scores*"))
 
 
+@pytest.mark.slow
 def test_parts_of_a_log_are_prepared_by_separate_processes(tmp_path, monkeypatch):
     """Every command is a process of its own; encoding runs in two at once."""
     monkeypatch.chdir(tmp_path)

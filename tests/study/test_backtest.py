@@ -426,6 +426,7 @@ def test_a_picture_has_every_policy():
     assert images["backtest.svg"].lstrip().startswith(b"<?xml")
 
 
+@pytest.mark.slow
 def test_a_killed_backtest_resumes(tmp_path):
     """The process is killed for good after its first run; the same command makes only the others."""
     click_log(days=6, rows=400).write_parquet(tmp_path / "log.parquet")
