@@ -181,6 +181,7 @@ def test_a_frontier_is_printed_and_written_alone_or_with_a_model(call, trained):
         "frontier.json",
         "frontier.png",
         "frontier.svg",
+        "report.html",
     }
     report = json.loads(Path("sizes/frontier.json").read_text())
     for name in {compressor.name for compressor in COMPRESSORS}:

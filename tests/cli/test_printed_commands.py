@@ -8,14 +8,11 @@ import subprocess
 import sys
 from pathlib import Path
 
-import polars as pl
 import pytest
 import torch
 from torch import nn
 
-from rarebit.cli import app
 from rarebit.cli import options as opt
-from rarebit.cli.data import EXAMPLES as DATA_EXAMPLES
 from rarebit.cli.demo import NEXT
 from rarebit.diagnosis.diagnose import diagnose_file
 from rarebit.errors import ModelFileError
@@ -161,26 +158,6 @@ def test_the_demo_prints_commands_that_work(call, log):
     for words in found:
         code, _, err = call(*words)
         assert code == 0, err
-
-
-@pytest.mark.slow
-def test_the_examples_of_the_help_work(call, log):
-    Path(log).rename("clicks.csv")
-    rows = pl.read_csv("clicks.csv").with_columns(timestamp=20_000 * pl.int_range(pl.len()))
-    rows.write_csv("clicks.csv")
-    rows.write_csv("new.csv")
-    rows.write_csv("tomorrow.csv")
-    rows.write_parquet("clicks.parquet")
-    found = re.findall(r"^rarebit (.*)", DATA_EXAMPLES + app.EXAMPLES, re.MULTILINE)
-    assert len(found) == 16
-    for words in found:
-        if "--source" in words or words == "demo":  # public data sets are downloaded by hand
-            continue
-        again = ["--overwrite"] if words.startswith("data prepare") else []
-        trains = words.split()[0] in ("backtest", "compare", "train", "prune")
-        small = ["--epochs", "1"] if trains else []
-        code, _, err = call(*words.split(), *again, *small)
-        assert code == 0, (words, err)
 
 
 @pytest.mark.slow
