@@ -380,7 +380,7 @@ def start_size(run: RunSettings, train: Dataset) -> float | None:
         full_table(site.table)[first.ids[:, slots[field]].long()]
         for site in sites
         if (field := field_of(site.info.name))
-        in slots  # a model of one's own may call its tables otherwise
+        in slots  # your own model may name its tables differently
     ]
     entries = torch.cat([row.flatten().double() for row in rows]) if rows else torch.zeros(0)
     entries = entries[entries != 0]
