@@ -194,6 +194,22 @@ def test_what_makes_no_page_is_refused(tmp_path, made):
         report(made / "run", tmp_path / "file" / "page.html")
 
 
+def test_a_study_of_several_logs_leads_with_what_helps_and_what_hurts():
+    result = read_result(STORED["study"])
+    found = [one for cell in result.cells for one in cell.compare(result.minimum_effect).values()]
+    page = page_of(STORED["study"])
+    lead = page[: page.index("<h2>")]
+    for number, verdict in ((7, "helps"), (7, "hurts"), (4, "too few seeds")):
+        assert sum(one.verdict == verdict for one in found) == number
+        assert lead.count(f">{verdict}</span>") == number
+    assert "Of 18 comparisons, 7 help, 7 hurt, 4 open." in lead
+    for end, by in (
+        ("best", max(one.mean for one in found)),
+        ("worst", min(one.mean for one in found)),
+    ):
+        assert f"by {abs(by):.4f}" in lead[lead.index(f"The {end}: ") :].split("</p>")[0]
+
+
 def test_scales_have_round_ticks_inside():
     assert Scale.around([0.0, 100.0]).ticks == (0.0, 20.0, 40.0, 60.0, 80.0, 100.0)
     assert Scale.around([5.0]).ticks  # one value is a scale, too

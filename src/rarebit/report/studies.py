@@ -38,6 +38,8 @@ from rarebit.text import NOTHING
 MOST_LINES = COLOURS
 """Lines in one chart; where there are more variants, those that differ most are drawn."""
 GOOD: dict[str, Kind] = {"helps": "good", "hurts": "bad", "no difference": "none"}
+MOST_ROWS = 40
+"""Rows of the figure with all comparisons."""
 FREQUENCY = "Difference to the control on tenths of the test rows, from the rarest values (1) to the most frequent (10)."
 
 
@@ -77,25 +79,34 @@ def _lead(result: StudyResult) -> Iterator[str]:
             "none", "Nothing is compared: there are no methods, only plain tables.", *more
         )
         return
-    lines = [_sentence(cell, method, one, several=len(found) > 1) for cell, method, one in each]
-    helps = [line for line, (*_, one) in zip(lines, each, strict=True) if one.verdict == "helps"]
     if len(each) == 1:
-        yield verdict(_kind(each[0][2]), lines[0], *more)
+        yield verdict(_kind(each[0][2]), _sentence(*each[0]), *more)
         return
-    counts = {
-        "help": len(helps),
-        "hurt": sum(one.verdict == "hurts" for *_, one in each),
-        "make no difference": sum(one.verdict == "no difference" for *_, one in each),
-    }
+    helps, hurts, same = (
+        [one for one in each if one[2].verdict == word]
+        for word in ("helps", "hurts", "no difference")
+    )
+    counts = {"help": len(helps), "hurt": len(hurts), "make no difference": len(same)}
     decided = ", ".join(f"{n} {what}" for what, n in counts.items() if n) or "none is decided"
     open_ = len(each) - sum(counts.values())
     lead = f"Of {len(each)} comparisons, {decided}{f', {open_} open' if open_ and decided[0].isdigit() else ''}."
-    best = max(each, key=lambda one: one[2].mean if one[2].n else float("-inf"))
-    shown = helps[:4] or [f"The largest difference: {_sentence(*best, several=len(found) > 1)}"]
-    yield verdict("good" if helps else "bad" if counts["hurt"] else "doubt", lead, *shown, *more)
+    each.sort(key=lambda one: one[2].mean if one[2].n else float("-inf"), reverse=True)
+    several = len(found) > 1
+    extremes = [_sentence(*one, several=several) for one in (each[0], each[-1]) if one[2].n]
+    largest = [f"The {end}: {line}" for end, line in zip(("best", "worst"), extremes, strict=False)]
+    kind: Kind = "doubt" if bool(helps) == bool(hurts) else "good" if helps else "bad"
+    yield verdict(kind, lead, *largest, *more)
+    if several:
+        yield figure(
+            "All comparisons, the best first",
+            forest([_interval(*one, several=True) for one in each[:MOST_ROWS]], least=result.minimum_effect),
+            note=f"The best {MOST_ROWS} of {len(each)}." if len(each) > MOST_ROWS else "",
+        )  # fmt: skip
 
 
-def _sentence(cell: CellResult, method: VariantResult, found: Comparison, *, several: bool) -> str:
+def _sentence(
+    cell: CellResult, method: VariantResult, found: Comparison, *, several: bool = False
+) -> str:
     where = f" on {cell.data}, {cell.model}" if several else ""
     seen = ""
     if found.why and found.n > 1:
@@ -134,12 +145,13 @@ def _cell(cell: CellResult, least: float) -> Iterator[str]:
     yield from _figures(cell)
 
 
-def _interval(cell: CellResult, method: VariantResult, found: Comparison) -> Interval:
-    del cell
+def _interval(
+    cell: CellResult, method: VariantResult, found: Comparison, *, several: bool = False
+) -> Interval:
     has = found.n > 1
     return Interval(
         name=method.name,
-        against=method.control or "",
+        against=f"{method.control}{f' on {cell.data}, {cell.model}' if several else ''}",
         mean=found.mean if found.n else 0.0,
         low=found.low if has else None,
         high=found.high if has else None,
