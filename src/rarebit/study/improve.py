@@ -76,7 +76,8 @@ SAFETY = 1.4
 """Runs in parallel, and with methods, are slower than the one that was timed."""
 PARALLEL = 0.75
 """Share of the time of several workers that runs can use: a search waits for its best settings."""
-PROBE_ROWS = 50_000
+PROBE_ROWS, PROBE_EPOCHS = 25_000, 2
+"""What is timed: of two epochs the faster one, as the first may compile kernels and another program may disturb either."""
 ROWS_LEVEL = 0.01
 """The interval over test rows misses the true difference with this chance."""
 LOSS = 0.001
@@ -527,8 +528,10 @@ class _Job:
         try:
             with torch.random.fork_rng(devices=[]):
                 model = start_model(self.base, part.schema, say=lambda _: None).to(self.device)
-                once = replace(self.base.training, epochs=1)
-                history = fit(model, part, settings=once, progress=False)
+                probe = self.base.training
+                probe = probe if probe.one_pass else replace(probe, epochs=PROBE_EPOCHS)
+                history = fit(model, part, settings=probe, progress=False)
+                speed = max(epoch.samples_per_second for epoch in history.epochs)
                 begin = time.monotonic()
                 predict(model, part.to(self.device))
                 predicting = (time.monotonic() - begin) / rows
@@ -541,7 +544,7 @@ class _Job:
         patience = self.base.training.patience
         epochs = EPOCHS_BEFORE_PATIENCE + (patience if isinstance(patience, int) else 0)
         epochs = 1 if self.base.training.one_pass else min(epochs, self.base.training.epochs)
-        training = len(splits.train) / history.samples_per_second + len(splits.valid) * predicting
+        training = len(splits.train) / speed + len(splits.valid) * predicting
         found = {
             "seconds_per_run": SAFETY * (epochs * training + len(splits.test) * predicting),
             "seconds_to_code": coding + 2 * (len(splits.valid) + len(splits.test)) * predicting,
