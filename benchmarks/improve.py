@@ -39,6 +39,8 @@ def main() -> None:
             data=data, model=options.model, size=options.size, minutes=options.minutes, folder=folder
         )  # fmt: skip
         print(found)
+        if found.outcome == "stopped":
+            continue  # the same command goes on
         entry = {"log": data.name, **summary(found, folder), "other_load": load.share()}
         logs = [one for one in logs if one["log"] != data.name] + [entry]
         if options.out is not None:
