@@ -17,6 +17,7 @@ import rarebit as rb
 from rarebit.machine import OtherLoad, machine
 from rarebit.storage.files import read_json
 from rarebit.study.improve import PLAN, RESULT
+from rarebit.study.plan import StudySettings
 from rarebit.study.statistics import judge
 
 
@@ -78,7 +79,7 @@ def summary(found: rb.Improvement, folder: Path) -> dict[str, Any]:
         "difference": {
             figure: {
                 name: {"mean": one.mean, "low": one.low, "high": one.high, "n": len(values[name])}
-                for name, one in judge(values, minimum_effect=0.0).items()
+                for name, one in judge(values, minimum_effect=StudySettings().minimum_effect).items()
             }
             for figure, values in differences.items()
         },
