@@ -79,7 +79,9 @@ def summary(found: rb.Improvement, folder: Path) -> dict[str, Any]:
         "difference": {
             figure: {
                 name: {"mean": one.mean, "low": one.low, "high": one.high, "n": len(values[name])}
-                for name, one in judge(values, minimum_effect=StudySettings().minimum_effect).items()
+                for name, one in judge(
+                    values, minimum_effect=StudySettings().minimum_effect
+                ).items()
             }
             for figure, values in differences.items()
         },
