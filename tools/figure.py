@@ -194,8 +194,8 @@ def _panel(
 def _legend(color: Mapping[str, str], x: int, y: int, seeds: int) -> str:
     """Return what the lines are, in the place of the last panel."""
     lines = [
-        ("tail", "tail + evidence coding", "ours: better rows, then smaller"),
-        ("coded", "evidence coding", "ours: plain tables, made smaller"),
+        ("tail", "tail + evidence coding", "ours: better and smaller"),
+        ("coded", "evidence coding", "ours: smaller"),
         ("other", "best other compressor", "at each size, trained or not"),
         ("plain", "plain tables, 32 bits", "not tuned"),
     ]
@@ -209,9 +209,13 @@ def _legend(color: Mapping[str, str], x: int, y: int, seeds: int) -> str:
             out.append(_line(kind, [(x + 14, at), (x + 31, at), (x + 48, at)], color))
         out.append(_text(x + 58, at + 1, name, color["text"], weight=600))
         out.append(_text(x + 58, at + 17, note, color["quiet"]))
-    out.append(_text(x + 14, y + 212, "up: test AUC, one scale in all", color["quiet"]))
-    out.append(_text(x + 14, y + 229, "panels; right: fewer bytes;", color["quiet"]))
-    out.append(_text(x + 14, y + 246, f"DCN-V2, mean of up to {seeds} seeds", color["quiet"]))
+    notes = (
+        "up: test AUC, the same scale",
+        "right: bytes of the tables",
+        f"DCN-V2, mean of up to {seeds} seeds",
+    )
+    for number, note in enumerate(notes):
+        out.append(_text(x + 14, y + 212 + 17 * number, note, color["quiet"]))
     return "\n".join(out)
 
 

@@ -111,7 +111,9 @@ class OnnxScorer(Scorer):
                 str(path), options, providers=["CPUExecutionProvider"]
             )
         except Exception as error:  # noqa: BLE001  # its errors have no common base
-            raise ServingError(f"ONNX Runtime cannot load it: {_first_line(error)}") from None
+            raise ServingError(
+                f"ONNX Runtime cannot load it: {_first_line(error)}; serve a file made by rarebit export"
+            ) from None
         self.facts = _read_facts(self._session.get_modelmeta().custom_metadata_map)
         shapes = {one.name: one.shape for one in self._session.get_inputs()}
         self.outputs = tuple(

@@ -1,4 +1,5 @@
 import json
+import re
 from contextlib import closing, contextmanager
 from threading import Thread
 
@@ -137,18 +138,28 @@ def test_long_texts_are_shortened_and_short_ones_are_not():
 
 
 LABELS = [
-    (["-1", "1"], [150, 150], "'-1' (150), '1' (150)", "log['y'] == 1)"),
-    (["-1", "1"], [10, 290], "'1' (290), '-1' (10)", "log['y'] == 1)"),
+    (
+        ["-1", "1"],
+        [150, 150],
+        "'-1' (150), '1' (150)",
+        '--label "y=1" (in a schema: positive = "=1")',
+    ),
+    (
+        ["-1", "1"],
+        [10, 290],
+        "'1' (290), '-1' (10)",
+        '--label "y=1" (in a schema: positive = "=1")',
+    ),
     (
         list("12345"),
         [9, 8, 7, 6, 5],
         "'1' (9), '2' (8), '3' (7), '4' (6), '5' (5)",
-        "log['y'] >= 4)",
+        '--label "y>=4"',
     ),
-    (["yes", "no"], [20, 80], "'no' (80), 'yes' (20)", "log['y'] == 'yes')"),
-    ([">50K", "<=50K"], [1, 2], "'<=50K' (2), '>50K' (1)", "log['y'] == '>50K')"),
-    (["5"], [9], "'5' (9)", "log['y'] >= 5)"),
-    (list("0123456789"), [9] * 10, "'5' (9), 4 others", "log['y'] >= 5)"),
+    (["yes", "no"], [20, 80], "'no' (80), 'yes' (20)", '--label "y=yes"'),
+    ([">50K", "<=50K"], [20, 40], "'<=50K' (40), '>50K' (20)", '--label "y=>50K"'),
+    (["5"], [9], "'5' (9)", '--label "y>=5"'),
+    (list("0123456789"), [9] * 10, "'5' (9), 4 others", '--label "y>=5"'),
     (
         ["0", "1", ""],
         [9, 8, 50],
@@ -172,6 +183,9 @@ def test_labels_that_are_not_0_or_1_are_shown_with_their_counts(tmp_path, case, 
     assert advice in str(caught.value)
     assert "aside" not in str(caught.value)
     assert not (tmp_path / "out").exists()
+    named = re.search(r'--label "(.*?)"', str(caught.value))
+    if named and len(values) > 1 and len(rows) > 30:  # what the message proposes works
+        assert len(prepare(log, tmp_path / "out", label=named[1])) == len(rows)
 
 
 def test_a_few_wrong_labels_are_skipped(tmp_path):

@@ -167,10 +167,10 @@ class BadRows:
         listed += [f"missing ({self.wrong_labels[None]:,})"] if self.wrong_labels[None] else []
         advice = "Leave rows without a label out of the log"
         if len(seen) > self.classes.astype(bool).sum():
-            column = f"log[{self.label!r}]"
+            positive = _positive(seen)
             advice = (
-                "If it is the label, write 1 for a positive row and 0 for any other first, in pandas for "
-                f"example: {column} = ({column} {_positive(seen)}).astype(int)"
+                f'If it is the label, say what counts as 1, for example --label "{self.label}{positive}" '
+                f'(in a schema: positive = "{positive}")'
             )
         raise DataError(
             f"the label {self.label!r} must be 0 or 1, but {wrong:,} of {rows:,} rows have another value. "
@@ -187,9 +187,9 @@ def _positive(labels: Counter[str]) -> str:
     try:
         numbers = sorted(labels, key=float)
     except ValueError:
-        return f"== {labels.most_common()[-1][0]!r}"
+        return f"={labels.most_common()[-1][0]}"
     upper = numbers[min((len(numbers) + 1) // 2, len(numbers) - 1)]
-    return f"== {upper}" if len(numbers) == 2 else f">= {upper}"
+    return f"={upper}" if len(numbers) == 2 else f">={upper}"
 
 
 def shortened(text: str) -> str:
