@@ -81,6 +81,20 @@ def test_every_figure_is_that_of_the_stored_results(pages):
     ] == []
 
 
+def test_the_summary_of_the_evidence_counts_its_comparisons():
+    page = (ROOT / "docs/evidence.md").read_text("utf-8")
+    summary, rest = page.split("\n## ", 1)
+    rows = re.findall(r"^\| \[(.*?)\]\(#.*?\) \| .*? \| (.*) \|$", summary, re.MULTILINE)
+    assert len(rows) == 9
+    kinds = {"**reproduced**": 0, "contradicted": 1, "open": 2, "not seen": 2}
+    for claim, numbers in rows:
+        table = rest.split(f"\n> {claim}.\n")[1].split("\n| log |")[1].partition("\n\n")[0]
+        counts = [0, 0, 0, 0]
+        for line in table.splitlines()[2:]:
+            counts[kinds.get(line.split(" | ")[-1].removesuffix(" |"), 3)] += 1
+        assert " | ".join(map(str, counts)) == numbers, claim
+
+
 def test_a_changed_figure_is_found_and_refreshed(pages, tmp_path):
     page = (ROOT / "docs/studies.md").read_text("utf-8")
     changed = page.replace("0.8428 ± 0.0008", "0.8428 ± 0.0007").replace("20,000<", "20,001<")
