@@ -67,7 +67,11 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     for uri, text in pages.items():
         files.append(File.generated(config, uri, content=text))
     [section] = [entry["Methods"] for entry in config.nav or [] if "Methods" in entry]
-    section += [{uri.removeprefix("methods/").removesuffix(".md"): uri} for uri in methods]
+    others: list[dict[str, str]] = []
+    for name, uri in zip(technique_names(), methods, strict=True):
+        is_ours = not technique_class(name).__module__.startswith("rarebit.research")
+        (section if is_ours else others).append({name: uri})
+    section.append({"For comparison": others})
     copied: set[str] = set()
     for file in files.documentation_pages():
         for _, path, _, _ in LINK.findall(CODE.sub("", file.content_string)):
@@ -100,9 +104,14 @@ def on_page_markdown(markdown: str, *, page: Page, **_: Any) -> str:
 
 
 def on_post_page(output: str, **_: Any) -> str:
-    """Name the search dialog, and make empty heads of tables no heads: screen readers need both."""
+    """Name the search dialog, make empty heads of tables no heads, and let long settings in tables break after a colon or plus."""
     output = output.replace('role="dialog">', 'role="dialog" aria-label="Search">')
-    return re.sub(r"<th([^>]*)></th>", r"<td\1></td>", output)
+    output = re.sub(r"<th([^>]*)></th>", r"<td\1></td>", output)
+    return re.sub(
+        r"(?<=<td><code>)[^<\n]+(?=</code></td>)",
+        lambda found: re.sub(r"[:+](?=\w)", r"\g<0><wbr>", found[0]),
+        output,
+    )
 
 
 def _pictures(found: re.Match[str]) -> str:
@@ -190,7 +199,7 @@ def api_page() -> str:
     """Return the page of all public names."""
     parts = [
         "# Python",
-        f"What `rarebit.NAME` is, after `import rarebit as rb`. {inspect.getdoc(rarebit) or ''}",
+        "All public names, after `import rarebit as rb`: first those of `rb` itself, then those one level down, such as `rb.data`.",
     ]
     groups: dict[str, list[str]] = {}
     for name in rarebit.__all__:
