@@ -12,6 +12,7 @@ import dataclasses
 import functools
 import importlib
 import inspect
+import json
 import posixpath
 import re
 import textwrap
@@ -160,7 +161,7 @@ def site_page(path: str) -> str | None:
         return ROOT_PAGES[path]
     if path == "examples":
         return "examples.md"
-    if path.startswith("examples/") and path.endswith(".py"):
+    if path.startswith("examples/") and path.endswith((".py", ".ipynb")):
         return f"examples.md#{Path(path).stem}"
     return path.removeprefix("docs/") if path.startswith("docs/") else None
 
@@ -235,6 +236,22 @@ def examples_page() -> str:
             f"`python examples/{path.name}`",
             f"```python\n{text}```",
         ]
+    for path in sorted((ROOT / "examples").glob("*.ipynb")):
+        first, *cells = json.loads(path.read_text("utf-8"))["cells"]
+        title, _, text = "".join(first["source"]).removeprefix("# ").partition("\n")
+        parts += [
+            f"## Notebook: {title} {{ #{path.stem} }}",
+            f"`examples/{path.name}`",
+            text.strip(),
+        ]
+        for cell in cells:
+            source = "".join(cell["source"])
+            parts.append(
+                re.sub("^#", "##", source, flags=re.MULTILINE)
+                if cell["cell_type"] == "markdown"
+                else f"```python\n{source}\n```"
+            )
+            parts += [f"```text\n{''.join(out['text'])}```" for out in cell.get("outputs", ())]
     return "\n\n".join(parts)
 
 

@@ -112,6 +112,19 @@ def test_own_loop_explains_an_item():
 
 
 @pytest.mark.slow
+@needs_package("polars")
+def test_the_notebooks_show_what_their_code_prints():
+    """Up to its numbers, which differ between machines."""
+    notebooks = list(FOLDER.glob("*.ipynb"))
+    assert len(notebooks) == 2
+    assert all('"stdout"' in notebook.read_text("utf-8") for notebook in notebooks)
+    command = [sys.executable, str(ROOT / "tools/notebooks.py"), "--check"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.slow
 def test_both_processes_have_the_same_table():
     assert "the tables of both processes are equal: True" in run("ddp")
 
