@@ -84,7 +84,7 @@ def test_a_loss_is_met_by_the_smallest_size_that_was_tried(call, trained):
     found = json.loads(Path("small/run.json").read_text())["compressed"]
     assert found["before"]["valid_auc"] - found["after"]["valid_auc"] <= 0.002
     tried = [line for line in err.splitlines() if "of the bytes" in line]
-    assert tried[0].startswith("1/2 of the bytes")
+    assert tried[0].startswith("at most 1/2 of the bytes: ")
     assert len(tried) > 4
 
 

@@ -124,7 +124,7 @@ BAD = {
     "no JSON": (b"x", "not valid JSON"),
     "no inputs": ({}, 'expected a JSON object with a list "inputs"'),
     "an input without a name": ({"inputs": [{}]}, "input 0 must be an object with a name"),
-    "a missing input": ({"inputs": [USER]}, "input 'tags' and 1 more is missing"),
+    "a missing input": ({"inputs": [USER]}, "input 'tags' is missing, and 1 more"),
     "an unknown input": ({"inputs": [USER, TAGS, PRICE, tensor("usr", "BYTES", ["x"])]}, "the model reads no input 'usr'; did you mean 'user'?"),
     "an input twice": ({"inputs": [USER, USER]}, "input 'user' is there twice"),
     "no shape": ({"inputs": [{"name": "user", "datatype": "BYTES"}]}, "shape must be one or two sizes, got None"),

@@ -153,7 +153,7 @@ BAD = {
     "rows that are no list": ({"rows": {}}, 400, "rows must be a list, got dict"),
     "no rows": ({"rows": []}, 400, "rows must have at least one row, got none"),
     "no items": ({"user": {}, "items": []}, 400, "items must have at least one row, got none"),
-    "no columns": ({"columns": {}}, 400, "column 'user' and 2 more is missing"),
+    "no columns": ({"columns": {}}, 400, "column 'user' is missing, and 2 more"),
     "empty columns": ({"columns": {"user": [], "tags": [], "price": []}}, 400, "at least one row"),
     "a row that is no object": ({"rows": [GOOD, 1]}, 400, "row 1 must be an object"),
     "a row that is a list": ({"rows": [GOOD, ["user"]]}, 400, "row 1 must be an object"),

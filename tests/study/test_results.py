@@ -197,8 +197,8 @@ def test_verdicts_in_words(result):
     ours, other, reading = verdict_lines(result.cells[0], 0.0005)
     assert ours.startswith("low-rank:rank=1: too few seeds: about ")
     assert other == "hashing:buckets=9: too few seeds: at least 2 are needed."
-    assert "interval: over seeds, 98 % or more, corrected for 2 methods" in reading
-    assert 'at most 5 % of studies have a false "helps"' in reading
+    assert "interval: over seeds, at 98 % or more, corrected for 2 methods" in reading
+    assert 'at most 5 % of studies report a false "helps"' in reading
 
 
 def test_a_control_alone_has_no_verdicts(result):
@@ -329,7 +329,7 @@ def test_a_side_that_was_cut_off_has_no_verdict(record, side):
     assert found == "cut off"
     assert summary == (
         f"no verdict, cut off: {name} is best in its last epoch, or still rises, in 3 of 4 runs; "
-        "allow more epochs, or more patience"
+        "allow more epochs (--epochs 30), or more patience (--set training.patience=10)"
     )
     best[side] = (10, 10, 2, 2)  # not in most of them
     assert verdict(compared(record, best_epochs=best))[0] == "helps"

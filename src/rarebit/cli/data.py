@@ -70,7 +70,7 @@ data_app = typer.Typer(rich_markup_mode="rich")
 LogArgument = Annotated[
     list[Path] | None,
     Argument(
-        help="The log: .csv .tsv .txt (.gz .bz2 .xz), or .parquet. Several files are one log, in this order.",
+        help="The log: .csv .tsv .txt (.gz .bz2 .xz .zst), or .parquet. Several files are one log, in this order.",
         readable=False,
     ),
 ]

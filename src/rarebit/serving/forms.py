@@ -210,10 +210,10 @@ def _check_names(
     missing = [name for name in own if name not in found]
     unknown = [name for name in found if name not in own]
     if missing:
-        more = f" and {len(missing) - 1:,} more" if len(missing) > 1 else ""
+        more = f", and {len(missing) - 1:,} more" if len(missing) > 1 else ""
         wrong = f"; there is an unknown column {shown(unknown[0])}" if unknown else ""
         raise RequestError(
-            f"{where}: column {missing[0]!r}{more} is missing; send null for a missing value{wrong}"
+            f"{where}: column {missing[0]!r} is missing{more}; send null for a missing value{wrong}"
         )
     if unknown:
         raise RequestError(f"{where}: {_unknown(unknown[0], own)}")

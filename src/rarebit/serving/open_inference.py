@@ -200,8 +200,8 @@ def _flat(where: str, data: Any, shape: list[int]) -> list[Any]:
 def _check_names(tensors: Mapping[str, Any], wanted: Sequence[str]) -> None:
     missing = [name for name in wanted if name not in tensors]
     if missing:
-        more = f" and {len(missing) - 1:,} more" if len(missing) > 1 else ""
-        raise RequestError(f"input {missing[0]!r}{more} is missing")
+        more = f", and {len(missing) - 1:,} more" if len(missing) > 1 else ""
+        raise RequestError(f"input {missing[0]!r} is missing{more}")
     unknown = [name for name in tensors if name not in wanted]
     if unknown:
         known = suggest(unknown[0][:100], wanted)

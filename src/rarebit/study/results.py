@@ -161,7 +161,7 @@ class CellResult:
             if one.cut_off > len(one.runs) / 2:
                 return "cut off", (
                     f"{one.name} is best in its last epoch, or still rises, in {one.cut_off} of {len(one.runs)} "
-                    "runs; allow more epochs, or more patience"
+                    "runs; allow more epochs (--epochs 30), or more patience (--set training.patience=10)"
                 )
         for one in (method, control):
             if one.edge:
@@ -396,8 +396,8 @@ def verdict_lines(cell: CellResult, minimum_effect: float) -> list[str]:
         among = f", corrected for {len(found)} methods" if len(found) > 1 else ""
         least = 100 * min(comparison.confidence for comparison in found.values())
         lines.append(
-            f"interval: over seeds, {least:.4g} % or more{among}, so that at most 5 % of studies have a false "
-            '"helps", also where differences are as lopsided as an exponential; averaged: 95 % over test rows, '
+            f"interval: over seeds, at {least:.4g} % or more{among}: at most 5 % of studies report a false "
+            '"helps", even if a few seeds differ much from the others; averaged: 95 % over test rows, '
             "of scores averaged over seeds."
         )
     return lines

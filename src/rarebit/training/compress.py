@@ -341,7 +341,7 @@ def _coding_at_loss(run: TrainedRun, loss: float, say: Say) -> Technique:
             return math.inf
         lost = before - (run.valid_auc(model) or 0.0)
         bytes_ = size_text(table_bytes(model))
-        say(f"1/{1 / share:.4g} of the bytes, {bytes_}: validation AUC {-lost:+.5f}")
+        say(f"at most 1/{1 / share:.4g} of the bytes: {bytes_}, validation AUC {-lost:+.5f}")
         return lost
 
     found = smallest_size(loss_at, loss)
