@@ -45,7 +45,7 @@ def improve(  # noqa: PLR0917  # typer calls it by name
     ] = None,
     device: opt.Device = "auto",
 ) -> None:
-    """Look for methods that rank better on a log, prove it on rows nobody chose by, and store the tables smaller.
+    """Look for methods that rank better on a log, prove it on unused test rows, and store the tables smaller.
 
     "Keep what you have" is an answer. What is finished is kept: the same command goes on.
     """
