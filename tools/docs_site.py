@@ -323,10 +323,8 @@ def methods_of(kind: type) -> Iterator[str]:
     for name, thing in vars(kind).items():
         function = thing.__func__ if isinstance(thing, classmethod | staticmethod) else thing
         if not name.startswith("_") and inspect.isfunction(function) and function.__doc__:
-            yield (
-                f"**`.{signature(name, function).replace('(self, ', '(').replace('(self)', '()')}`**\n\n"
-                + prose(inspect.getdoc(function) or "")
-            )
+            call = re.sub(r"\((self|cls)(, )?", "(", signature(name, function), count=1)
+            yield f"**`.{call}`**\n\n{prose(inspect.getdoc(function) or '')}"
 
 
 def prose(text: str) -> str:
