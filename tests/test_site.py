@@ -65,6 +65,7 @@ def test_every_method_and_every_public_name_has_its_place(site):
     assert "= n_i / (n_i + f) v_i" in tail  # the equation of its file
     assert "<td><code>forget</code></td>" in tail  # its settings
     api = (site / "api/index.html").read_text("utf-8")
+    assert ".from_frame(frame, label=None" in api  # as one calls it, without cls
     names = [name for name in rb.__all__ if callable(getattr(rb, name))]
     assert [
         name
