@@ -92,6 +92,15 @@ def test_a_wrong_weight_is_a_malformed_row(tmp_path, wrong):
         prepare(tmp_path / "log.csv", tmp_path / "out", schema=SCHEMA)
 
 
+def test_a_column_that_is_no_weight_is_named_even_where_labels_are_missing_too(tmp_path):
+    rows = "".join(f"{'' if n < 3 else n % 2},a,name{n},x\n" for n in range(20))
+    (tmp_path / "log.csv").write_text(f"click,user,w,session\n{rows}")
+    with pytest.raises(
+        DataError, match="no row of log.csv could be read: 17 x the weight w is not"
+    ):
+        prepare(tmp_path / "log.csv", tmp_path / "out", schema=SCHEMA, bad_rows="aside")
+
+
 def test_rows_to_score_need_neither(tmp_path):
     data = rb.Dataset.from_frame(frame_of(), schema=SCHEMA)
     scored = rb.Dataset.from_frame({"user": ["u1"], "click": [1]}, like=data)
