@@ -96,7 +96,7 @@ def test_a_column_that_is_no_weight_is_named_even_where_labels_are_missing_too(t
     rows = "".join(f"{'' if n < 3 else n % 2},a,name{n},x\n" for n in range(20))
     (tmp_path / "log.csv").write_text(f"click,user,w,session\n{rows}")
     with pytest.raises(
-        DataError, match="no row of log.csv could be read: 17 x the weight w is not"
+        DataError, match=r"no row of log\.csv could be read: 17 x the weight w is not"
     ):
         prepare(tmp_path / "log.csv", tmp_path / "out", schema=SCHEMA, bad_rows="aside")
 
