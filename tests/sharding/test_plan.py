@@ -1,4 +1,6 @@
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from rarebit.bench.scale import Cluster, expected
 from rarebit.errors import SettingsError
@@ -29,7 +31,36 @@ def test_auto_cuts_what_one_process_should_not_hold_and_says_why():
     assert max(map(plan.numbers, range(2))) <= 1.3 * min(map(plan.numbers, range(2)))
     text = plan.explain()
     assert "whole, one process would hold 1.5 times its fair share" in text
-    assert "the process that holds least so far" in text
+    assert "of the processes with room, it looks up least so far" in text
+
+
+def test_a_large_table_leaves_its_process_a_share_of_the_lookups():
+    # by memory alone one process would have all 20 small tables, and the other would wait for it in every step
+    sizes = [TableSize("user", 10_000, 8), TableSize("item", 9_000, 8)]
+    sizes += [TableSize(f"small{n}", 50, 8) for n in range(20)]
+    for kind in ("auto", "table"):
+        plan = make_plan(sizes, 2, kind)
+        lookups = [sum(p.piece_of(rank).rows > 0 for p in plan.placements) for rank in range(2)]
+        assert lookups == [11, 11]
+        assert max(map(plan.numbers, range(2))) <= 1.1 * 20_000 * 8 / 2
+
+
+@given(
+    st.lists(
+        st.tuples(st.integers(1, 500), st.integers(1, 9), st.integers(1, 4)),
+        min_size=1,
+        max_size=30,
+    ),
+    st.integers(1, 6),
+)
+def test_auto_fills_no_process_beyond_its_share_where_tables_can_be_cut(shapes, world):
+    sizes = [TableSize(str(n), *shape) for n, shape in enumerate(shapes)]
+    plan = make_plan(sizes, world)
+    fair = sum(size.numbers for size in sizes) / world
+    # rounding up to whole rows, and what is too small to be cut
+    uncut = (p.table.numbers for p in plan.placements if p.reason.startswith("no process has room"))
+    slack = sum(size.width for size in sizes) + sum(uncut)
+    assert max(map(plan.numbers, range(world))) <= 1.1 * fair + slack
 
 
 @pytest.mark.parametrize(("rows", "kind"), [(3, "table"), (4, "row"), (5, "table"), (7, "row")])

@@ -183,6 +183,21 @@ def test_the_table_of_differences(result):
     ]  # fmt: skip
 
 
+def test_grouped_auc_is_in_the_tables_of_logs_with_groups(result):
+    assert "grouped AUC" not in str(result)
+    [cell] = result.cells
+    runs = [
+        tuple(dataclasses.replace(run, grouped_auc=0.6 + number / 100) for run in one.runs)
+        for number, one in enumerate(cell.variants)
+    ]
+    pairs = zip(cell.variants, runs, strict=True)
+    cell = dataclasses.replace(
+        cell, variants=tuple(dataclasses.replace(one, runs=some) for one, some in pairs)
+    )
+    assert "0.6000" in variant_table(cell).rows[0][4]
+    assert "+0.0100" in comparison_table(cell, 0.001).rows[0]
+
+
 def test_one_seed_has_no_interval(result):
     [cell] = result.cells
     variants = tuple(

@@ -31,7 +31,9 @@ SECTIONS = ("model", "training", "growth")
 def backtest_command(  # noqa: PLR0917  # typer calls it by name
     log: Annotated[
         Path,
-        Argument(help="The log: .csv .tsv .txt (.gz .bz2 .xz .zst), or .parquet.", readable=False),
+        Argument(
+            help="The log: .csv .tsv .txt .ndjson (.gz .bz2 .xz .zst), or .parquet.", readable=False
+        ),
     ],
     label: Annotated[str | None, Option(help="The label column: 1 for a click, else 0.")] = None,
     time: Annotated[str | None, Option(help="The time column.")] = None,

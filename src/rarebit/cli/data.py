@@ -4,7 +4,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 import numpy as np
 import typer
@@ -70,7 +70,7 @@ data_app = typer.Typer(rich_markup_mode="rich")
 LogArgument = Annotated[
     list[Path] | None,
     Argument(
-        help="The log: .csv .tsv .txt (.gz .bz2 .xz .zst), or .parquet. Several files are one log, in this order.",
+        help="The log: .csv .tsv .txt .ndjson (.gz .bz2 .xz .zst), or .parquet. Several files are one log, in this order.",
         readable=False,
     ),
 ]
@@ -82,9 +82,19 @@ PartArgument = Annotated[
     Path, Argument(help="A folder made by rarebit data count.", readable=False)
 ]
 LabelOption = Annotated[
+    list[str] | None,
+    Option(
+        help='The label column: 1 for a click, else 0. Or what counts as 1: "rating>=4", "income=>50K". Give it again for '
+        "other labels: the first is learned, the others are kept out of the model."
+    ),
+]
+WeightOption = Annotated[
+    str | None, Option(help="The column that says how much a row counts in the loss.")
+]
+GroupOption = Annotated[
     str | None,
     Option(
-        help='The label column: 1 for a click, else 0. Or what counts as 1: "rating>=4", "income=>50K".'
+        help="The column of rows that compete, such as a user or a session: for the grouped AUC."
     ),
 ]
 SplitOption = Annotated[
@@ -111,6 +121,8 @@ def prepare(  # noqa: PLR0917  # typer calls it by name
     log: LogArgument = None,
     out: OutOption = None,
     label: LabelOption = None,
+    weight: WeightOption = None,
+    group: GroupOption = None,
     schema: SchemaOption = None,
     split: SplitOption = None,
     by: ByOption = None,
@@ -148,7 +160,7 @@ def prepare(  # noqa: PLR0917  # typer calls it by name
     if source is not None:
         others: dict[str, object] = {"a log": log or None, "--valid": valid, "--test": test}
         others |= {"--separator": separator, "--encoding": encoding, "--names": names}
-        others |= {"--label": label, "--schema": schema}
+        others |= {"--label": label, "--weight": weight, "--group": group, "--schema": schema}
         opt.refuse_with("--source", others | splitting)
         if from_ is None:
             raise SettingsError("--source needs the folder of its files: --from FOLDER")
@@ -168,7 +180,8 @@ def prepare(  # noqa: PLR0917  # typer calls it by name
             opt.refuse_with("--valid and --test", {"a second log": log[1:] or None, **splitting})
         else:
             changes = _split_changes(split, by, shares, seed)
-        found = _schema(first, label, schema, changes, _text(first, separator, encoding, names))
+        text = _text(first, separator, encoding, names)
+        found = _schema(first, _Roles(label, weight, group), schema, changes, text)
         with screen.RunBars() as bars:
             given = logs if len(logs) > 1 else log
             prepare_log(given, out, schema=found, progress=bars.data_stage, **settings)
@@ -267,6 +280,8 @@ def _needed(out: Path | None, example: str = "data/clicks") -> Path:
 def schema_(  # noqa: PLR0917  # typer calls it by name
     log: Annotated[Path, Argument(help="The log.", readable=False)],
     label: LabelOption = None,
+    weight: WeightOption = None,
+    group: GroupOption = None,
     out: Annotated[Path | None, Option(help="Write the schema to this TOML file.")] = None,
     split: SplitOption = None,
     by: ByOption = None,
@@ -284,7 +299,8 @@ def schema_(  # noqa: PLR0917  # typer calls it by name
             "replace it (--overwrite)"
         )
     text = _text(log, separator, encoding, names)
-    found = _schema(log, label, None, _split_changes(split, by, shares, seed), text)
+    roles = _Roles(label, weight, group)
+    found = _schema(log, roles, None, _split_changes(split, by, shares, seed), text)
     if out is None:
         screen.console.print("\nTo write it to a file to edit: --out clicks.toml")
         return
@@ -352,9 +368,17 @@ def _text(
     return updated(find_format(log) or TextFormat(), changes)
 
 
+class _Roles(NamedTuple):
+    """What the options say of columns that are no features."""
+
+    label: list[str] | None
+    weight: str | None
+    group: str | None
+
+
 def _schema(
     log: Path,
-    label: str | None,
+    roles: _Roles,
     file: Path | None,
     changes: Mapping[str, Any],
     text: TextFormat | None,
@@ -363,12 +387,21 @@ def _schema(
     from rarebit.data.prepare import infer_log
 
     if file is not None:
-        opt.refuse_with("--schema", {"--label": label})
+        opt.refuse_with("--schema", {f"--{name}": value for name, value in roles._asdict().items()})
         schema = LogSchema.read(file)
         schema = replace(schema, split=replace(schema.split, **changes), text=text or schema.text)
         show_schema(schema)
     else:
-        inferred = infer_log(log, label, split=Split(**changes), format=text)
+        labels = roles.label or []
+        inferred = infer_log(
+            log,
+            labels[0] if labels else None,
+            split=Split(**changes),
+            format=text,
+            weight=roles.weight or "",
+            group=roles.group or "",
+            other_labels=labels[1:],
+        )
         schema = inferred.schema
         show_schema(schema, inferred.reasons)
         for warning in inferred.warnings:
@@ -432,7 +465,10 @@ def show_schema(
             "user": f"each {split.column!r} in one part, seed {split.seed}",
         }[split.kind]
         how = f"{shares} percent, {by}"
-    to.print(Text(f"Label: {schema.label}. Split: {how}."))
+    named = [f"Label: {schema.label}{schema.positive}."]
+    named += [f"Weight: {schema.weight}."] if schema.weight else []
+    named += [f"Grouped by: {schema.group}."] if schema.group else []
+    to.print(Text(" ".join([*named, f"Split: {how}."])))
     if schema.missing:
         values = ", ".join(map(repr, schema.missing))
         to.print(Text(f"Missing: an empty value, or {values}."))

@@ -29,7 +29,11 @@ def predict_(  # noqa: PLR0917  # typer calls it by name
     ],
     input_: Annotated[
         Path | None,
-        Option("--input", help="A raw log to score: .csv .tsv .txt or .parquet.", readable=False),
+        Option(
+            "--input",
+            help="A raw log to score: .csv .tsv .txt .ndjson or .parquet.",
+            readable=False,
+        ),
     ] = None,
     split: Annotated[
         str,

@@ -255,6 +255,8 @@ def evaluation_figures(evaluation: "Evaluation") -> dict[str, str]:
     figures = {"AUC": auc_text(evaluation.auc)}
     if evaluation.ceiling is not None:
         figures["  best any model could reach"] = auc_text(evaluation.ceiling.auc)
+    if evaluation.grouped_auc is not None:
+        figures["grouped AUC"] = auc_text(evaluation.grouped_auc)
     if evaluation.rarest is not None:
         figures["AUC on the rarest fifth"] = auc_text(evaluation.rarest.auc)
     if evaluation.rarest_ceiling is not None:

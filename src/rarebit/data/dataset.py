@@ -4,8 +4,9 @@ Arrays are checked once, when a data set is made: types, shapes, finite numbers,
 """
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate, pairwise, zip_longest
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -120,6 +121,16 @@ def _field_columns(column: Tensor, field: Field) -> Tensor:
     return column[:, None]
 
 
+def _to_groups(values: ArrayLike | Tensor, n: int) -> Tensor:
+    """Return what rows are grouped by as integers `(rows,)`."""
+    groups = _to_tensor("group", values)
+    if groups.is_floating_point() or groups.shape != (n,):
+        raise DataError(
+            f"group must be one integer per row, ({n},), got {groups.dtype} {tuple(groups.shape)}"
+        )
+    return groups.long()
+
+
 def check_ids(schema: Schema, ids: Tensor) -> None:
     """Raise for the first id that its table has no row for. One pass, one synchronisation."""
     if schema.num_slots == 0:
@@ -153,6 +164,8 @@ class Batch:
     label: Tensor
     """`(B,)`: 1.0 for a click, 0.0 for none."""
     schema: Schema
+    weight: Tensor | None = None
+    """`(B,)`: how much each row counts in the loss; None where all count 1."""
 
     def __len__(self) -> int:
         return self.ids.shape[0]
@@ -166,16 +179,16 @@ class Batch:
 
     def to(self, device: torch.device | str, *, non_blocking: bool = False) -> "Batch":
         """Return the same rows on another device."""
-        ids, numeric, label = (
-            array.to(device, non_blocking=non_blocking)
-            for array in (self.ids, self.numeric, self.label)
-        )
-        return Batch(ids, numeric, label, self.schema)
+        return self._each(lambda array: array.to(device, non_blocking=non_blocking))
 
     def pin_memory(self) -> "Batch":
         """Return the same rows in memory that a GPU can copy from in the background."""
-        ids, numeric = self.ids.pin_memory(), self.numeric.pin_memory()
-        return Batch(ids, numeric, self.label.pin_memory(), self.schema)
+        return self._each(Tensor.pin_memory)
+
+    def _each(self, change: Callable[[Tensor], Tensor]) -> "Batch":
+        weight = None if self.weight is None else change(self.weight)
+        ids, numeric, label = map(change, (self.ids, self.numeric, self.label))
+        return Batch(ids, numeric, label, self.schema, weight)
 
 
 def collate(rows: "Batch | Sequence[Batch]") -> Batch:
@@ -193,11 +206,13 @@ def collate(rows: "Batch | Sequence[Batch]") -> Batch:
             "collate takes rows of a rarebit Dataset, as data[0] gives them; encode raw rows first: "
             "Dataset.from_frame"
         )
+    weights = [row.weight for row in rows if row.weight is not None]
     return Batch(
         torch.cat([row.ids for row in rows]),
         torch.cat([row.numeric for row in rows]),
         torch.cat([row.label for row in rows]),
         rows[0].schema,
+        torch.cat(weights) if weights else None,
     )
 
 
@@ -220,6 +235,8 @@ class Dataset:
         numeric: ArrayLike | Tensor | None = None,
         label: ArrayLike | Tensor | None = None,
         *,
+        weight: ArrayLike | Tensor | None = None,
+        group: ArrayLike | Tensor | None = None,
         probability: ArrayLike | Tensor | None = None,
     ) -> None:
         self.schema = schema
@@ -227,6 +244,10 @@ class Dataset:
         n, device = self.ids.shape[0], self.ids.device
         self.numeric = _to_floats("numeric", numeric, (n, len(schema.numeric_fields)), device)
         self.label = _to_floats("label", label, (n,), device)
+        self.weight = None if weight is None else _to_floats("weight", weight, (n,), device)
+        """How much each row counts in the loss, `(n,)`; None where all count 1."""
+        self.group = None if group is None else _to_groups(group, n).to(device)
+        """Rows of one number compete with each other, such as those of a user, `(n,)`; 0 is no group."""
         self.probability = (
             None if probability is None else _to_floats("probability", probability, (n,), device)
         )
@@ -246,6 +267,10 @@ class Dataset:
                 f"the schema has {schema.num_slots} slots, got ids with {self.ids.shape[1]} columns"
             )
         check_ids(schema, self.ids)
+        if self.weight is not None and float(self.weight.min()) < 0:
+            raise DataError(
+                f"weights must be at least 0, got {float(self.weight.min()):g} in row {int(self.weight.argmin())}"
+            )
 
     @classmethod
     def open(
@@ -272,6 +297,10 @@ class Dataset:
             torch.from_numpy(prepared.array("ids")),
             torch.from_numpy(prepared.array("numeric")),
             torch.from_numpy(prepared.array("label")).to(torch.float32),
+            *(
+                torch.from_numpy(prepared.array(name)) if prepared.has(name) else None
+                for name in ("weight", "group")
+            ),
         )
         if verify:
             check_ids(data.schema, data.ids)
@@ -356,7 +385,8 @@ class Dataset:
             if not -len(self) <= rows < len(self):  # it ends a plain loop over the rows
                 raise IndexError(f"row {rows} of a data set of {len(self)} rows")
             rows = slice(rows % len(self), rows % len(self) + 1)
-        return Batch(self.ids[rows], self.numeric[rows], self.label[rows], self.schema)
+        weight = None if self.weight is None else self.weight[rows]
+        return Batch(self.ids[rows], self.numeric[rows], self.label[rows], self.schema, weight)
 
     def __getitems__(self, rows: Sequence[int]) -> Batch:
         """Return a batch of rows; a DataLoader calls it."""
@@ -379,21 +409,20 @@ class Dataset:
     @property
     def num_bytes(self) -> int:
         """Bytes of the arrays."""
-        arrays = [self.ids, self.numeric, self.label, self.probability]
+        arrays = [*self.arrays(), self.probability]
         return sum(array.nbytes for array in arrays if array is not None)
 
     @property
     def row_bytes(self) -> int:
         """Bytes of one row."""
-        return 4 * (self.ids.shape[1] + self.numeric.shape[1] + 1)
+        others = 4 * (self.weight is not None) + 8 * (self.group is not None)
+        return 4 * (self.ids.shape[1] + self.numeric.shape[1] + 1) + others
 
     def to(self, device: torch.device | str) -> "Dataset":
         """Return the same data on another device, or itself if it is there already."""
         if torch.device(device) == self.device:
             return self
-        moved = _trusted(
-            self.schema, self.ids.to(device), self.numeric.to(device), self.label.to(device)
-        )
+        moved = self.each(lambda array: array.to(device))
         moved.probability = None if self.probability is None else self.probability.to(device)
         moved.known_counts = self.known_counts
         if self.parts is not None:
@@ -433,8 +462,8 @@ class Dataset:
 
     def in_memory(self, encoder: Any = None) -> "Dataset":
         """Return the same data copied into memory, so that it outlives its folder."""
-        schema = replace(self.schema, encoder=encoder)
-        data = _trusted(schema, self.ids.clone(), self.numeric.clone(), self.label.clone())
+        data = self.each(Tensor.clone)
+        data.schema = replace(self.schema, encoder=encoder)
         if self.parts is not None:
             data.divide([len(part) for part in self.parts], self.parts.train.known_counts)
         return data
@@ -444,13 +473,20 @@ class Dataset:
 
         The parts share the memory of the data set, and may be empty.
         """
-        arrays = zip(
-            *(array.split(list(rows)) for array in (self.ids, self.numeric, self.label)),
-            strict=True,
-        )
-        self.parts = Splits(*(_trusted(self.schema, *part) for part in arrays))
+        ends = list(accumulate(rows, initial=0))
+        self.parts = Splits(*(_rows(self, slice(*part)) for part in pairwise(ends)))
         if counts is not None:
             self.parts.train.known_counts = {name: count.clone() for name, count in counts.items()}
+
+    def arrays(self) -> tuple[Tensor | None, ...]:
+        """Return ids, numbers, labels, and weights and groups, None where there are none."""
+        return self.ids, self.numeric, self.label, self.weight, self.group
+
+    def each(self, change: Callable[[Tensor], Tensor]) -> "Dataset":
+        """Return a data set of changed arrays, without what belongs to certain rows."""
+        return _trusted(
+            self.schema, *(None if array is None else change(array) for array in self.arrays())
+        )
 
 
 class Splits(NamedTuple):
@@ -468,12 +504,10 @@ class Splits(NamedTuple):
         >>> [len(part) for part in data.splits.in_one_pass()]
         [4, 2, 2]
         """
+        arrays = zip(*(part.arrays() for part in self), strict=True)
         whole = _trusted(
             self.train.schema,
-            *(
-                torch.cat([getattr(part, name) for part in self])
-                for name in ("ids", "numeric", "label")
-            ),
+            *(None if found[0] is None else torch.cat(found) for found in arrays),
         )
         chances = [part.probability for part in self if part.probability is not None]
         whole.probability = torch.cat(chances) if len(chances) == len(self) else None
@@ -483,14 +517,17 @@ class Splits(NamedTuple):
 
 def _rows(data: Dataset, rows: slice) -> Dataset:
     """Return some rows in the memory of a data set."""
-    found = _trusted(data.schema, data.ids[rows], data.numeric[rows], data.label[rows])
+    found = data.each(lambda array: array[rows])
     found.probability = None if data.probability is None else data.probability[rows]
     return found
 
 
-def _trusted(schema: Schema, ids: Tensor, numeric: Tensor, label: Tensor) -> Dataset:
-    """Return a data set of arrays that were checked before."""
+def _trusted(schema: Schema, *arrays: Tensor | None) -> Dataset:
+    """Return a data set of arrays that were checked before: ids, numbers, labels, and weights and groups if there are."""
     data = object.__new__(Dataset)
-    data.schema, data.ids, data.numeric, data.label = schema, ids, numeric, label
+    data.schema = schema
+    names = ("ids", "numeric", "label", "weight", "group")
+    for name, array in zip_longest(names, arrays):
+        setattr(data, name, array)
     data.probability = data.chunks = data.parts = data.known_counts = None
     return data

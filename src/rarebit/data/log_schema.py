@@ -16,6 +16,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
+
 from rarebit.errors import DataError, SettingsError
 from rarebit.settings import check_types, from_mapping, read_toml, require, suggest, to_mapping
 
@@ -65,6 +67,8 @@ class TextFormat:
 
 
 FORMAT = 1
+ROW_ARRAYS: dict[str, type] = {"label": np.uint8, "weight": np.float32, "group": np.int64}
+"""What a row has besides ids and numbers, and the type of each. A group is a hash of its value, 0 where there is none."""
 MOST_BUCKETS, MOST_VALUES = 100_000_000, 1000
 LEAK = "Values are counted over all rows: training knows the values of the test rows."
 NEW_USERS = (
@@ -270,6 +274,10 @@ class LogSchema:
     positive: str = ""
     """Values of the label that count as 1, all others as 0: a comparison such as ">=4" or "=>50K". Empty: the label is 0 or
     1 itself."""
+    weight: str = ""
+    """The column that says how much a row counts in the loss: a number of at least 0. Empty: all rows count 1."""
+    group: str = ""
+    """The column of rows that compete with each other, such as a user or a session, for the grouped AUC. Empty: none."""
     unknown_share: float = 0.05
     """Share of the values seen once that become unknown where min_count is 1, so that the row of
     unknown values is trained."""
@@ -282,6 +290,11 @@ class LogSchema:
         names = [self.label, *(column.name for column in self.columns)]
         repeated = [name for name, n in Counter(names).items() if n > 1]
         require(not repeated, f"column names must be distinct, got {repeated} more than once")
+        require(
+            self.weight != self.label and self._is_unused(self.weight),
+            f"the weight {self.weight!r} must be a column that the model does not read: leave it out, or kind='ignored'",
+        )
+        require(self.group != self.label, f"rows cannot be grouped by their label {self.label!r}")
         require(
             any(column.kind not in ("time", "ignored") for column in self.columns),
             "a schema needs at least one column for the model, got none",
@@ -311,6 +324,9 @@ class LogSchema:
             raise DataError(f"no column {name!r}{suggest(name, list(self._by_name))}")
         return self._by_name[name]
 
+    def _is_unused(self, name: str) -> bool:
+        return name not in self._by_name or self._by_name[name].kind == "ignored"
+
     @cached_property
     def _by_name(self) -> dict[str, Column]:
         return {column.name: column for column in self.columns}
@@ -334,8 +350,13 @@ class LogSchema:
     def columns_read(self) -> tuple[str, ...]:
         """The names of the columns that are read from a log, in order: all that are used."""
         used = [column.name for column in self.columns if column.kind not in ("time", "ignored")]
-        split = [self.split.column] if self.split.column else []
-        return tuple(dict.fromkeys([self.label, *used, *split]))
+        others = [name for name in (self.split.column, self.weight, self.group) if name]
+        return tuple(dict.fromkeys([self.label, *used, *others]))
+
+    @property
+    def row_arrays(self) -> tuple[str, ...]:
+        """What is stored of a row besides what a model reads: names of `ROW_ARRAYS`."""
+        return tuple(name for name in ROW_ARRAYS if getattr(self, name))
 
     def notes(self) -> tuple[str, ...]:
         """Return what users of the data should know, a line each."""
@@ -347,7 +368,10 @@ class LogSchema:
 
     def to_mapping(self) -> dict[str, Any]:
         """Return the schema as plain values."""
-        return {"format": FORMAT, **to_mapping(self)}
+        values = to_mapping(self)
+        for name in ("weight", "group"):  # logs without them have the schema that they always had
+            values = {key: value for key, value in values.items() if key != name or value}
+        return {"format": FORMAT, **values}
 
     @classmethod
     def from_mapping(cls, values: Mapping[str, Any]) -> "LogSchema":

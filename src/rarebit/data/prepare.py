@@ -45,15 +45,19 @@ def prepare(
     schema: LogSchema | None = None,
     split: Split | None = None,
     format: TextFormat | None = None,
+    weight: str = "",
+    group: str = "",
+    other_labels: Sequence[str] = (),
     bad_rows: Literal["stop", "aside"] = "stop",
     overwrite: bool = False,
     progress: Progress = no_progress,
 ) -> Dataset:
-    r"""Encode a CSV, TSV or Parquet log into a folder that trains, and open it.
+    r"""Encode a CSV, TSV, NDJSON or Parquet log into a folder that trains, and open it.
 
     A `schema` describes the columns; without one, it is guessed from the first rows and the name of the
     `label`. A list of files is one log, in this order. A mapping of "train", "valid" and "test" to files is
-    a log that is split already.
+    a log that is split already. Without a schema, `weight` names the column of how much a row counts in the loss, `group`
+    that of rows that compete with each other, for the grouped AUC, and `other_labels` columns that a model must not read.
     `bad_rows="aside"` skips malformed rows and writes them to a file of the folder.
 
     >>> import tempfile
@@ -71,10 +75,15 @@ def prepare(
     files, split = _files(log, schema, split)
     if files[0][0] not in ("", "train"):
         raise SettingsError("a log in several files needs one for train")
+    roles: dict[str, Any] = {"weight": weight, "group": group, "other_labels": other_labels}
     if schema is None:
-        found = infer_log(files[0][1], label, split=split, format=format)
+        found = infer_log(files[0][1], label, split=split, format=format, **roles)
         found.warn()
         schema = found.schema
+    elif any(roles.values()):
+        raise SettingsError(
+            "a schema says weight, group and what is ignored itself; give one of the two"
+        )
     schema = _with_text(files, schema, split, format)
     bad = BadRows(bad_rows)
     encode_log(
@@ -458,6 +467,9 @@ def infer_log(
     *,
     split: Split | None = None,
     format: TextFormat | None = None,
+    weight: str = "",
+    group: str = "",
+    other_labels: Sequence[str] = (),
 ) -> "Inferred":
     """Guess the schema of a log from its first rows."""
     from rarebit.data.raw.chunks import BadRows
@@ -492,5 +504,6 @@ def infer_log(
             f"the first row of {str(log)!r} looks like data ({row}), not like the names of {sample.width:,} "
             "columns; name them: --names click,user,item or TextFormat(header=False, names=...)"
         )
-    found = infer_schema(sample, label, split=split)
+    roles: dict[str, Any] = {"weight": weight, "group": group, "other_labels": other_labels}
+    found = infer_schema(sample, label, split=split, **roles)
     return replace(found, schema=replace(found.schema, text=written))

@@ -4,6 +4,8 @@
     ids.npy          int32 (rows, slots): the rows for training, then validation, then testing
     numeric.npy      float32 (rows, columns)
     label.npy        uint8 (rows,)
+    weight.npy       float32 (rows,), where rows have a weight
+    group.npy        int64 (rows,), where rows are grouped: a hash of the value, 0 for none
     counts.npy       int64: how often each id of each field occurs in training, field after field
     schema.toml      the schema of the raw log, to edit and use again
     encoder/         the vocabulary, to encode other raw rows; training does without it
@@ -27,6 +29,7 @@ from typing import Any, BinaryIO
 import numpy as np
 from numpy.typing import NDArray
 
+from rarebit.data.log_schema import ROW_ARRAYS
 from rarebit.data.schema import Schema
 from rarebit.errors import DataError
 from rarebit.settings import check_types, from_mapping, require
@@ -245,7 +248,7 @@ class PreparedFolder(ManifestFolder):
         expected: dict[str, tuple[tuple[int, ...], Any]] = {
             "ids": ((rows, self.schema.num_slots), np.int32),
             "numeric": ((rows, len(self.schema.numeric_fields)), np.float32),
-            "label": ((rows,), np.uint8),
+            **{other: ((rows,), dtype) for other, dtype in ROW_ARRAYS.items()},
             "counts": ((num_ids,), np.int64),
         }
         shape, dtype = expected[name]
@@ -261,6 +264,10 @@ class PreparedFolder(ManifestFolder):
                 "prepare it again"
             )
         return array
+
+    def has(self, name: str) -> bool:
+        """Return whether the log has an array of this name."""
+        return f"{name}.npy" in self.manifest["files"]
 
     def fingerprint(self) -> tuple[object, ...]:
         """Return what changes when a file of the folder is replaced or written to."""

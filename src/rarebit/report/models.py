@@ -82,6 +82,11 @@ def run(stored: Mapping[str, Any]) -> Iterator[str]:
     shown = {
         "logloss": formatted(test["overall"]["logloss"], ".4f"),
         "PR-AUC": formatted(test["overall"]["pr_auc"], ".4f"),
+        **(
+            {"grouped AUC": formatted(test["grouped_auc"], ".4f")}
+            if test.get("grouped_auc") is not None
+            else {}
+        ),
     }
     if test.get("ceiling"):
         shown["best possible AUC"] = formatted(test["ceiling"]["auc"], ".4f")

@@ -30,6 +30,7 @@ from rarebit.study.results import (
     StudyResult,
     VariantResult,
     formatted,
+    measured,
     with_spread,
 )
 from rarebit.study.statistics import Comparison
@@ -163,13 +164,12 @@ def _interval(
 def variants(cell: CellResult) -> str:
     """Return the figures of every variant: mean and standard deviation over seeds."""
     has_abundance = any(variant.figures("abundance") for variant in cell.variants)
+    figures = measured(cell)
     header = [
         "variant",
         "settings tried",
         "seeds",
-        "AUC",
-        "rarest fifth",
-        "logloss",
+        *figures,
         "tables",
         "best epoch",
         "time",
@@ -182,7 +182,7 @@ def variants(cell: CellResult) -> str:
             one.name,
             one.num_trials,
             len(one.runs),
-            *(with_spread(one.figures(name).values()) for name in ("auc", "rarest_auc", "logloss")),
+            *(with_spread(one.figures(name).values()) for name in figures.values()),
             size(one.runs[0].table_bytes) if one.runs else NOTHING,
             formatted(_mean(one, "best_epoch"), ".1f"),
             NOTHING if ratio is None else f"x {ratio:.2f}",

@@ -4,8 +4,8 @@
     row      a block of rows in every process: each process adds up its part of every row of the batch
     column   some columns of all rows in each process: lookups go to all of them, each returns its columns
 
-`auto` gives whole tables to the process that holds least so far, largest first, and cuts those by rows that would make
-one process hold more than its fair share. Nothing here needs TorchRec, or a table: a plan for a billion rows is made from
+`auto` gives whole tables, largest first, to the process that looks up least so far, among those that have room for it, and
+cuts by rows what none has room for: more than its fair share. A step waits for the process that looks up most. Nothing here needs TorchRec, or a table: a plan for a billion rows is made from
 their number.
 """
 
@@ -137,7 +137,7 @@ def _ranks(placement: Placement) -> str:
 def make_plan(
     tables: Sequence[TableSize], world: int, plan: PlanSpec = "auto", *, whole_rows: bool = False
 ) -> Plan:
-    """Return where to put each table so that every process holds about as much.
+    """Return where to put each table so that every process holds about as much, and looks up about as much.
 
     `whole_rows` is for optimizers that keep one number per row, which a cut by columns would change.
 
@@ -148,19 +148,23 @@ def make_plan(
     require(world >= 1, f"a plan needs at least one process, got {world}")
     names = [table.name for table in tables]
     wanted = _wanted(names, plan)
-    held = [0] * world
+    held, looked_up = [0] * world, [0.0] * world
     fair = sum(table.numbers for table in tables) / world
     made: dict[str, Placement] = {}
     # cut tables first: they weigh on all processes alike
     order = sorted(tables, key=lambda table: -table.numbers)
     for table in sorted(order, key=lambda table: wanted.get(table.name) not in ("row", "column")):
         kind, reason = wanted.get(table.name, "table"), "as asked"
-        least = held.index(min(held))
+        least = min(range(world), key=lambda rank: held[rank])
+        room = [rank for rank in range(world) if held[rank] + table.numbers <= UNEVEN * fair]
+        if room:
+            least = min(room, key=lambda rank: (looked_up[rank], held[rank]))
         if table.name not in wanted:
-            whole = held[least] + table.numbers
-            reason = "the process that holds least so far"
-            if world > 1 and whole > UNEVEN * fair and _fills(table, world):
-                kind = "row"
+            reason = "no process has room, and this one holds least"
+            if room:
+                reason = "of the processes with room, it looks up least so far"
+            elif world > 1 and _fills(table, world):
+                kind, whole = "row", held[least] + table.numbers
                 reason = f"whole, one process would hold {whole / fair:.1f} times its fair share"
         elif kind == "row" and not _fills(table, world):
             kind, reason = "table", "too few rows for a block in every process"
@@ -172,6 +176,8 @@ def make_plan(
         pieces = _pieces(table, kind, held, least)
         for piece in pieces:
             held[piece.rank] += piece.numbers
+            share = piece.rows / table.rows if kind == "row" else 1.0
+            looked_up[piece.rank] += table.lookups * piece.columns * share
         made[table.name] = Placement(table, kind, pieces, reason)
     return Plan(world, tuple(made[name] for name in names))
 

@@ -53,15 +53,14 @@ class Processes:
 
     def loss(
         self,
-        loss: Callable[[Tensor, Tensor], Tensor],
-        logits: Tensor,
-        labels: Tensor,
+        loss: Callable[..., Tensor],
+        parts: Sequence[Tensor],
         real: int,
         total: int,
     ) -> Tensor:
-        """Return the loss of this process's rows, weighed so that the mean over the processes is that of the batch."""
+        """Return the loss of this process's logits, labels and weights, weighed so that the mean over the processes is that of the batch."""
         del real, total  # all rows are here, and count
-        return loss(logits, labels)
+        return loss(*parts)
 
     def average_gradients(self) -> None:
         """Average the gradients of what every process holds."""
@@ -110,16 +109,15 @@ class SpreadProcesses(Processes):
 
     def loss(
         self,
-        loss: Callable[[Tensor, Tensor], Tensor],
-        logits: Tensor,
-        labels: Tensor,
+        loss: Callable[..., Tensor],
+        parts: Sequence[Tensor],
         real: int,
         total: int,
     ) -> Tensor:
         """Return the loss of the real rows by their share of the batch; zero, with zero gradients, where there are none."""
         if not real:
-            return logits.sum() * 0.0
-        return loss(logits[:real], labels[:real]) * (real * self.world / total)
+            return parts[0].sum() * 0.0
+        return loss(*(part[:real] for part in parts)) * (real * self.world / total)
 
     def average_gradients(self) -> None:
         """Average the gradients of all but the pieces, which TorchRec did."""

@@ -309,13 +309,12 @@ def variant_table(cell: CellResult) -> TextTable:
     """Return the figures of each variant: mean and standard deviation over its seeds."""
     has_abundance = any(variant.figures("abundance") for variant in cell.variants)
     is_tuned = any(variant.num_trials > 1 for variant in cell.variants)
+    figures = measured(cell)
     header = [
         "variant",
         *(["trials"] if is_tuned else []),
         "n",
-        "AUC",
-        "rarest fifth",
-        "logloss",
+        *figures,
         "weights",
         "tables",
         "time",
@@ -329,10 +328,7 @@ def variant_table(cell: CellResult) -> TextTable:
             variant.name,
             *([str(variant.num_trials)] if is_tuned else []),
             str(len(variant.runs)),
-            *(
-                with_spread(variant.figures(name).values())
-                for name in ("auc", "rarest_auc", "logloss")
-            ),
+            *(with_spread(variant.figures(name).values()) for name in figures.values()),
             f"{first.parameters:,}" if first else NOTHING,
             size(first.table_bytes) if first else NOTHING,
             NOTHING if (ratio := cell.time_ratio(variant)) is None else f"x {ratio:.2f}",
@@ -346,9 +342,26 @@ def variant_table(cell: CellResult) -> TextTable:
     return TextTable(f"{cell.model} on {cell.data}", tuple(header), rows)
 
 
+def measured(cell: CellResult) -> dict[str, str]:
+    """Return the figures of the test rows that tables show, by what they are called there."""
+    groups = {"grouped AUC": "grouped_auc"}
+    has_groups = any(variant.figures("grouped_auc") for variant in cell.variants)
+    return {
+        "AUC": "auc",
+        "rarest fifth": "rarest_auc",
+        **(groups if has_groups else {}),
+        "logloss": "logloss",
+    }
+
+
 def comparison_table(cell: CellResult, minimum_effect: float) -> TextTable:
     """Return each method against its control: differences in AUC, paired by seed."""
-    header = ("method", "control", "AUC", "interval", "verdict", "rarest fifth", "averaged", "wins")
+    parts = {
+        title: name
+        for title, name in measured(cell).items()
+        if title in ("rarest fifth", "grouped AUC")
+    }
+    header = ("method", "control", "AUC", "interval", "verdict", *parts, "averaged", "wins")
     found = cell.compare(minimum_effect)
     rows = []
     for method in cell.methods:
@@ -360,7 +373,7 @@ def comparison_table(cell: CellResult, minimum_effect: float) -> TextTable:
                 formatted(ours.mean, "+.4f"),
                 ends(ours if ours.n > 1 else None),
                 ours.verdict,
-                formatted(cell.mean_difference(method, "rarest_auc"), "+.4f"),
+                *(formatted(cell.mean_difference(method, name), "+.4f") for name in parts.values()),
                 ends(averaged),
                 f"{ours.wins} of {ours.n}",
             )

@@ -61,6 +61,8 @@ class RunRecord:
     device: str
     torch: str
     commit: str | None
+    grouped_auc: float | None = None
+    """Mean AUC within groups of rows, where the log has groups."""
     pr_auc: float | None = None
     rarest_pr_auc: float | None = None
     frequent_pr_auc: float | None = None
@@ -99,6 +101,7 @@ class RunRecord:
             "auc": measured.auc,
             "logloss": measured.logloss,
             "rarest_auc": rarest.auc if rarest else None,
+            "grouped_auc": measured.grouped_auc,
             "pr_auc": measured.pr_auc,
             "rarest_pr_auc": rarest.pr_auc if rarest else None,
             "frequent_pr_auc": frequent.pr_auc if frequent else None,

@@ -630,11 +630,14 @@ def _describe_method(method: Any) -> dict[str, Any]:
 
 def describe_data(data: Dataset) -> dict[str, Any]:
     """Return what tells a data set from others."""
+    arrays = {"ids": data.ids, "numeric": data.numeric, "label": data.label}
+    if data.weight is not None:
+        arrays["weight"] = data.weight
     return {
         "schema": data.schema.to_mapping(),
         "rows": len(data),
         "chunks": None if data.chunks is None else list(data.chunks),
-        "checksum": _checksum({"ids": data.ids, "numeric": data.numeric, "label": data.label}),
+        "checksum": _checksum(arrays),
     }
 
 

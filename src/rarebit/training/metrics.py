@@ -73,6 +73,46 @@ def auc(scores: Tensor, labels: Tensor) -> float | None:
     return doubled / (2 * pairs)
 
 
+def grouped_auc(scores: Tensor, labels: Tensor, groups: Tensor) -> float | None:
+    """Return the mean AUC within groups, each weighed by its rows; None where no group has both classes.
+
+    Groups of one class say nothing about a ranking and do not count, and neither do rows of group 0, which have none.
+
+    >>> scores, labels = torch.tensor([0.1, 0.9, 0.5, 0.4]), torch.tensor([0.0, 1.0, 1.0, 0.0])
+    >>> grouped_auc(scores, labels, torch.tensor([7, 7, 8, 8])), auc(scores, labels)
+    (1.0, 1.0)
+    """
+    known = groups != 0
+    order = scores[known].argsort(stable=True)
+    scores, labels, groups = (part[known][order] for part in (scores, labels, groups))
+    order = groups.argsort(stable=True)  # by group, and by score within each
+    scores, clicked, groups = scores[order], (labels[order] > 0.5).long(), groups[order]
+    if not len(groups):
+        return None
+    starts = torch.ones_like(groups, dtype=torch.bool)
+    starts[1:] = groups[1:] != groups[:-1]
+    place = starts.cumsum(0) - 1
+    tied = starts.clone()
+    tied[1:] |= scores[1:] != scores[:-1]
+    tie = tied.cumsum(0) - 1
+    num_groups, num_ties = int(place[-1]) + 1, int(tie[-1]) + 1
+    positives = clicked.new_zeros(num_ties).index_add_(0, tie, clicked)
+    negatives = clicked.new_zeros(num_ties).index_add_(0, tie, 1 - clicked)
+    of_tie = place[tied]
+    totals = clicked.new_zeros(2, num_groups)
+    totals.index_add_(1, of_tie, torch.stack([positives, negatives]))
+    below = negatives.cumsum(0) - negatives  # of all groups before, too
+    below = below - (totals[1].cumsum(0) - totals[1])[of_tie]
+    doubled = clicked.new_zeros(num_groups)
+    doubled.index_add_(0, of_tie, positives * (2 * below + negatives))
+    pairs, rows = totals.prod(dim=0), totals.sum(dim=0).double()
+    mixed = pairs > 0
+    if not bool(mixed.any()):
+        return None
+    aucs = doubled[mixed].double() / (2 * pairs[mixed]).double()
+    return float((aucs * rows[mixed]).sum() / rows[mixed].sum())
+
+
 def average_precision(scores: Tensor, labels: Tensor) -> float | None:
     """Return the area under the precision-recall curve as a step function; None without a click."""
     positives, negatives = (group.flip(0).double() for group in _tied_groups(scores, labels))
@@ -120,6 +160,8 @@ class Evaluation:
     """The best any model could reach: the true chances' own metrics, on generated data."""
     rarest_ceiling: Metrics | None = None
     """The same on the rarest fifth."""
+    grouped_auc: float | None = None
+    """Mean AUC within groups of rows, such as those of a user; None where rows have no groups."""
 
     @property
     def auc(self) -> float | None:
@@ -143,7 +185,10 @@ class Evaluation:
             "ceiling": self.ceiling,
             "ceiling, rarest fifth": self.rarest_ceiling,
         }
-        return "\n".join(f"{name}: {metrics}" for name, metrics in parts.items() if metrics)
+        lines = [f"{name}: {metrics}" for name, metrics in parts.items() if metrics]
+        if self.grouped_auc is not None:
+            lines.insert(1, f"grouped AUC {self.grouped_auc:.5f}")
+        return "\n".join(lines)
 
 
 def predict(
@@ -219,8 +264,10 @@ def evaluate_scores(
     data = data.to(logits.device)
     truth = None if data.probability is None else torch.logit(data.probability.double(), eps=1e-12)
     ceiling = None if truth is None else measure(truth, data.label)
+    within = None if data.group is None else grouped_auc(logits, data.label, data.group)
     if counts is None:
-        return Evaluation(overall=measure(logits, data.label), ceiling=ceiling)
+        overall = measure(logits, data.label)
+        return Evaluation(overall=overall, ceiling=ceiling, grouped_auc=within)
     order = torch.argsort(rarity(data, counts), stable=True)  # ties by row order
     size = max(len(order) // 5, 1)
     fifth, frequent = order[:size], order[-size:]
@@ -232,6 +279,7 @@ def evaluate_scores(
             measure(logits[rows], data.label[rows]) for rows in order.tensor_split(10) if len(rows)
         ),
         ceiling=ceiling,
+        grouped_auc=within,
         rarest_ceiling=None if truth is None else measure(truth[fifth], data.label[fifth]),
     )
 

@@ -81,8 +81,9 @@ def _norm(parameter: nn.Parameter) -> Any:
     return torch.linalg.vector_norm(sums)
 
 
-Loss: TypeAlias = Callable[[Tensor, Tensor], Tensor]
-"""Scores `(B,)` and labels `(B,)` to one number, the mean over the rows."""
+Loss: TypeAlias = Callable[..., Tensor]
+"""Scores `(B,)` and labels `(B,)` to one number, the mean over the rows; with a third argument, weights `(B,)`, where
+rows have them."""
 Backward: TypeAlias = Callable[[Tensor], object]
 """What turns a loss into gradients: `loss.backward()`, or `rows.backward(loss)` of row gradients."""
 
@@ -133,8 +134,10 @@ class TrainingStep:
         with torch.autocast(self.device.type, torch.bfloat16, enabled=self.half):
             logits = self._score(batch)
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-        labels = batch.label.to(logits.dtype)
-        loss = self.processes.loss(self.loss, logits, labels, real, total)
+        parts = [logits, batch.label.to(logits.dtype)]
+        if batch.weight is not None:
+            parts.append(batch.weight.to(logits.dtype))
+        loss = self.processes.loss(self.loss, parts, real, total)
         self.backward(loss)
         self.processes.average_gradients()
         if self.inspect is not None:

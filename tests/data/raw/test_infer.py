@@ -498,13 +498,34 @@ def test_a_second_label_is_reported_by_its_name(name):
     assert found.startswith(
         f"{name!r} is a feature, and its name is like a label's; if it is one, "
     )
-    assert f'kind = "ignored" for {name!r} in the schema' in found
+    assert found.endswith(f"keep it out of the model: --label click --label {name}")
 
 
 @pytest.mark.parametrize("name", ["sample_weight", "weight"])
 def test_a_weight_is_reported_by_its_name(name):
     (found,) = warnings_of(PRICES, name)
-    assert found.startswith(f"{name!r} is a feature; if it is the weight of a row, leave it out: ")
+    assert found == f"{name!r} is a feature; if it is the weight of a row, say so: --weight {name}"
+
+
+def test_columns_with_a_role_are_what_they_are_named():
+    frame = pl.DataFrame(
+        {
+            "click": draw(0, 2),
+            "buy": draw(0, 2),
+            "user": draw(0, 50),
+            "w": PRICES,
+            "age": draw(1, 90),
+        }
+    )
+    found = infer_schema(frame, "click", weight="w", group="user", other_labels=["buy"])
+    assert (found.schema.weight, found.schema.group) == ("w", "user")
+    kinds = {column.name: column.kind for column in found.schema.columns}
+    assert (kinds["buy"], kinds["w"]) == ("ignored", "ignored"), "a model must not read them"
+    assert kinds["user"] == "categorical", "what rows are grouped by may be a feature as well"
+    assert not found.warnings
+    assert LogSchema.from_mapping(found.schema.to_mapping()) == found.schema
+    with pytest.raises(DataError, match=r"no column 'wieght'; did you mean|no column 'wieght'"):
+        infer_schema(frame, "click", weight="wieght")
 
 
 def leaks(label):

@@ -159,6 +159,8 @@ class BadRows:
         rows = wrong + int(self.classes.sum())
         if not wrong or (self.classes.all() and 2 * wrong <= rows):
             return
+        if self.count > 2 * wrong:
+            return  # most rows are malformed for another reason
         seen = Counter({str(n): count for n, count in enumerate(self.classes.tolist()) if count})
         seen += Counter({value: count for value, count in self.wrong_labels.items() if value})
         shown = sorted(seen.items(), key=lambda item: (-item[1], item[0]))

@@ -12,6 +12,7 @@ Rows encoded later are looked up as they are spelled, then in the other ways.
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from hashlib import blake2b
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -31,6 +32,8 @@ LOWEST_BIN, HIGHEST_BIN = -1000, 2000
 """Bounds of log-square bins: everything below -998 shares a bin; no 64-bit number lies above."""
 NO_NUMBER = (MISSING - FIRST_VALUE) % (1 << 32)
 """Stands for a missing value among a growing dictionary's numbers: its code is that of missing."""
+LARGEST = float(np.finfo(np.float32).max)
+LARGEST_GROUP = (1 << 63) - 1
 LABEL_WORDS = {"false": 0.0, "False": 0.0, "FALSE": 0.0, "true": 1.0, "True": 1.0, "TRUE": 1.0}
 TIME_FORMATS = (
     *("%Y-%m-%d %H:%M:%S%.f", "%Y-%m-%dT%H:%M:%S%.f", "%Y-%m-%dT%H:%M:%S%.fZ"),
@@ -104,6 +107,10 @@ class CodedRows:
     """`(columns, rows)`: every column read as a number; NaN where it is missing."""
     label: NDArray[np.uint8] = field(default_factory=lambda: np.empty(0, np.uint8))
     """`(rows,)`; empty where the log has no label."""
+    weight: NDArray[np.float32] = field(default_factory=lambda: np.empty(0, np.float32))
+    """`(rows,)`; empty where rows have no weight."""
+    group: NDArray[np.int64] = field(default_factory=lambda: np.empty(0, np.int64))
+    """`(rows,)`: the hash of what the row is grouped by, 0 for none; empty where rows are not grouped."""
     key: NDArray[Any] = field(default_factory=lambda: np.empty(0))
     """`(rows,)`: what the split goes by; empty where it goes by nothing in the log."""
     cut: int = 0
@@ -149,6 +156,7 @@ class RowCoder:
     ) -> None:
         self.schema, self.dtypes = schema, dtypes
         self.with_label, self.with_key = with_label, with_key and bool(schema.split.column)
+        self.others = schema.row_arrays[1:] if with_key else ()
         self._plan: _Plan | None = None
 
     def code(self, chunk: RawChunk, bad: BadRows) -> CodedRows:
@@ -164,6 +172,7 @@ class RowCoder:
             key=found["key"].to_numpy() if self.with_key else np.empty(0),
             cut=sum(int(found[name].sum()) for name in names if name.startswith("cut:")),
             kept=keep,
+            **{name: found[name].to_numpy() for name in self.others},
         )
 
     def good_rows(
@@ -207,6 +216,14 @@ class RowCoder:
             too_large = ~number.cast(pl.Float32, strict=False).is_finite()
             is_bad = (number.is_null() & is_there) | too_large
             yield RowCheck(name, f"{name} is not a number", is_bad.fill_null(value=False))
+        if "weight" in self.others:
+            is_weight = (
+                _number(schema.weight, types[schema.weight]).cast(pl.Float32).is_between(0, LARGEST)
+            )
+            is_bad = ~is_weight.fill_null(value=False)
+            yield RowCheck(
+                schema.weight, f"the weight {schema.weight} is not a number of at least 0", is_bad
+            )
         if self.with_key and schema.split.kind in ("time", "given"):
             name = schema.split.column
             wanted = "a time" if schema.split.kind == "time" else "train, valid or test"
@@ -220,6 +237,11 @@ class RowCoder:
         if self.with_label:
             name, positive = self.schema.label, self.schema.positive
             yield "label", label_of(name, types[name], positive).fill_null(0)
+        if "weight" in self.others:
+            weight = _number(self.schema.weight, types[self.schema.weight])
+            yield "weight", weight.cast(pl.Float32).fill_null(0.0)
+        if "group" in self.others:
+            yield "group", _group(text_of(pl.col(self.schema.group), types[self.schema.group]))
         if self.with_key:
             yield "key", self._key(types)
 
@@ -412,6 +434,20 @@ def _hashed(text: pl.Expr, buckets: int) -> pl.Expr:
         return numbered.fill_null(MISSING)
 
     return text.map_batches(hash_series, return_dtype=pl.Int32)
+
+
+def _group(text: pl.Expr) -> pl.Expr:
+    """Return a number for each value, the same on every machine: 63 bits of its hash, from 1; 0 where there is none."""
+
+    def hash_series(series: pl.Series) -> pl.Series:
+        distinct = series.drop_nulls().unique()
+        digests = [
+            blake2b(value.encode(), digest_size=8).digest() for value in one_spelling(distinct)
+        ]
+        numbers = [int.from_bytes(digest, "little") % LARGEST_GROUP + 1 for digest in digests]
+        return series.replace_strict(distinct, numbers, default=0, return_dtype=pl.Int64)
+
+    return text.map_batches(hash_series, return_dtype=pl.Int64).fill_null(0)
 
 
 def _plain_types(frame: pl.DataFrame, missing: Sequence[str]) -> pl.DataFrame:

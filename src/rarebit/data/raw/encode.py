@@ -13,7 +13,7 @@ import os
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing
+from contextlib import ExitStack, closing
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -24,7 +24,14 @@ import polars as pl
 from numpy.typing import NDArray
 
 from rarebit.data.dataset import Dataset
-from rarebit.data.log_schema import SPLIT_NAMES, Column, LogSchema, Split, check_arguments
+from rarebit.data.log_schema import (
+    ROW_ARRAYS,
+    SPLIT_NAMES,
+    Column,
+    LogSchema,
+    Split,
+    check_arguments,
+)
 from rarebit.data.order import random_bits, stream_key
 from rarebit.data.prepared import (
     BAD_ROWS,
@@ -225,7 +232,8 @@ class Reading:
     spills: list[Spill]
     dictionaries: Mapping[str, GrowingDictionary]
     """For each vocabulary, the values of the codes."""
-    labels: list[NDArray[np.uint8]] = field(default_factory=list)
+    rows: dict[str, list[NDArray[Any]]] = field(default_factory=dict)
+    """Label, weight and group, as far as the log has them: the arrays of each chunk."""
     keys: list[NDArray[Any]] = field(default_factory=list)
     cut: int = 0
 
@@ -257,7 +265,8 @@ def read_log(chunks: Iterable[RawChunk], schema: LogSchema, spill: Spill, bad: B
                 raise DataError("a file is not for train, valid or test, which the split needs")
             key = np.full(len(coded), SPLIT_NAMES.index(chunk.part), np.uint8)
         spill.append(coded)
-        reading.labels.append(coded.label)
+        for name in schema.row_arrays:
+            reading.rows.setdefault(name, []).append(getattr(coded, name))
         reading.keys.append(key)
         reading.cut += coded.cut
     bad.close()
@@ -320,7 +329,7 @@ def freeze(
     grow: "Growing | None" = None,
 ) -> Frozen:
     """Split the rows, count, make the vocabulary, and write all files but the rows and the manifest."""
-    label = np.concatenate(reading.labels)
+    label = np.concatenate(reading.rows["label"])
     parts = split_rows(schema.split, len(reading), np.concatenate(reading.keys))
     codes = _count_codes(reading, parts, schema, progress)
     columns = [column for column in schema.columns if column.is_number]
@@ -661,25 +670,32 @@ def write_arrays(
     is_new: bool = True,
     progress: Progress = no_progress,
 ) -> None:
-    """Write ids, numbers and labels: the rows of a chunk go to the next places of their parts.
+    """Write ids, numbers, labels and the like: the rows of a chunk go to the next places of their parts.
 
     `places` are those of the first rows, `rows` are all that the arrays have.
     """
-    places, label = places.copy(), np.concatenate(reading.labels)
+    places = places.copy()
+    others = {name: np.concatenate(arrays) for name, arrays in reading.rows.items()}
     writer = partial(ArrayWriter, is_new=is_new)
     ids_file, numeric_file = folder / "ids.npy", folder / "numeric.npy"
-    with (
-        closing(writer(ids_file, (rows, finisher.num_slots), np.int32)) as to_ids,
-        closing(writer(numeric_file, (rows, finisher.num_numbers), np.float32)) as to_numeric,
-        closing(writer(folder / "label.npy", (rows,), np.uint8)) as to_label,
-    ):
+    with ExitStack() as files:
+
+        def opened(path: Path, shape: tuple[int, ...], dtype: type) -> ArrayWriter:
+            return files.enter_context(closing(writer(path, shape, dtype)))
+
+        to_ids = opened(ids_file, (rows, finisher.num_slots), np.int32)
+        to_numeric = opened(numeric_file, (rows, finisher.num_numbers), np.float32)
+        to_others = {
+            name: opened(folder / f"{name}.npy", (rows,), ROW_ARRAYS[name]) for name in others
+        }
         for which, coded in reading.chunks():
             ids, numeric = finisher(coded)
             for part in range(3):
                 chosen = np.flatnonzero(parts[which] == part)
                 to_ids.write(places[part], ids.take(chosen, axis=0))
                 to_numeric.write(places[part], numeric.take(chosen, axis=0))
-                to_label.write(places[part], label[which].take(chosen))
+                for name, array in others.items():
+                    to_others[name].write(places[part], array[which].take(chosen))
                 places[part] += len(chosen)
             progress("writing", which.stop, len(reading))
 

@@ -27,7 +27,7 @@ or the weight of a row, by its name or because it agrees with the label.
 
 import re
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TypeAlias
@@ -175,12 +175,24 @@ class Inferred:
             warnings.warn(text, stacklevel=stacklevel)
 
 
-def infer_schema(sample: pl.DataFrame, label: str, *, split: Split | None = None) -> Inferred:
+def infer_schema(
+    sample: pl.DataFrame,
+    label: str,
+    *,
+    split: Split | None = None,
+    weight: str = "",
+    group: str = "",
+    other_labels: Sequence[str] = (),
+) -> Inferred:
     """Guess the schema of a log from its first rows: some 20,000 are enough.
 
-    The label is a column, or a comparison such as "rating>=4".
+    The label is a column, or a comparison such as "rating>=4". Other labels are columns that a model must not read.
     """
     split = split or Split()
+    for name in filter(None, (weight, group, *other_labels)):
+        if name not in sample.columns:
+            raise DataError(f"the log has no column {name!r}{suggest(name, sample.columns)}")
+    unread = dict.fromkeys(other_labels, "another label") | {weight: "the weight of a row"}
     label, positive = (label, "") if label in sample.columns else Comparison.split(label)
     _check(sample, label, split)
     asked = label_of(label, sample.schema[label], positive).alias(label)
@@ -192,7 +204,13 @@ def infer_schema(sample: pl.DataFrame, label: str, *, split: Split | None = None
     doubts: list[str] = []
     for series in others:
         seen = SeenColumn(series, missing, is_named=series.name not in unnamed)
-        column, reasons[seen.name] = _for_split(seen, split) or _by_rules(seen)
+        if seen.name in unread:
+            guess: _Guess = _ignored(seen, unread[seen.name])
+        else:
+            guess = _for_split(seen, split) or _by_rules(seen)
+        column, reasons[seen.name] = guess
+        if seen.name == group:
+            reasons[seen.name] += "; rows are grouped by it"
         columns.append(column)
         doubts += _suspicions(seen, column, labels)
         if seen.missing_words and column.kind != "ignored":
@@ -205,7 +223,13 @@ def infer_schema(sample: pl.DataFrame, label: str, *, split: Split | None = None
             "write the schema by hand if one is"
         )
     schema = LogSchema(
-        label=label, columns=tuple(columns), split=split, missing=missing, positive=positive
+        label=label,
+        columns=tuple(columns),
+        split=split,
+        missing=missing,
+        positive=positive,
+        weight=weight,
+        group=group,
     )
     return Inferred(schema, reasons, tuple(doubts))
 
@@ -271,10 +295,13 @@ def _suspicions(seen: SeenColumn, column: Column, label: pl.Series) -> Iterator[
     leave_out = f'leave it out: kind = "ignored" for {seen.name!r} in the schema'
     last = (seen.words or [""])[-1]
     if last in WEIGHT_NAMES.split() and seen.numbers is not None:
-        yield f"{seen.name!r} is a feature; if it is the weight of a row, {leave_out}"
+        yield f"{seen.name!r} is a feature; if it is the weight of a row, say so: --weight {seen.name}"
     is_event = seen.distinct <= 2 and any(word in EVENT_NAMES.split() for word in seen.words)
     if is_event or last in LABEL_NAMES.split():
-        yield f"{seen.name!r} is a feature, and its name is like a label's; if it is one, {leave_out}"
+        yield (
+            f"{seen.name!r} is a feature, and its name is like a label's; if it is one, keep it out of the model: "
+            f"--label {label.name} --label {seen.name}"
+        )
     elif seen.rows >= ENOUGH_ROWS and _tells(seen, label):
         yield (
             f"{seen.name!r} is a feature, and it tells the label {label.name!r} almost perfectly; if it is only "

@@ -26,7 +26,7 @@ import numpy as np
 import polars as pl
 from numpy.typing import NDArray
 
-from rarebit.data.log_schema import LogSchema
+from rarebit.data.log_schema import ROW_ARRAYS, LogSchema
 from rarebit.data.prepared import (
     BAD_ROWS,
     MANIFEST,
@@ -65,7 +65,6 @@ from rarebit.storage.files import (
 
 MERGE = "merge.json"
 OWN = "merge_sha256"
-ARRAYS = ("ids.npy", "numeric.npy", "label.npy")
 
 
 class CountedPart(ManifestFolder):
@@ -91,9 +90,9 @@ class CountedPart(ManifestFolder):
 
     def reading(self) -> Reading:
         """Return the result of reading it, with codes of its own."""
-        label, key = (np.load(self.folder / f"{name}.npy") for name in ("label", "key"))
-        spill = Spill(self.folder, self.manifest["spill"])
-        return Reading([spill], {}, [label], [key], self.manifest["values_cut"])
+        rows = {name: [np.load(self.folder / f"{name}.npy")] for name in self.schema.row_arrays}
+        key, spill = np.load(self.folder / "key.npy"), Spill(self.folder, self.manifest["spill"])
+        return Reading([spill], {}, rows, [key], self.manifest["values_cut"])
 
     def recode(self, spill: Spill, dictionaries: dict[str, GrowingDictionary]) -> None:
         """Change its codes to those of dictionaries that all parts share."""
@@ -134,7 +133,9 @@ def count_log(
                 name = column.vocabulary_name
                 sizes[name] = max(sizes.get(name, 0), int(code) + 1 - FIRST_VALUE)
         values = {name: reading.dictionaries[name].texts(np.arange(n)) for name, n in sizes.items()}
-        np.save(folder / "label.npy", np.concatenate([np.empty(0, np.uint8), *reading.labels]))
+        for name in schema.row_arrays:
+            nothing: NDArray[Any] = np.empty(0, ROW_ARRAYS[name])
+            np.save(folder / f"{name}.npy", np.concatenate([nothing, *reading.rows.get(name, ())]))
         np.save(folder / "key.npy", np.concatenate(reading.keys or [np.empty(0)]))
         manifest = {
             "kind": CountedPart.what,
@@ -176,16 +177,20 @@ def merge_counted(
             if len(reading):  # the keys of no rows have no type
                 part.recode(reading.spills[0], dictionaries)
                 all_rows.spills += reading.spills
-                all_rows.labels += reading.labels
+                for name, arrays in reading.rows.items():
+                    all_rows.rows.setdefault(name, []).extend(arrays)
                 all_rows.keys += reading.keys
         origin = ", ".join(part.manifest["origin"] for part in parts)
         notes = list(dict.fromkeys(note for part in parts for note in part.manifest["notes"]))
         description = describe_reading(all_rows, bad, origin, notes)
         frozen = freeze(folder, all_rows, schema, description, progress=progress)
-        nothing, places = np.empty(0, np.uint8), frozen.places
+        empty: dict[str, list[NDArray[Any]]] = {
+            name: [np.empty(0, ROW_ARRAYS[name])] for name in schema.row_arrays
+        }
+        places = frozen.places
         write_arrays(  # no rows yet
-            *(folder, Reading([], {}, [nothing]), frozen.finisher),
-            parts=nothing,
+            *(folder, Reading([], {}, empty), frozen.finisher),
+            parts=np.empty(0, np.uint8),
             places=places,
             rows=len(all_rows),
         )
@@ -269,8 +274,8 @@ def _encode(
         is_new=False,
         progress=progress,
     )
-    for name in ARRAYS:
-        DISK.sync_file(out / name)
+    for name in ("ids", "numeric", *part.schema.row_arrays):
+        DISK.sync_file(out / f"{name}.npy")
 
 
 def _part_ids(schema: LogSchema, finisher: Finisher, spill: Spill) -> list[NDArray[np.int32]]:

@@ -1,12 +1,14 @@
-"""Any log as chunks of rows: text files, Parquet files, folders of them, and frames in memory.
+"""Any log as chunks of rows: text files, NDJSON and Parquet files, folders of them, and frames in memory.
 
 PyArrow reads Parquet files in buffers of 1 MiB per column, so memory is bounded by a chunk, whatever the
 size of the file and its row groups. Polars' own batches hold whole row groups: on 5 M rows and 10
 columns in one row group they take 505 MB, this takes 137 MB.
 """
 
+import json
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,7 @@ import numpy as np
 import polars as pl
 import pyarrow as pa  # type: ignore[import-untyped]  # it comes without types
 import pyarrow.parquet as pq  # type: ignore[import-untyped]  # it comes without types
+from numpy.typing import NDArray
 
 from rarebit.data.log_schema import TextFormat
 from rarebit.data.raw.chunks import BadRows, Place, RawChunk, shortened
@@ -32,6 +35,7 @@ CHUNK_ROWS = 100_000
 MOST_LISTED = 40
 BUFFER_BYTES = 1 << 20
 TEXT = (".csv", ".tsv", ".txt", ".dat")
+NDJSON = (".ndjson", ".jsonl")
 PARQUET = (".parquet", ".pq")
 
 FileProgress = Callable[[int, int], None]
@@ -51,8 +55,8 @@ def read_raw(
 ) -> Iterator[RawChunk]:
     """Yield the rows of a log in order, in memory that does not grow with the log.
 
-    The suffix decides the type: .csv, .tsv, .txt and .dat are text, also with .gz, .bz2, .xz or .zst
-    after it; .parquet and .pq are Parquet. A folder is its files in the order of their names.
+    The suffix decides the type: .csv, .tsv, .txt and .dat are text, .ndjson and .jsonl have a JSON object on each line, all
+    of them also with .gz, .bz2, .xz or .zst after it; .parquet and .pq are Parquet. A folder is its files in the order of their names.
 
     `columns` are those to read, in this order, or all. Malformed rows go to `bad`: every record of the
     files is either yielded or there. `format` describes text files; it is guessed if not given.
@@ -70,6 +74,10 @@ def read_raw(
         with ByteStream(file) as stream:
             if _is_parquet(file):
                 chunks = _read_parquet(stream, columns, missing, report)
+            elif _suffix(file) in NDJSON:
+                chunks = _read_ndjson(
+                    stream, columns, bad, missing=missing, progress=report, block_bytes=block_bytes
+                )
             else:
                 written = format or sniff_format(file)
                 reader = TextReader(stream, written, block_bytes=block_bytes)
@@ -94,7 +102,8 @@ def find_format(path: Path, known: TextFormat | None = None) -> TextFormat | Non
 
     None for a log without text files.
     """
-    texts = [file for file in log_files(path, is_text=known is not None) if not _is_parquet(file)]
+    files = log_files(path, is_text=known is not None)
+    texts = [file for file in files if _suffix(file) not in NDJSON + PARQUET]
     if not texts:
         return None
     return sniff_format(texts[0]) if known is None else sniff_like(texts[0], known)
@@ -106,6 +115,8 @@ def column_names(path: Path, format: TextFormat | None = None) -> list[str]:
     with ByteStream(file) as stream:
         if _is_parquet(file):
             return list(_open_parquet(stream).schema_arrow.names)
+        if _suffix(file) in NDJSON:
+            return next(_read_ndjson(stream, None, BadRows())).frame.columns
         reader = TextReader(stream, format or sniff_format(file), block_bytes=1 << 20)
         return _distinct(file, reader.read_names())
 
@@ -175,6 +186,96 @@ def _read_parquet(
     stream.check_unchanged()
 
 
+def _read_ndjson(
+    stream: ByteStream,
+    columns: Sequence[str] | None,
+    bad: BadRows,
+    *,
+    missing: Sequence[str] = (),
+    progress: FileProgress | None = None,
+    block_bytes: int = 1 << 20,
+) -> Iterator[RawChunk]:
+    """Yield the rows of a file with a JSON object on each line; a key that a line lacks is a missing value."""
+    path, first, rest, rows, is_last = stream.path, 1, b"", 0, False
+    while not is_last:
+        data, is_last = stream.read(block_bytes)
+        data = rest + data
+        end = len(data) if is_last and not stream.failure else data.rfind(b"\n") + 1
+        data, rest = data[:end], data[end:]
+        lines = data.removesuffix(b"\n").split(b"\n") if data else []
+        numbers = np.array([n for n, line in enumerate(lines) if line.strip()], np.int64)
+        frame = _objects(data)
+        if frame is None or frame.height != len(numbers):
+            good = []
+            for number in numbers.tolist():
+                reason = _why_no_object(lines[number])
+                if reason:
+                    text = lines[number].decode(errors="replace")
+                    bad.add(Place(path.name, first + number, text), reason)
+                else:
+                    good.append(number)
+            rows += len(numbers) - len(good)
+            numbers = np.array(good, np.int64)
+            frame = _objects(b"\n".join(lines[number] for number in good))
+            if frame is None or frame.height != len(numbers):
+                raise DataError(
+                    f"the lines {first:,} to {first + len(lines) - 1:,} of {str(path)!r} do not agree on what a column "
+                    "holds: a value in one, an object or a list in another; write one type for each"
+                )
+        if frame.height:
+            names = frame.columns if columns is None else columns
+            if not rows and columns is not None:
+                _chosen(path, frame.columns, columns)  # a typing mistake, not a key that is rare
+            frame = frame.select(
+                pl.col(name) if name in frame.columns else pl.lit(None).alias(name)
+                for name in dict.fromkeys(names)
+            )
+            yield _json_chunk(_without_empty(frame, missing), path.name, first, lines, numbers)
+        rows, first = rows + len(numbers), first + len(lines)
+        if progress is not None:
+            progress(stream.position, stream.total)
+    stream.check_end(rows)
+
+
+def _objects(lines: bytes) -> pl.DataFrame | None:
+    """Return JSON objects as rows; None if a line is none, or they do not agree on types."""
+    if not lines.strip():
+        return pl.DataFrame()
+    try:
+        return pl.read_ndjson(BytesIO(lines), infer_schema_length=None)
+    except pl.exceptions.PolarsError:
+        return None
+
+
+def _why_no_object(line: bytes) -> str:
+    """Return why a line is no JSON object; nothing if it is one."""
+    try:
+        found = json.loads(line)
+    except ValueError:  # not UTF-8, too
+        return "not valid JSON"
+    if not isinstance(found, dict):
+        return "no JSON object"
+    return "" if _objects(line) is not None else "a number that is too large"
+
+
+def _json_chunk(
+    frame: pl.DataFrame, file: str, first: int, lines: Sequence[bytes], numbers: NDArray[np.int64]
+) -> RawChunk:
+    """Return rows that know their lines: `numbers` are places in `lines`, whose first one is line `first`."""
+
+    def locate(row: int) -> Place:
+        number = int(numbers[row])
+        return Place(file, first + number, lines[number].decode(errors="replace"))
+
+    return RawChunk(frame, locate, number_rows=lambda: first + numbers)
+
+
+def _without_empty(frame: pl.DataFrame, missing: Sequence[str]) -> pl.DataFrame:
+    """Return rows in which empty texts and words for missing values are null."""
+    texts = pl.selectors.string()
+    return frame.with_columns(pl.when(~texts.is_in(["", *missing])).then(texts))
+
+
 def _open_parquet(stream: ByteStream) -> Any:
     if not stream.total:
         raise DataError(f"{str(stream.path)!r} is empty; a log needs at least one row")
@@ -205,9 +306,8 @@ def _typed_chunk(frame: pl.DataFrame, name: str, start: int, missing: Sequence[s
         text = ", ".join(f"{column}={value}" for column, value in values)
         return Place(name, start + row + 1, text, "row")
 
-    texts = pl.selectors.string()
-    nulled = frame.with_columns(pl.when(~texts.is_in(["", *missing])).then(texts))
-    return RawChunk(nulled, locate, number_rows=lambda: start + 1 + np.arange(frame.height))
+    rows = _without_empty(frame, missing)
+    return RawChunk(rows, locate, number_rows=lambda: start + 1 + np.arange(frame.height))
 
 
 def _chosen(file: Path | None, names: Sequence[str], columns: Sequence[str]) -> list[str]:
@@ -243,12 +343,12 @@ def _listed(names: Sequence[str]) -> str:
 
 def log_files(path: Path, *, is_text: bool = False) -> list[Path]:
     """Return the files of a log: one, or those of a folder by name."""
-    known = TEXT + PARQUET
+    known = TEXT + NDJSON + PARQUET
     if not path.is_dir():
         if not is_text and _suffix(path) not in known:  # a given format means that it is text
             raise DataError(
                 f"cannot tell what {path.name!r} is from its name; known are {', '.join(known)}, "
-                f"text also with {', '.join(COMPRESSED)} after it"
+                f"all but Parquet also with {', '.join(COMPRESSED)} after it"
             )
         return [path]
     files = [

@@ -153,6 +153,14 @@ class ByteStream:
             self.failure = f"the file is cut off or damaged ({str(error).rstrip('.')})"
         return b""
 
+    def check_end(self, rows: int) -> None:
+        """Raise if the file is damaged, or changed since it was opened; `rows` were whole."""
+        self.check_unchanged()
+        if self.failure:
+            raise DataError(
+                f"{str(self.path)!r}: {self.failure} after {rows:,} whole rows; get the file again"
+            )
+
     def check_unchanged(self) -> None:
         """Raise if another program wrote to the file since it was opened."""
         after = self._state()
@@ -421,7 +429,7 @@ class TextReader:
         path, names = str(self.stream.path), self.format.names
         if not self._rest:
             if self.stream.failure:
-                self._check_end()
+                self.stream.check_end(self.rows)
             raise DataError(f"{path!r} is empty; a log needs at least one row")
         values, end = self._first_record()
         if not values and (self.format.header or not names):
@@ -486,7 +494,7 @@ class TextReader:
             if self._is_final:
                 break
             self._read_more()
-        self._check_end()
+        self.stream.check_end(self.rows)
 
     def _read_more(self) -> None:
         data, self._is_final = self.stream.read(self.block_bytes)
@@ -533,15 +541,6 @@ class TextReader:
         self._line += block.num_lines()
         self.rows += frame.height + len(block.malformed)
         return RawChunk(frame, block.locate, number_rows=block.numbers) if frame.height else None
-
-    def _check_end(self) -> None:
-        """Raise if the file is damaged, or changed since it was opened."""
-        self.stream.check_unchanged()
-        if self.stream.failure:
-            raise DataError(
-                f"{str(self.stream.path)!r}: {self.stream.failure} after {self.rows:,} whole rows; "
-                "get the file again"
-            )
 
 
 def _end_of_short_lines(data: bytes) -> tuple[int, bool]:
