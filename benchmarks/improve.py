@@ -9,6 +9,7 @@ is replaced. The control is plain tables, tuned on as many settings; `difference
 
 import argparse
 import json
+import math
 import statistics
 from pathlib import Path
 from typing import Any
@@ -78,7 +79,11 @@ def summary(found: rb.Improvement, folder: Path) -> dict[str, Any]:
         "variants": variants,
         "difference": {
             figure: {
-                name: {"mean": one.mean, "low": one.low, "high": one.high, "n": len(values[name])}
+                name: {
+                    "mean": one.mean,
+                    **{end: ends(getattr(one, end)) for end in ("low", "high")},
+                    "n": len(values[name]),
+                }
                 for name, one in judge(
                     values, minimum_effect=StudySettings().minimum_effect
                 ).items()
@@ -86,6 +91,11 @@ def summary(found: rb.Improvement, folder: Path) -> dict[str, Any]:
             for figure, values in differences.items()
         },
     }
+
+
+def ends(value: float) -> float | None:
+    """Return the end of an interval; None for one without end, of a single pair."""
+    return value if math.isfinite(value) else None
 
 
 if __name__ == "__main__":

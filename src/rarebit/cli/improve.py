@@ -47,7 +47,7 @@ def improve(  # noqa: PLR0917  # typer calls it by name
 ) -> None:
     """Look for methods that rank better on a log, prove it on unused test rows, and store the tables smaller.
 
-    "Keep what you have" is an answer. What is finished is kept: the same command goes on.
+    "Keep what you have" is an answer. What is finished is kept: the same command resumes.
     """
     from rarebit.settings import require
     from rarebit.study.improve import improve as run_improve

@@ -39,7 +39,7 @@ from rarebit.settings import require, size, to_mapping
 from rarebit.storage.files import file_lock, make_folder, read_json, write_json
 from rarebit.study.plan import StudyPlan, StudySettings
 from rarebit.study.pool import Pool, StudyLines, StudyProgress, Values
-from rarebit.study.results import CellResult, StudyResult, VariantResult
+from rarebit.study.results import CellResult, StudyResult, VariantResult, formatted
 from rarebit.study.runs import KEY_DIGITS, UNREADABLE, RunFolder, RunRecord
 from rarebit.study.statistics import PairedAUC, delong, judge, scipy_special
 from rarebit.study.study import Cell, Failure, Runner
@@ -260,7 +260,7 @@ def improve(
 
     Give a function that builds your model, which takes a batch, and three data sets; or `data`, a prepared folder, and the
     name of a `model` of ours, or its settings. All runs fit into so many `minutes`; what is finished stays in the `folder`,
-    and the same call goes on. `trials` and `seeds` replace what would fit the time. `size` is that of the tables, as in
+    and the same call resumes. `trials` and `seeds` replace what would fit the time. `size` is that of the tables, as in
     `compress_`; None leaves them as they are.
 
     >>> import tempfile
@@ -567,9 +567,7 @@ class _Job:
             f"{plan['first_seed']}; about {plan['runs']} runs, {minutes:.1f} minutes, until {ends} or earlier."
         )
         if not self.fits(plan, plan["runs"], plan["seeds"], plan["seconds_per_run"]):
-            self.say(
-                "That is more than there is time for; the same command goes on where it stops."
-            )
+            self.say("That is more than there is time for; the same command resumes.")
 
     def _shrink(self, plan: dict[str, Any], runner: Runner, done: int) -> None:
         """Plan fewer settings and seeds where runs take longer than was thought: time alone decides, no result does.
@@ -647,7 +645,7 @@ class _Job:
                      "valid_auc": scores[names.get(text, BASELINE)], "fate": fate if complete else "stopped"}
                 )  # fmt: skip
             shown = [
-                f"{text} {scores[names.get(text, BASELINE)] or math.nan:.4f}"
+                f"{text} {formatted(scores[names.get(text, BASELINE)], '.4f')}"
                 for text in [*order, BASELINE]
             ]
             self.say(
@@ -698,10 +696,10 @@ class _Job:
         if is_over and proof is not None:
             caveats = [
                 *caveats,
-                "The time was over before all runs were finished; the same command goes on.",
+                "The time was over before all runs were finished; the same command resumes.",
             ]
         elif is_over:
-            caveats = ["The same command goes on where it stopped."]
+            caveats = ["The same command resumes."]
         if proof is not None and outcome in ("better", "smaller"):
             model = proof.save()
         study = StudyResult(
