@@ -23,11 +23,13 @@ from rarebit.report.report import page_of
 from rarebit.study.improve import (
     LADDER,
     Facts,
+    lost_by_coding,
     recipes,
     rounds_of,
     runs_of,
 )
 from rarebit.study.pool import StudyProgress
+from rarebit.study.results import CellResult, VariantResult
 from rarebit.study.statistics import judge
 
 TINY = {"epochs": 6, "batch_size": 256, "lr": 0.01}
@@ -175,6 +177,26 @@ def test_a_model_of_ones_own_is_improved_by_a_plan_that_was_fixed_first(tmp_path
     assert all(one.control == "tuned" for one in cell.methods)
     assert {run.seed for run in cell.variant("tuned").runs} == {0, 1}
     assert found.verdict in page_of(tmp_path).replace("&#x27;", "'")
+
+
+@pytest.mark.parametrize(
+    ("whole", "coded", "said"), [(0.757, 0.7555, True), (0.757, 0.7565, False), (0.749, 0.7, False)]
+)
+def test_what_a_method_loses_by_coding_alone_is_reported(record, whole, coded, said):
+    sides = [
+        VariantResult(name=name, control=None, settings={}, trials=(), runs=tuple(runs))
+        for name, runs in {
+            "baseline": [record(seed, auc=0.75 + seed / 100) for seed in range(2)],
+            "tail": [record(seed, auc=whole + seed / 100) for seed in range(2)],
+            "tail+evidence-coding": [record(seed, auc=coded + seed / 100) for seed in range(3)],
+        }.items()
+    ]
+    cell = CellResult(model="fm", data="clicks", checksum="abc", variants=tuple(sides))
+    found = lost_by_coding(cell, *sides)
+    assert len(found) == said
+    assert not said or found[0].startswith(
+        "With whole tables tail differs from plain ones by +0.0070,"
+    )
 
 
 def test_coded_models_are_what_is_compared_and_shipped(tmp_path):
