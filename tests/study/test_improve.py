@@ -191,7 +191,15 @@ def test_what_a_method_loses_by_coding_alone_is_reported(record, whole, coded, s
             "tail+evidence-coding": [record(seed, auc=coded + seed / 100) for seed in range(3)],
         }.items()
     ]
-    cell = CellResult(model="fm", data="clicks", checksum="abc", variants=tuple(sides))
+    cell = CellResult(
+        model="fm",
+        data="clicks",
+        checksum="abc",
+        variants=tuple(sides),
+        ceiling=None,
+        rows={},
+        missing=(),
+    )
     found = lost_by_coding(cell, *sides)
     assert len(found) == said
     assert not said or found[0].startswith(

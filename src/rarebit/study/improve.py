@@ -799,9 +799,9 @@ def lost_by_coding(
     )
     if ahead is None or left is None or ahead <= 0 or ahead - left <= LOSS:
         return []
+    figure = f"{ahead:+.4f}, the mean of the seeds without a verdict"
     return [
-        f"With whole tables {whole.name} differs from plain ones by {ahead:+.4f}, the mean of the seeds without a verdict: a "
-        f"larger size may prove better."
+        f"With whole tables {whole.name} differs from plain ones by {figure}: try a larger size."
     ]
 
 
