@@ -1,4 +1,4 @@
-"""The text and the language model of recipes/transfer: words by number, LSTM layers, dropouts."""
+"""The text and the language model of recipes/text: words by number, LSTM layers, dropouts."""
 
 import dataclasses
 import importlib.util
@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 from rarebit.errors import DataError
 
-FOLDER = Path(__file__).resolve().parents[2] / "recipes" / "transfer"
+FOLDER = Path(__file__).resolve().parents[2] / "recipes" / "text"
 
 
 def load(name):

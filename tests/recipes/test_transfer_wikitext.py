@@ -1,4 +1,4 @@
-"""The study of recipes/transfer: training, perplexity, arms, and going on after a stop."""
+"""The study of recipes/text: training, perplexity, arms, and going on after a stop."""
 
 import dataclasses
 import doctest
@@ -22,12 +22,12 @@ from rarebit.errors import DataError, NotFiniteError, SettingsError
 from rarebit.training.checkpoints import CheckpointFolder
 
 ROOT = Path(__file__).resolve().parents[2]
-FOLDER = ROOT / "recipes" / "transfer"
+FOLDER = ROOT / "recipes" / "text"
 HELPERS = ("_arms", "_language_model", "_recorded", "_runs", "_text", "_training")
 
 
 def load():
-    spec = importlib.util.spec_from_file_location("recipe_wikitext", FOLDER / "wikitext.py")
+    spec = importlib.util.spec_from_file_location("recipe_language_model", FOLDER / "language_model.py")
     module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
@@ -374,7 +374,7 @@ def test_an_arm_that_was_still_learning_is_not_compared(capsys, best, base_best,
 @pytest.mark.slow
 def test_a_run_of_the_papers_schedule_that_is_killed_ends_as_one_that_was_not(tmp_path):
     chosen = ["--small", "--paper", "--arms", "adversarial-select-lexico", "--seeds", "1"]
-    command = [sys.executable, "-u", str(FOLDER / "wikitext.py"), *chosen, "--epochs", "3"]
+    command = [sys.executable, "-u", str(FOLDER / "language_model.py"), *chosen, "--epochs", "3"]
     environment = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
     for signal_, line in ((signal.SIGTERM, "epoch 1"), (signal.SIGKILL, "epoch 2")):
         run = subprocess.Popen(
@@ -497,7 +497,7 @@ def test_mistakes_of_the_user_are_told(tmp_path, capsys):
     with pytest.raises(SystemExit):
         wikitext.main(["--small", "--scales", "0"])
     assert "must be numbers above 0, got 0" in capsys.readouterr().err
-    command = [sys.executable, str(FOLDER / "wikitext.py"), "--from", str(tmp_path)]
+    command = [sys.executable, str(FOLDER / "language_model.py"), "--from", str(tmp_path)]
     environment = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 1

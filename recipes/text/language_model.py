@@ -1,6 +1,6 @@
 """Harmless transfer in a tied language model on WikiText-2: perplexity of all, of frequent and of rare words.
 
-    python recipes/transfer/wikitext.py --from wikitext-2 --paper --device cuda --minutes 10
+    python recipes/text/language_model.py --from wikitext-2 --paper --device cuda --minutes 10
 
 Each arm of `_arms.py` is trained with the same seeds: the same first weights, the same dropout. Validation
 picks the epoch, and the weight of the transfer loss where several are tried (`--scales`); test reports.
