@@ -27,7 +27,9 @@ HELPERS = ("_arms", "_language_model", "_recorded", "_runs", "_text", "_training
 
 
 def load():
-    spec = importlib.util.spec_from_file_location("recipe_language_model", FOLDER / "language_model.py")
+    spec = importlib.util.spec_from_file_location(
+        "recipe_language_model", FOLDER / "language_model.py"
+    )
     module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
