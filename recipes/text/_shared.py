@@ -546,21 +546,13 @@ class ActiveRun:
 
     def _finish(self, result: Mapping[str, Any]) -> None:
         facts: dict[str, Any] = {"seconds": self._seconds(), "machine": self.study.machine}
-        if (
-            self.study.compress
-            and "failed" not in result
-            and WEIGHTS not in self.checkpoints.names()
-        ):
+        task, why = self.study.task, result.get("failed")
+        if self.study.compress and why is None and WEIGHTS not in self.checkpoints.names():
             self.checkpoints.write(WEIGHTS, {"model": self.training.model.state_dict()})
         write_json(self.folder / RESULT, asdict(self.run) | dict(result) | facts)
         self.checkpoints.prune(keep=[WEIGHTS])
         self._unlock.close()
-        task = self.study.task
-        self._say(
-            result["failed"]
-            if "failed" in result
-            else f"test {task.metric} {scores_text(task, result['test'])}"
-        )
+        self._say(why or f"test {task.metric} {scores_text(task, result['test'])}")
 
     def _seconds(self) -> float:
         return round(self.seconds + time.monotonic() - self.began, 1)
@@ -576,7 +568,7 @@ def axes_of(arm: Arm) -> list[Axis]:
     """Return what is tuned: the learning rate, and the arm's own dial."""
 
     def axis(name: str, step: float) -> Axis:
-        return Axis(name, lambda run, steps: replace(run, **{name: step**steps}))  # type: ignore[type-var]
+        return Axis(name, lambda run, steps: replace(run, **{name: step**steps}))
 
     return [axis("lr", 2.0), *([axis("dial", arm.step)] if arm.step else [])]
 
@@ -591,22 +583,22 @@ def trials_of(study: Study, arm: str, trials: int) -> Search:
         found = result["valid"]["all"]
         return found if study.task.higher else -found
 
-    return search(Run(arm=arm), axes_of(ARMS[arm]), trials, score)  # type: ignore[arg-type]
+    return search(Run(arm=arm), axes_of(ARMS[arm]), trials, score)
 
 
 def make_all(study: Study, arms: Sequence[str], *, seeds: int, trials: int) -> dict[str, Any]:
     """Make all runs that time allows, and return the report."""
     facts = study.machine  # before the runs, so that it is of the code that runs
-    while True:
+    is_complete, todo = True, [Run(arm=arm) for arm in arms]
+    while todo and is_complete:
         found = {arm: trials_of(study, arm, trials) for arm in arms}
         wanted = [run for one in found.values() if one.best is None for run in one.trials]
         todo = [run for run in wanted if study.result(run) is None]
-        if not todo or not study.make(todo):
-            break
+        is_complete = study.make(todo)
     picked = {arm: None if one.best is None else one.trials[one.best] for arm, one in found.items()}
     runs = [replace(run, seed=seed) for seed in range(seeds) for run in picked.values() if run]
-    study.make(runs)
-    whys = [study.compress_run(run) for run in runs] if study.compress else []
+    is_complete = is_complete and study.make(runs)
+    whys = [study.compress_run(run) for run in runs] if study.compress and is_complete else []
     report = report_of(study, found, picked, seeds) | {"machine": facts}
     report["missing"] += [why for why in whys if why]
     write_json(study.out / f"{study.task.name}.json", report)
@@ -798,7 +790,7 @@ def options_of(
         "--small", action="store_true", help="a small text and model, made on the spot"
     )
     parser.add_argument("--out", type=Path, default=Path("runs/text"), help="folder to write to")
-    parser.add_argument("--arms", type=_arms, default=[*ARMS], help=", ".join(ARMS))
+    parser.add_argument("--arms", type=_arms, help=", ".join(ARMS))
     parser.add_argument("--seeds", type=count, default=3, help="runs of each arm, from seed 0")
     parser.add_argument(
         "--trials", type=count, default=1, help="settings tried for each arm on validation"
@@ -846,7 +838,7 @@ def run_recipe(task: Task, options: argparse.Namespace, began: float) -> dict[st
         deadline=began + 60 * options.minutes,
     )
     print(", ".join(f"{name}: {value}" for name, value in task.facts()["text"].items()), flush=True)
-    report = make_all(study, options.arms, seeds=options.seeds, trials=options.trials)
+    report = make_all(study, options.arms or [*ARMS], seeds=options.seeds, trials=options.trials)
     print_report(report)
     file = study.out / f"{task.name}.json"
     print(f"\nwritten: {file} and {rb.report(file, file.with_suffix('.html'))}", flush=True)
