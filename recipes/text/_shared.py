@@ -180,13 +180,20 @@ class Task(ABC):
     def streams(self, model: nn.Module) -> dict[str, Tensor]:
         """Return the training text as each table of words reads it, by the name of the table."""
 
+    def word_counts(self, model: nn.Module) -> dict[str, Tensor]:
+        """Return how often training reads each row of the tables of words."""
+        return {
+            name: tokens.bincount(minlength=len(model.get_submodule(name).weight))
+            for name, tokens in self.streams(model).items()
+        }
+
     def training(self, run: Run) -> "Training":
         """Return a run before its first step."""
         return Training(self, run)
 
     @functools.cache  # noqa: B019  # a task lives as long as its process
     def counts_of(self, kind: type[nn.Module]) -> dict[str, Tensor]:
-        """Return how often an epoch looks up each row of each table."""
+        """Return how often an epoch looks up each row of each table, also of those that hold no words."""
         del kind
         model = self.model().to(self.device)
         with torch.no_grad():
@@ -323,7 +330,7 @@ class Training:
         if arm.loss is None:
             return None
         streams = task.streams(self.model)
-        counts = {name: task.counts_of(type(self.model))[name] for name in streams}
+        counts = task.word_counts(self.model)
         words = max(map(len, counts.values()))
         scale = dial * (arm.scale / words if arm.per_word else arm.scale)
         settings = rb.HarmlessTransfer(loss=arm.loss, rule=arm.rule, scale=scale)
@@ -392,7 +399,7 @@ def selection_of(streams: Mapping[str, Tensor], counts: Mapping[str, Tensor]) ->
     """Return which rare words of each table have frequent relatives, by what they stand next to."""
     settings = rb.data.CoOccurrence()
     found = {
-        name: rb.data.select(tokens, {name: counts[name].cpu()}, settings)[name]
+        name: rb.data.select(tokens, {name: counts[name]}, settings)[name]
         for name, tokens in streams.items()
     }
     return rb.data.Selection(found, settings)
@@ -424,10 +431,10 @@ def compressed(task: Task, model: nn.Module) -> list[dict[str, Any]]:
 
     The rows are coded as they are stored, decoded, and put in their place. So tied weights have them at both ends.
     """
-    counts_of = task.counts_of(type(model))
-    weights = {name: model.get_submodule(name).weight for name in task.streams(model)}
+    counted = task.word_counts(model)
+    weights = {name: model.get_submodule(name).weight for name in counted}
     before = {name: weight.clone() for name, weight in weights.items()}
-    counts = {str(place): counts_of[name] for place, name in enumerate(weights)}
+    counts = {str(place): found for place, found in enumerate(counted.values())}
     plain = sum(weight.nbytes for weight in weights.values())
     points = [{"compressor": "none", "bytes": plain, **task.scores(model, "test")}]
     for compressor, size in COMPRESSED:

@@ -432,7 +432,11 @@ class NER(Task):
         inner = model.encoder
         text = torch.cat([types for types, _ in self.text.encoded["train"]])
         if isinstance(inner, WordEncoder):
-            return {"encoder.words": inner.word_of.cpu()[text]}
+            words = inner.word_of.cpu()[text]
+            # as often as training takes a word for an unknown one
+            every = max(1, round(1 / self.sizes.unknown))
+            words[(self.text.counts[words] == 1).nonzero()[::every, 0]] = UNKNOWN
+            return {"encoder.words": words}
         table = inner.inner.get_input_embeddings()
         [name] = [name for name, module in model.named_modules() if module is table]
         return {
