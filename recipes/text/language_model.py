@@ -289,7 +289,7 @@ class HuggingFaceModel(nn.Module):
 
     def __init__(self, words: int, name: str, *, tied: bool = True) -> None:
         super().__init__()
-        transformers = import_extra("transformers", "examples", "--model")
+        transformers = import_extra("transformers", "text", "--model")
         config = transformers.AutoConfig.from_pretrained(
             name, vocab_size=words, tie_word_embeddings=tied, bos_token_id=0, eos_token_id=0
         )

@@ -219,7 +219,7 @@ class HuggingFaceEncoder(nn.Module):
 
     def __init__(self, text: "Text", name: str) -> None:
         super().__init__()
-        transformers = import_extra("transformers", "examples", "--model")
+        transformers = import_extra("transformers", "text", "--model")
         has_tokenizer = not Path(name).is_dir() or any(Path(name).glob("tokenizer*"))
         if has_tokenizer:
             self.inner = transformers.AutoModel.from_pretrained(name)
