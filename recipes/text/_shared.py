@@ -821,6 +821,15 @@ def options_of(
     return parser.parse_args(given)
 
 
+def named(model: str) -> dict[str, str]:
+    """Return what a result says of a Hugging Face model: its name, and the checksum of a folder's configuration."""
+    file = Path(model) / "config.json"
+    found = {"model": Path(model).name if file.is_file() else model}
+    return found | (
+        {"config": hashlib.sha256(file.read_bytes()).hexdigest()} if file.is_file() else {}
+    )
+
+
 def device_of(options: argparse.Namespace) -> torch.device:
     """Return the device; raise where it is not there."""
     device = torch.device(options.device)

@@ -31,7 +31,18 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from _shared import ARMS, Run, Schedule, Task, Training, changed, device_of, options_of, run_recipe
+from _shared import (
+    ARMS,
+    Run,
+    Schedule,
+    Task,
+    Training,
+    changed,
+    device_of,
+    named,
+    options_of,
+    run_recipe,
+)
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -591,7 +602,7 @@ class WordModel(Task):
             )
 
     def facts(self) -> dict[str, Any]:
-        sizes = asdict(self.sizes) if self.hugging_face is None else {"model": self.hugging_face}
+        sizes = asdict(self.sizes) if self.hugging_face is None else named(self.hugging_face)
         tied = {"tied": self.tied}
         return {
             "text": self.text.described(),

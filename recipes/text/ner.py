@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from _shared import Schedule, Task, changed, device_of, generator, options_of, run_recipe
+from _shared import Schedule, Task, changed, device_of, generator, named, options_of, run_recipe
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence, pad_sequence
@@ -390,7 +390,7 @@ class NER(Task):
         self.device, self.hugging_face = device, model
 
     def facts(self) -> dict[str, Any]:
-        sizes = asdict(self.sizes) if self.hugging_face is None else {"model": self.hugging_face}
+        sizes = asdict(self.sizes) if self.hugging_face is None else named(self.hugging_face)
         return {"text": self.text.described(), "sizes": sizes, "schedule": asdict(self.schedule)}
 
     def model(self) -> Tagger:

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from _shared import Schedule, Task, changed, device_of, generator, options_of, run_recipe
+from _shared import Schedule, Task, changed, device_of, generator, named, options_of, run_recipe
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.utils.rnn import pad_sequence
@@ -254,7 +254,7 @@ class Translation(Task):
         self.device, self.hugging_face = device, model
 
     def facts(self) -> dict[str, Any]:
-        model = {} if self.hugging_face is None else {"model": self.hugging_face}
+        model = {} if self.hugging_face is None else named(self.hugging_face)
         sizes = asdict(self.sizes) | model
         return {"text": self.text.described(), "sizes": sizes, "schedule": asdict(self.schedule)}
 
