@@ -19,7 +19,9 @@ import itertools
 import json
 import math
 import os
+import shlex
 import statistics
+import sys
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
@@ -608,7 +610,6 @@ def make_all(study: Study, arms: Sequence[str], *, seeds: int, trials: int) -> d
     whys = [study.compress_run(run) for run in runs] if study.compress and is_complete else []
     report = report_of(study, found, picked, seeds) | {"machine": facts}
     report["missing"] += [why for why in whys if why]
-    write_json(study.out / f"{study.task.name}.json", report)
     return report
 
 
@@ -785,6 +786,7 @@ def _without_nan(value: Any) -> Any:
 
 
 def options_of(
+    recipe: str,
     doc: str | None,
     given: Sequence[str] | None,
     add: Callable[[argparse.ArgumentParser], object] | None = None,
@@ -818,7 +820,12 @@ def options_of(
         parser.add_argument(f"--{name}", type=kind, help="in place of the schedule's own")
     if add is not None:
         add(parser)
-    return parser.parse_args(given)
+    options = parser.parse_args(given)
+    words = sys.argv[1:] if given is None else given
+    # folders by their names: where they are is nobody's business
+    shown = [Path(word).name if "/" in word else word for word in words]
+    options.command = shlex.join(["python", f"recipes/text/{recipe}", *shown])
+    return options
 
 
 def named(model: str) -> dict[str, str]:
@@ -855,6 +862,8 @@ def run_recipe(task: Task, options: argparse.Namespace, began: float) -> dict[st
     )
     print(", ".join(f"{name}: {value}" for name, value in task.facts()["text"].items()), flush=True)
     report = make_all(study, options.arms or [*ARMS], seeds=options.seeds, trials=options.trials)
+    report["command"] = options.command
+    write_json(study.out / f"{task.name}.json", report)
     print_report(report)
     file = study.out / f"{task.name}.json"
     print(f"\nwritten: {file} and {rb.report(file, file.with_suffix('.html'))}", flush=True)

@@ -738,7 +738,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def main(given: Sequence[str] | None = None) -> dict[str, Any]:
     """Make the runs that time allows, print what is there, and write it."""
     began = time.monotonic()
-    options = options_of(__doc__, given, add_options)
+    options = options_of("language_model.py", __doc__, given, add_options)
     if options.arms is None and not options.untie:
         options.arms = [arm for arm in ARMS if not ARMS[arm].tail]
     if options.paper:

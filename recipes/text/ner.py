@@ -475,7 +475,7 @@ def entity_f1(
 def main(given: Sequence[str] | None = None) -> dict[str, Any]:
     """Make the runs that time allows, print what is there, and write it."""
     began = time.monotonic()
-    options = options_of(__doc__, given)
+    options = options_of("ner.py", __doc__, given)
     sizes = (
         Sizes(word_dim=16, letter_dim=8, filters=8, hidden=16, dropout=0.1)
         if options.small

@@ -369,7 +369,7 @@ def make_parts() -> dict[str, tuple[list[str], list[str]]]:
 def main(given: Sequence[str] | None = None) -> dict[str, Any]:
     """Make the runs that time allows, print what is there, and write it."""
     began = time.monotonic()
-    options = options_of(__doc__, given)
+    options = options_of("translation.py", __doc__, given)
     sizes = Sizes()
     schedule = Schedule(epochs=60, batch_size=128, lr=1e-3, warm_up=1000, clip=1.0)
     if options.small:

@@ -1,6 +1,7 @@
 """The sections of a text recipe: arms of training, their verdicts, and compressed tables."""
 
 from collections.abc import Iterator, Mapping
+from statistics import fmean
 from typing import Any
 
 from rarebit.report.page import (
@@ -18,7 +19,7 @@ from rarebit.report.page import (
     table,
     verdict,
 )
-from rarebit.report.studies import GOOD, how
+from rarebit.report.studies import GOOD, MOST_LINES, how
 from rarebit.settings import size
 from rarebit.study.results import formatted, with_spread
 from rarebit.text import NOTHING
@@ -29,14 +30,16 @@ def recipe(stored: Mapping[str, Any]) -> Iterator[str]:
     metric, found = stored["metric"], stored["verdicts"]
     yield heading(stored["recipe"], 1)
     decided = [one for one in found if one["verdict"] in GOOD]
-    lead = " ".join(
-        f"{one['arm']}, compared with {one['control']}: {one['verdict']} ({one['mean']:+.2f})."
-        for one in decided
-    )
+    lines = [
+        f"{one['arm']}, compared with {one['control']}: {one['mean']:+.2f}, {one['verdict']}."
+        for one in (decided or found)
+        if one["mean"] is not None
+    ]
     missing = [f"{len(stored['missing'])} runs are missing."] if stored["missing"] else []
     kinds = {GOOD[one["verdict"]] for one in decided}
     kind: Kind = kinds.pop() if len(kinds) == 1 else "doubt"
-    yield verdict(kind, lead or "No comparison has a verdict.", *missing)
+    lead = [lines.pop(0)] if decided else ["No comparison has a verdict."]
+    yield verdict(kind, *lead, *lines[:MOST_LINES], *missing)
     better = "more" if metric["higher"] else "less"
     yield paragraph(
         f"{metric['name']}, where {better} is better. Validation picks, test reports; all arms of a seed have the same initial "
@@ -57,7 +60,7 @@ def recipe(stored: Mapping[str, Any]) -> Iterator[str]:
         label="All arms",
     )
     yield from _compressed(stored)
-    yield from how(stored, f"rarebit report {stored['recipe']}.json", None, {})
+    yield from how(stored, stored["command"], None, {})
     text = {name: str(value) for name, value in stored["facts"]["text"].items()}
     yield facts({name: value[:12] for name, value in text.items()})
     yield code("\n".join(f"{name}: {value}" for name, value in stored["facts"]["schedule"].items()))
@@ -77,33 +80,32 @@ def _arm(stored: Mapping[str, Any], arm: str) -> list[str]:
     dials = NOTHING
     if picked is not None:
         dials = ", ".join(f"{name} x{value:.3g}" for name, value in picked.items())
-        dials = f"{dials} of {len(stored['tried'][arm])}"
+        dials = f"{dials} ({len(stored['tried'][arm])} tried)"
     return [arm, str(len(runs)), *(with_spread(each, 2) for each in known), dials]
 
 
 def _compressed(stored: Mapping[str, Any]) -> Iterator[str]:
-    """Yield bytes against the metric, the means over seeds."""
-    name, series, rows = stored["metric"]["name"], [], []
+    """Yield bytes against the metric, the means over seeds; a chart of the first arm, and all in a table."""
+    name, rows = stored["metric"]["name"], []
+    points: dict[str, list[tuple[float, float]]] = {}
     for arm, runs in stored["results"].items():
         lists = [run["compressed"] for run in runs.values() if run.get("compressed")]
-        points = []
         for each in zip(*lists, strict=True):
-            score = sum(point["all"] for point in each) / len(each)
-            bytes_ = sum(point["bytes"] for point in each) / len(each)
-            points.append((bytes_, score))
-            rows.append([arm, each[0]["compressor"], size(round(bytes_)), formatted(score, ".2f")])
-        if points:
-            series.append(Series(arm, sorted(points), colour=len(series)))
-    if rows:
-        yield heading("Compressed tables")
-        yield figure(
-            f"{name} on test by the bytes of the tables of words",
-            chart(
-                series,
-                label=f"{name} by bytes",
-                x=Scale.of_bytes([x for one in series for x, _ in one.points]),
-                y_unit=name,
-                lines=False,
-            ),
-        )
-        yield table(["arm", "compressor", "bytes", name], rows, words=["compressor"], label="Bytes")
+            bytes_, score = (fmean([point[key] for point in each]) for key in ("bytes", "all"))
+            compressor = each[0]["compressor"]
+            rows.append([arm, compressor, size(round(bytes_)), formatted(score, ".2f")])
+            if arm == rows[0][0]:
+                points.setdefault(compressor.partition(" 1/")[0], []).append((bytes_, score))
+    if not rows:
+        return
+    yield heading("Compressed tables")
+    yield figure(
+        f"{name} on test by the bytes of the tables of words: {rows[0][0]}",
+        chart(
+            [Series(n, sorted(each), colour=c) for c, (n, each) in enumerate(points.items())],
+            label=f"{name} by bytes",
+            x=Scale.of_bytes([x for each in points.values() for x, _ in each]),
+            y_unit=name,
+        ),
+    )
+    yield table(["arm", "compressor", "bytes", name], rows, words=["compressor"], label="Bytes")
