@@ -382,3 +382,48 @@ def test_a_transformer_from_a_configuration(small, tmp_path):
     torch.testing.assert_close(model(both)[1, :2], model(alone)[0])
     name = "encoder.inner.embeddings.word_embeddings"
     assert torch.equal(made.counts_of(ner.Tagger)[name][2:], small.counts[2:])
+
+
+@needs_package("transformers")
+@pytest.mark.slow
+def test_a_pretrained_encoder_reads_words_with_its_own_tokenizer(small, tmp_path):
+    from transformers import BertConfig, BertModel, BertTokenizerFast
+
+    vocabulary = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "so", "in", "said", "it", "name"]
+    vocabulary += [f"##{letter}" for letter in "abcdefghij"]
+    (tmp_path / "vocab.txt").write_text("\n".join(vocabulary))
+    BertTokenizerFast(vocab=str(tmp_path / "vocab.txt")).save_pretrained(tmp_path)
+    config = BertConfig(
+        vocab_size=len(vocabulary),
+        hidden_size=16,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        intermediate_size=16,
+    )
+    pretrained = BertModel(config)
+    pretrained.save_pretrained(tmp_path)
+    made = ner.NER(
+        small, SIZES, shared.Schedule(epochs=1, batch_size=32, lr=1e-3), CPU, str(tmp_path)
+    )
+    encoder = made.model().encoder.eval()
+    weight = pretrained.get_input_embeddings().weight
+    assert torch.equal(encoder.inner.get_input_embeddings().weight, weight)
+    assert encoder.pieces[small.types.index("Nameb")] == [9, 11]
+    batch = made._batch([small.encoded["train"][0]])
+    words = small.sentences["train"][0][0]
+    ids, firsts = [2], []
+    for word in words:
+        firsts.append(len(ids))
+        ids += encoder.pieces[small.types.index(word)]
+    hidden = pretrained.eval()(input_ids=torch.tensor([[*ids, 3]])).last_hidden_state
+    torch.testing.assert_close(encoder(batch), hidden[:, firsts])
+    [stream] = made.streams(made.model()).values()
+    assert len(stream) == sum(
+        len(encoder.pieces[t]) for line, _ in small.encoded["train"] for t in line
+    )
+
+
+def test_the_best_epoch_is_the_first_with_the_highest_f1(small):
+    made = small_task(small).training(shared.Run(arm="baseline"))
+    made.history = [{"valid": {"all": score}} for score in (1.0, 3.0, 2.0, 3.0)]
+    assert made._best_epoch() == 1
