@@ -201,10 +201,6 @@ class Task(ABC):
         with torch.no_grad():
             return rb.count_lookups(model, self.batches(0, 0), self.loss)
 
-    def is_better(self, score: float, than: float) -> bool:
-        """Return whether a score is better than another."""
-        return score > than if self.higher else score < than
-
 
 def generator(seed: int, number: int) -> torch.Generator:
     """Return random numbers of a seed's epoch or step."""
@@ -492,7 +488,9 @@ class Study:
         with stop_requests() as asked, ExitStack() as locks:
             while (todo or active) and time.monotonic() < self.deadline and not asked.requested:
                 while todo and len(active) < self.together:
-                    active.append(ActiveRun(self, todo.pop(0), locks))
+                    run = todo.pop(0)
+                    if self.result(run) is None:  # else another process has made it
+                        active.append(ActiveRun(self, run, locks))
                 active = [run for run in active if not run.advance()]
             for run in active:
                 run.keep()

@@ -18,6 +18,7 @@ from capabilities import needs_cuda, needs_package
 from torch import nn
 from torch.nn import functional as F
 
+import rarebit as rb
 from rarebit.errors import DataError, NotFiniteError, SettingsError
 from rarebit.training.checkpoints import CheckpointFolder
 
@@ -529,14 +530,16 @@ def test_tied_weights_are_compressed_at_both_ends(text):
     model = made.model()
     points = shared.compressed(made, model)
     assert points[0]["bytes"] == 128 * 32 * 4
-    coarse = next(point for point in points if point["compressor"] == "low rank 1/8")
+    by_name = {point["compressor"]: point["all"] for point in points}
     assert model.decoder.weight is model.embedding.weight
-    shape = [(128, 32)]
-    table = nn.ModuleList([nn.Embedding.from_pretrained(model.embedding.weight.clone())])
-    shared.rb.apply_(table, shared.rb.LowRank.for_share(shape, 1 / 8), verbose=False)
-    with torch.no_grad():
-        model.embedding.weight.copy_(table[0].weight)
-    assert made.scores(model, "test")["all"] == coarse["all"]
+    before = model.embedding.weight.detach().clone()
+    low_rank, evidence = (nn.Sequential(nn.Embedding.from_pretrained(before)) for _ in range(2))
+    rb.apply_(low_rank, rb.LowRank.for_share([(128, 32)], 1 / 8), verbose=False)
+    rb.compress_(evidence, counts=text.counts, size="1/4", verbose=False)
+    for name, table in (("low rank 1/8", low_rank), ("evidence coding 1/4", evidence)):
+        with torch.no_grad():
+            model.embedding.weight.copy_(table[0].weight)
+        assert made.scores(model, "test")["all"] == by_name[name]
 
 
 def test_one_file_is_cut_in_ten(tmp_path):
