@@ -393,6 +393,27 @@ def test_an_arm_that_was_still_learning_is_not_compared(text, best, base_best, e
     assert found["parts"] == {"head": 0.0, "tail": 0.0}
 
 
+def test_an_arm_must_beat_the_baseline_and_its_controls(text):
+    run = {"best_epoch": 1, "history": [{}] * 3, "test": {"all": 1.0, "head": 1.0, "tail": 1.0}}
+    results = {arm: {"0": run, "1": run} for arm in shared.ARMS}
+    none = dict.fromkeys(results, False)
+    found = shared.verdicts_of(task(text), results, none, none)
+    pairs = {(one["arm"], one["control"]) for one in found}
+    plain_sums = {"cosreg-lexico": "cosreg-sum", "adversarial-lexico": "adversarial-sum"}
+    more = plain_sums | {"adversarial-select-lexico": "adversarial-sum", "tail": "averaged"}
+    expected = {(arm, "baseline") for arm in shared.ARMS if arm != "baseline"}
+    assert pairs == expected | set(more.items())
+
+
+def test_a_stop_ends_the_whole_command(text, tmp_path, monkeypatch):
+    asked = []
+    monkeypatch.setattr(shared.Study, "make", lambda study, runs: asked.append(runs))
+    study = shared.Study(task=task(text), out=tmp_path)
+    report = shared.make_all(study, ["baseline"], seeds=2, trials=1)
+    assert len(asked) == 1
+    assert report["missing"] == ["baseline, seed 0", "baseline, seed 1"]
+
+
 @pytest.mark.slow
 def test_a_run_of_the_papers_schedule_that_is_killed_ends_as_one_that_was_not(tmp_path):
     chosen = ["--small", "--paper", "--arms", "adversarial-select-lexico", "--seeds", "1"]
