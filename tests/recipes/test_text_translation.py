@@ -120,9 +120,10 @@ def plain(tokens):
 
 
 def test_a_wide_search_finds_the_best_of_all_translations():
-    source = torch.arange(1, 9)[:, None]
+    source = torch.arange(1, 25)[:, None]
     found = recipe.translate(Chances(), source, beam=30, longest=3)
     assert plain(found) == best_translations(Chances(), source, 3)
+    assert {len(line) for line in plain(found)} == {1, 2, 3}
     greedy = plain(recipe.translate(Chances(), source, beam=1, longest=3))
     assert greedy != plain(found)
     for line, words in zip(source, greedy, strict=True):
