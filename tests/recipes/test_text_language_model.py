@@ -565,7 +565,7 @@ def test_tied_weights_are_compressed_at_both_ends(text):
 
 def test_one_file_is_cut_in_ten(tmp_path):
     file = tmp_path / "book.txt"
-    file.write_text("a b a\n" * 16 + "a c\na d\n" * 2)
+    file.write_text("a b x\n" + "a b a\n" * 15 + "a c\na d\n" * 2)  # x is seen once
     text = recipe.read_text(file)
     assert text.words == ("a", "<eos>", "b", "<unk>")
     assert [len(part) for part in (text.train, text.valid, text.test)] == [16 * 4 + 1, 6, 6]
