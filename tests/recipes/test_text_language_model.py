@@ -455,6 +455,7 @@ def test_what_time_does_not_allow_is_missing_and_made_later(tmp_path, capsys):
     assert recipe.main(chosen)["missing"] == []
 
 
+@pytest.mark.slow
 def test_validation_picks_the_settings_with_the_first_seed(tmp_path):
     chosen = ["--arms", "baseline,cosreg-sum", "--trials", "4", "--out", str(tmp_path)]
     report = recipe.main([*SMALL, *chosen])
