@@ -297,9 +297,13 @@ class Training:
 
     def load(self, state: Mapping[str, Any]) -> None:
         """Resume from what `state` returned, before the first step."""
+        optimizer = state["optimizer"]
         state = map_tensors(state, lambda tensor: tensor.to(self.task.device))
         self.model.load_state_dict(state["model"])
-        self.optimizer.load_state_dict(state["optimizer"])
+        # torch moves the rest, and leaves the numbers of steps on the CPU where Adam reads them there
+        self.optimizer.load_state_dict(
+            optimizer | {"param_groups": state["optimizer"]["param_groups"]}
+        )
         if isinstance(self.addition, rb.EMA):
             self.addition.load_training_state(state["addition"])
         elif self.addition is not None:
