@@ -12,7 +12,7 @@ IOB2) in the last column, an empty line after each sentence.
 
 Entities are split by their rarest word: `head` has only words of the top fifth by count, `tail` another word of training,
 `unseen` a word that training lacks. `--model` takes a Hugging Face encoder in place of the BiLSTM: fine-tuned with its own
-tokenizer where the folder has one, else a small one with initial weights and our words.
+tokenizer where the folder has one, else with initial weights over our words: `BertConfig(...).save_pretrained(folder)` is enough.
 """
 
 import sys
