@@ -600,11 +600,13 @@ def trials_of(study: Study, arm: str, trials: int) -> Search:
 def make_all(study: Study, arms: Sequence[str], *, seeds: int, trials: int) -> dict[str, Any]:
     """Make all runs that time allows, and return the report."""
     facts = study.machine  # before the runs, so that it is of the code that runs
-    is_complete, todo = True, [Run(arm=arm) for arm in arms]
-    while todo and is_complete:
+    is_complete = True
+    while True:
         found = {arm: trials_of(study, arm, trials) for arm in arms}
         wanted = [run for one in found.values() if one.best is None for run in one.trials]
         todo = [run for run in wanted if study.result(run) is None]
+        if not todo or not is_complete:
+            break
         is_complete = study.make(todo)
     picked = {arm: None if one.best is None else one.trials[one.best] for arm, one in found.items()}
     runs = [replace(run, seed=seed) for seed in range(seeds) for run in picked.values() if run]

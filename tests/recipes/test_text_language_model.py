@@ -414,6 +414,15 @@ def test_a_stop_ends_the_whole_command(text, tmp_path, monkeypatch):
     assert report["missing"] == ["baseline, seed 0", "baseline, seed 1"]
 
 
+def test_a_stopped_command_reports_what_is_done(text, tmp_path, monkeypatch):
+    make = shared.Study.make
+    monkeypatch.setattr(shared.Study, "make", lambda study, runs: make(study, runs[:1]) and False)
+    study = shared.Study(task=task(text), out=tmp_path)
+    report = shared.make_all(study, ["baseline", "cosreg-sum"], seeds=2, trials=1)
+    assert list(report["results"]["baseline"]) == ["0"]
+    assert report["missing"] == ["baseline, seed 1", "cosreg-sum, seed 0", "cosreg-sum, seed 1"]
+
+
 @pytest.mark.slow
 def test_a_run_of_the_papers_schedule_that_is_killed_ends_as_one_that_was_not(tmp_path):
     chosen = ["--small", "--paper", "--arms", "adversarial-select-lexico", "--seeds", "1"]
