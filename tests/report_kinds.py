@@ -8,9 +8,10 @@ STORED = {
     "large study": RESULTS / "study-tail.json",
     "backtest": RESULTS / "backtest-ml-1m.json",
     "frontiers": RESULTS / "compression.json",
+    "text recipe": RESULTS / "text-ner.json",
 }
 MADE = ("run", "compressed", "fresh study", "pruned", "improvement")
 KINDS = [*STORED, *MADE]
-QUICK = 7
+QUICK = 8
 """Kinds that are made quickly: the first ones."""
 HOSTILE = "a<script>alert(1)</script>&\"'\u202eb\x1b[31m"

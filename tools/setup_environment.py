@@ -55,6 +55,7 @@ DOWNLOAD_MB = {
     "serve": 25,
     "study": 35,
     "test": 90,
+    "text": 30,
     TORCHREC: 15,
 }
 

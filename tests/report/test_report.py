@@ -13,6 +13,7 @@ import rarebit as rb
 from rarebit.errors import ReportError
 from rarebit.report.page import Scale, signed, toml
 from rarebit.report.report import page_of, report
+from rarebit.report.texts import recipe
 from rarebit.study.plan import StudyPlan
 from rarebit.study.results import read_result
 
@@ -208,6 +209,22 @@ def test_a_study_of_several_logs_leads_with_what_helps_and_what_hurts():
         ("worst", min(one.mean for one in found)),
     ):
         assert f"by {abs(by):.4f}" in lead[lead.index(f"The {end}: ") :].split("</p>")[0]
+
+
+def test_a_text_recipe_leads_with_its_verdict_and_shows_the_figures_of_its_file():
+    stored = json.loads(STORED["text recipe"].read_text("utf-8"))
+    found = read(page_of(STORED["text recipe"]))
+    assert found.index("No comparison has a verdict.") < found.index("All arms")
+    run = stored["results"]["baseline"]["0"]
+    for part in ("all", *stored["metric"]["parts"]):
+        assert f"{run['test'][part]:.2f}" in found
+    assert all(point["compressor"] in found for point in run["compressed"])
+    assert stored["command"] in found
+    few = {"verdict": "helps", "mean": 1.5, "low": 0.5, "high": 2.5}
+    one = {"arm": "tail", "control": "baseline", **few}
+    lead = "".join(recipe(stored | {"verdicts": [one]}))
+    assert "tail, compared with baseline: +1.50, helps." in lead
+    assert "verdict good" in lead
 
 
 def test_scales_have_round_ticks_inside():

@@ -14,7 +14,7 @@ def report_command(
     target: Annotated[
         Path,
         Argument(
-            help="Folder of a run, study, diagnosis, pruning, frontier, backtest or improvement; or a JSON file of "
+            help="Folder of a run, study, diagnosis, pruning, frontier, backtest, improvement or text recipe; or a JSON file of "
             "one.",
             readable=False,
         ),

@@ -6,6 +6,7 @@
     prune.json         a pruning
     frontier.json      sizes of one run, or of several: benchmarks/results/compression.json
     diagnosis.json     a diagnosis
+    text-ner.json      a recipe of recipes/text
 
 A folder may hold several. Every figure comes from the file, by the functions that print it elsewhere.
 """
@@ -17,7 +18,7 @@ from typing import Any
 
 from rarebit import __version__
 from rarebit.errors import ReportError
-from rarebit.report import models, studies
+from rarebit.report import models, studies, texts
 from rarebit.report.page import page, paragraph
 from rarebit.storage.files import make_folder, read_json, write_file
 
@@ -41,6 +42,7 @@ KINDS: dict[str, tuple[frozenset[str], Section]] = {
     "frontier": (frozenset({"plain", "points"}), models.frontier),
     "frontiers": (frozenset({"cells", "differences"}), models.frontiers),
     "diagnosis": (frozenset({"tables", "findings"}), models.diagnosis),
+    "text recipe": (frozenset({"recipe", "metric", "verdicts"}), texts.recipe),
 }
 """Kinds of results, by the keys of their files; the first that fits."""
 
