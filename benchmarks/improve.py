@@ -54,9 +54,13 @@ def summary(found: rb.Improvement, folder: Path) -> dict[str, Any]:
     """Return an answer, what was tried for it, and the figures behind it."""
     stored, plan = read_json(folder / RESULT), read_json(folder / PLAN)
     [cell] = found.result.cells
-    differences = {
+    figures = {
         figure: {one.name: cell.differences(one, figure) for one in cell.methods}
         for figure in ("auc", "rarest_auc")
+    }
+    compared = {
+        figure: judge(values, minimum_effect=StudySettings().minimum_effect)
+        for figure, values in figures.items()
     }
     variants = [
         {
@@ -77,19 +81,20 @@ def summary(found: rb.Improvement, folder: Path) -> dict[str, Any]:
         "minutes": stored["machine"]["minutes"],
         "race": stored["improvement"]["race"],
         "variants": variants,
-        "difference": {
-            figure: {
-                name: {
-                    "mean": one.mean,
-                    **{end: ends(getattr(one, end)) for end in ("low", "high")},
-                    "n": len(values[name]),
-                }
-                for name, one in judge(
-                    values, minimum_effect=StudySettings().minimum_effect
-                ).items()
+        "difference": [  # the coded control, and then the coded winner
+            {
+                "name": one.name,
+                **{
+                    figure: {
+                        "mean": found[one.name].mean,
+                        **{end: ends(getattr(found[one.name], end)) for end in ("low", "high")},
+                        "n": len(figures[figure][one.name]),
+                    }
+                    for figure, found in compared.items()
+                },
             }
-            for figure, values in differences.items()
-        },
+            for one in cell.methods
+        ],
     }
 
 

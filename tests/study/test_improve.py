@@ -25,6 +25,7 @@ from rarebit.study.improve import (
     Facts,
     lost_by_coding,
     recipes,
+    replanned,
     rounds_of,
     runs_of,
 )
@@ -88,6 +89,40 @@ def test_a_race_ends_with_one_method_and_all_settings(methods, trials):
         assert after.trials >= one.trials
     counts = [runs_of(methods, t, s) for t, s in LADDER]
     assert counts == sorted(counts, reverse=True)
+
+
+def plan_of(methods, trials, seeds):
+    rounds = [one._asdict() for one in rounds_of(methods, trials)]
+    return {
+        "methods": ["baseline", *"abcdef"[:methods]],
+        "trials": trials,
+        "seeds": seeds,
+        "rounds": rounds,
+    }
+
+
+@pytest.mark.parametrize(
+    ("plan", "done", "room", "expected"),
+    [
+        (plan_of(1, 1, 3), 1, 100, (12, 5)),  # runs are fast: as many as ever
+        (plan_of(1, 1, 3), 1, runs_of(1, 2, 5), (2, 5)),
+        (plan_of(1, 1, 3), 1, runs_of(1, 1, 4), (1, 4)),
+        (plan_of(1, 12, 5), 1, runs_of(1, 4, 5), (4, 5)),  # runs are slow
+        (plan_of(1, 12, 5), 1, 0, (1, 3)),
+        (plan_of(1, 4, 5), 2, 100, (4, 5)),  # both sides have had their settings
+        (plan_of(1, 4, 5), 2, runs_of(1, 4, 3), (4, 3)),
+        (plan_of(3, 9, 5), 2, 0, (3, 3)),  # three settings have been tried
+        (plan_of(0, 1, 3), 1, 100, (12, 5)),
+    ],
+)
+def test_a_plan_becomes_what_fits_once_it_is_known_how_long_runs_take(plan, done, room, expected):
+    found = replanned(plan, done, lambda runs, seeds: runs <= room)
+    assert (found["trials"], found["seeds"]) == expected
+    assert found["rounds"][:done] == plan["rounds"][:done]
+    assert found["rounds"][-1]["trials"] == expected[0]
+    assert found["rounds"][-1]["methods"] <= 1
+    counts = [one["trials"] for one in found["rounds"]]
+    assert counts == sorted(counts)
 
 
 class Own(nn.Module):

@@ -14,6 +14,7 @@ all seeds alike. Else it is "smaller", if coding loses next to nothing, or "keep
 """
 
 import hashlib
+import itertools
 import math
 import os
 import shutil
@@ -217,6 +218,32 @@ def runs_of(methods: int, trials: int, seeds: int) -> int:
     return tried + trials + sides * (seeds - 1)
 
 
+def replanned(
+    plan: Mapping[str, Any], done: int, fits: Callable[[int, int], bool]
+) -> dict[str, Any]:
+    """Return settings, seeds and rounds of a plan of which `done` rounds are over: as many as fit.
+
+    `fits(runs, seeds)` tells whether there is time. What was tried stays; a race that has had its last round with several
+    settings has no more of them.
+    """
+    methods, rounds = len(plan["methods"]) - 1, plan["rounds"][:done]
+    tried = rounds[-1]["trials"]
+    fewer = [(tried, seeds) for trials, seeds in LADDER if trials == 1]
+    is_over = 1 < done == len(plan["rounds"])
+    choices = fewer if is_over else [*(one for one in LADDER if one[0] > tried), *fewer]
+    trials, seeds = next(
+        (one for one in choices if fits(runs_of(methods, *one), one[1])), choices[-1]
+    )
+    left = [] if is_over else rounds_of(methods, trials)[done:]
+    left = [one._replace(trials=max(one.trials, tried)) for one in left]
+    return {
+        "trials": trials,
+        "seeds": seeds,
+        "runs": runs_of(methods, trials, seeds),
+        "rounds": [*rounds, *(one._asdict() for one in left)],
+    }
+
+
 @dataclass(frozen=True, kw_only=True)
 class Improvement:
     """The result: what to do, and the model."""
@@ -397,6 +424,10 @@ class _Job:
         coding = SAFETY * plan["seconds_to_code"] * (2 * seeds + 1)
         return float(max(REST * seconds, min(max(LEAST_REST, coding), MOST_REST * seconds)))
 
+    def deadline(self, plan: Mapping[str, Any]) -> float:
+        """Return when the last run must be over."""
+        return self.start + 60 * self.minutes - self.rest(plan, plan["seeds"])
+
     def fits(self, plan: Mapping[str, Any], runs: int, seeds: int, per_run: float) -> bool:
         """Return whether there is time for so many runs, and for a proof with so many seeds."""
         left = self.start + 60 * self.minutes - time.monotonic()
@@ -432,13 +463,12 @@ class _Job:
                 pool,
                 self.folder / RUNS,
                 self.progress,
-                self.start + 60 * self.minutes - self.rest(plan, plan["seeds"]),
+                self.deadline(plan),
                 self.failures,
                 keep_models=True,
             )
             cell, winner = self._race(runner, plan)
             if cell is not None:
-                self._shrink(plan, runner, len(plan["rounds"]))
                 last = self._cell([winner] if winner else [], plan["trials"], plan["seeds"])
                 runner.make([run for seed in last.seeds for run in last.compared_runs(seed)])
             is_over = pool.stopping.is_set()
@@ -569,35 +599,23 @@ class _Job:
         if not self.fits(plan, plan["runs"], plan["seeds"], plan["seconds_per_run"]):
             self.say("That is more than there is time for; the same command resumes.")
 
-    def _shrink(self, plan: dict[str, Any], runner: Runner, done: int) -> None:
-        """Plan fewer settings and seeds where runs take longer than was thought: time alone decides, no result does.
-
-        `done` rounds are over; what they tried stays.
-        """
+    def _replan(self, plan: dict[str, Any], runner: Runner, done: int) -> None:
+        """Plan as many settings and seeds as fit, once `done` rounds show how long runs take: time alone decides, no result."""
         if not runner.made or plan["asked"]["trials"] or plan["asked"]["seeds"]:
             return
         per_run = (time.monotonic() - self.start) * self.power / runner.made
         finished = len([*(self.folder / RUNS / "runs").glob("*/result.json")])
-        methods = len(plan["methods"]) - 1
-        least = plan["rounds"][done - 1]["trials"] if done else 1
-        for trials, seeds in LADDER:
-            fits = self.fits(plan, runs_of(methods, trials, seeds) - finished, seeds, per_run)
-            if least <= trials <= plan["trials"] and seeds <= plan["seeds"] and fits:
-                break
-        else:
-            trials, seeds = least, min(plan["seeds"], LADDER[-1][1])
-        if done == len(plan["rounds"]):
-            trials = plan["trials"]  # both sides have had them
-        if (trials, seeds) == (plan["trials"], plan["seeds"]):
+        changed = replanned(
+            plan, done, lambda runs, seeds: self.fits(plan, runs - finished, seeds, per_run)
+        )
+        if changed.items() <= plan.items():
             return
-        rounds = [
-            one if place < done else {**one, "trials": min(one["trials"], trials)}
-            for place, one in enumerate(plan["rounds"])
-        ]
-        plan |= {"trials": trials, "seeds": seeds, "rounds": rounds}
+        plan |= changed
         write_json(self.folder / PLAN, plan, error=StudyError)
+        runner.deadline = self.deadline(plan)
         self.say(
-            f"Runs take {per_run:.0f} s, so the plan is now {trials} settings each and {seeds} paired seeds."
+            f"Runs take {per_run:.0f} s, so the plan is now {plan['trials']} setting{'s' * (plan['trials'] > 1)} each and "
+            f"{plan['seeds']} paired seeds."
         )
 
     def _cell(self, methods: Sequence[str], trials: int, seeds: int) -> Cell:
@@ -611,9 +629,8 @@ class _Job:
     def _race(self, runner: Runner, plan: dict[str, Any]) -> tuple[Cell | None, str | None]:
         """Return the cell of the last round, None where the time was over, and the method that won."""
         left = [one for one in plan["methods"] if one != BASELINE]
-        cell, winner = None, None
-        for number in range(1, len(plan["rounds"]) + 1):
-            self._shrink(plan, runner, number - 1)
+        winner = None
+        for number in itertools.count(1):
             one = plan["rounds"][number - 1]
             cell = self._cell(left, one["trials"], 1)
             names = dict(
@@ -624,6 +641,7 @@ class _Job:
             scores = {variant.name: _valid_auc(cell, variant) for variant in cell.variants}
             plain = scores[BASELINE]
             order = sorted(left, key=lambda text: -(scores[names[text]] or -math.inf))
+            self._replan(plan, runner, number)
             is_last = number == len(plan["rounds"])
             kept = order[: plan["rounds"][number]["methods"]] if not is_last else order[:1]
             complete = plain is not None and all(scores[names[text]] is not None for text in left)
@@ -653,8 +671,10 @@ class _Job:
             )
             if not complete:
                 return None, None
+            if is_last:
+                return cell, winner
             left = kept
-        return cell, winner
+        raise AssertionError("the last round ends the race")
 
     def _prove(self, cell: Cell, winner: str | None) -> "_Proof":
         """Code the models of both sides, and compare them on the test rows."""
