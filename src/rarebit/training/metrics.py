@@ -104,7 +104,7 @@ def grouped_auc(scores: Tensor, labels: Tensor, groups: Tensor) -> float | None:
     below = negatives.cumsum(0) - negatives  # of all groups before, too
     below = below - (totals[1].cumsum(0) - totals[1])[of_tie]
     doubled = clicked.new_zeros(num_groups)
-    doubled.index_add_(0, of_tie, positives * (2 * below + negatives))
+    doubled.index_add_(0, of_tie, (2 * below + negatives) * positives)
     pairs, rows = totals.prod(dim=0), totals.sum(dim=0).double()
     mixed = pairs > 0
     if not bool(mixed.any()):
