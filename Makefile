@@ -25,15 +25,15 @@ demo: ## Run the demo: improve and shrink the tables of a small model
 
 test: ## Run the quick tests: everything essential, in about six minutes
 	@$(SETUP) test
-	$(RUN) pytest -n 2 $(ARGS)
+	$(RUN) pytest -n 2 --dist worksteal $(ARGS)
 
 test-slow: ## Run only the tests marked slow, with every optional package
 	@$(SETUP) all test
-	$(RUN) pytest -n 2 --run-slow -m slow $(ARGS)
+	$(RUN) pytest -n 2 --dist worksteal --run-slow -m slow $(ARGS)
 
 test-all: ## Run every test, quick and slow, with every optional package
 	@$(SETUP) all test
-	$(RUN) pytest -n 2 --run-slow $(ARGS)
+	$(RUN) pytest -n 2 --dist worksteal --run-slow $(ARGS)
 
 check: ## Check style and types
 	@$(SETUP) dev
@@ -48,7 +48,7 @@ docs: ## Build the documentation as a site in build/site
 
 coverage: ## Run the quick tests with coverage of lines and branches
 	@$(SETUP) test
-	$(RUN) pytest -n 2 --cov --cov-report=term:skip-covered $(ARGS)
+	$(RUN) pytest -n 2 --dist worksteal --cov --cov-report=term:skip-covered $(ARGS)
 
 package: ## Build wheel and sdist, and use each from an empty folder
 	@$(SETUP) cli
