@@ -211,7 +211,11 @@ def test_a_model_of_ones_own_is_improved_by_a_plan_that_was_fixed_first(tmp_path
         assert found.verdict.startswith("Keep what you have")
     assert all(one.control == "tuned" for one in cell.methods)
     assert {run.seed for run in cell.variant("tuned").runs} == {0, 1}
-    assert found.verdict in page_of(tmp_path).replace("&#x27;", "'")
+    page = page_of(tmp_path).replace("&#x27;", "'")
+    assert found.verdict in page
+    assert any(one.edge for one in cell.variants), "both searches were short"
+    for doubt in ("cut off", "edge of the grid", "unequal start"):
+        assert f">{doubt}<" not in page, "what the page draws contradicts its first line"
 
 
 @pytest.mark.parametrize(

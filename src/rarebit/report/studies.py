@@ -56,7 +56,7 @@ def cells(result: StudyResult) -> Iterator[str]:
     """Yield the sections of every model and log."""
     for cell in result.cells:
         yield heading(f"{cell.model} on {cell.data}")
-        yield from _cell(cell, result.minimum_effect)
+        yield from _cell(cell, result.minimum_effect, cell.compare(result.minimum_effect))
 
 
 def _lead(result: StudyResult) -> Iterator[str]:
@@ -119,8 +119,7 @@ def _kind(found: Comparison) -> Kind:
     return GOOD.get(found.verdict, "doubt")
 
 
-def _cell(cell: CellResult, least: float) -> Iterator[str]:
-    found = cell.compare(least)
+def _cell(cell: CellResult, least: float, found: Mapping[str, Comparison]) -> Iterator[str]:
     if cell.methods:
         yield figure(
             "Difference in test AUC to the control, paired by seed",
@@ -422,7 +421,8 @@ def improvement(stored: Mapping[str, Any]) -> Iterator[str]:
     if result.cells:
         yield heading("On the test rows, once")
         for cell in result.cells:
-            yield from _cell(cell, result.minimum_effect)
+            # what is open about a search is in the lead: both sides had the same one
+            yield from _cell(cell, result.minimum_effect, cell.judged(result.minimum_effect))
     yield from how(stored, found["command"], None, result.plan)
     yield details("The plan, fixed before the first run", code(toml(found["plan"])), settings=True)
 

@@ -42,7 +42,7 @@ from rarebit.study.plan import StudyPlan, StudySettings
 from rarebit.study.pool import Pool, StudyLines, StudyProgress, Values
 from rarebit.study.results import CellResult, StudyResult, VariantResult, formatted
 from rarebit.study.runs import KEY_DIGITS, UNREADABLE, RunFolder, RunRecord
-from rarebit.study.statistics import PairedAUC, delong, judge, scipy_special
+from rarebit.study.statistics import PairedAUC, delong, scipy_special
 from rarebit.study.study import Cell, Failure, Runner
 from rarebit.study.variants import Variant
 from rarebit.study.worker import Log, Worker, open_log
@@ -928,10 +928,7 @@ class _Proof:
         self.caveats: list[str] = []
         self.figures: dict[str, str] = {}
         # not by `compare`, which gives no verdict where a search ended at its edge: both sides had the same chance
-        found = judge(
-            {one.name: self.result.differences(one, "auc") for one in self.result.methods},
-            minimum_effect=self.least,
-        )
+        found = self.result.judged(self.least)
         control = f"plain tables ({self._tuned()})"
         before = self.plain.result.runs[0].table_bytes if self.plain.result.runs else 0
         if self.winner is not None and self.winner.coded.runs:

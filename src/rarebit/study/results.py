@@ -137,14 +137,18 @@ class CellResult:
 
     def compare(self, minimum_effect: float) -> dict[str, Comparison]:
         """Return the verdict on every method, corrected for their number; none where a comparison is not fair."""
-        differences = {method.name: self.differences(method, "auc") for method in self.methods}
-        found = judge(differences, minimum_effect=minimum_effect)
+        found = self.judged(minimum_effect)
         for method in self.methods:
             doubt = self.doubt(method)
             if doubt is not None:
                 kind, why = doubt
                 found[method.name] = replace(found[method.name], verdict=kind, why=why)
         return found
+
+    def judged(self, minimum_effect: float) -> dict[str, Comparison]:
+        """Return the verdict of the differences alone, corrected for their number, fair or not."""
+        differences = {method.name: self.differences(method, "auc") for method in self.methods}
+        return judge(differences, minimum_effect=minimum_effect)
 
     def doubt(self, method: VariantResult) -> tuple[Doubt, str] | None:
         """Return why a method and its control are not compared fairly, and what to do; None where they are."""
