@@ -44,10 +44,11 @@ def main() -> None:
         if found.outcome == "stopped":
             continue  # the same command goes on
         entry = {"log": data.name, **summary(found, folder), "other_load": load.share()}
+        entry["machine"] = facts
         logs = [one for one in logs if one["log"] != data.name] + [entry]
         if options.out is not None:
-            result = {"machine": facts, "logs": logs}
-            options.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+            text = json.dumps({"logs": logs}, indent=1) + "\n"
+            options.out.write_text(text, encoding="utf-8")
 
 
 def summary(found: rb.Improvement, folder: Path) -> dict[str, Any]:
