@@ -47,7 +47,7 @@ def main() -> None:
         entry["machine"] = facts
         logs = [one for one in logs if one["log"] != data.name] + [entry]
         if options.out is not None:
-            text = json.dumps({"logs": logs}, indent=1) + "\n"
+            text = json.dumps({"machine": facts, "logs": logs}, indent=1) + "\n"
             options.out.write_text(text, encoding="utf-8")
 
 
