@@ -82,6 +82,13 @@ def test_a_key_that_a_line_lacks_is_missing(tmp_path):
         read(path, ["c"])
 
 
+def test_a_misspelt_column_is_refused_after_a_malformed_line_too(tmp_path):
+    path = tmp_path / "log.ndjson"
+    path.write_text('nope\n{"a": 1}\n')
+    with pytest.raises(DataError, match="has no column 'c'"):
+        read(path, ["c"])
+
+
 def test_large_ids_stay_whole_numbers(tmp_path):
     path = tmp_path / "log.ndjson"
     path.write_text('{"id": 9007199254740993, "click": 1}\n{"id": 9007199254740992, "click": 0}\n')

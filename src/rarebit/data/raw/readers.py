@@ -197,6 +197,7 @@ def _read_ndjson(
 ) -> Iterator[RawChunk]:
     """Yield the rows of a file with a JSON object on each line; a key that a line lacks is a missing value."""
     path, first, rest, rows, is_last = stream.path, 1, b"", 0, False
+    is_known = False  # whether the columns were found in a row
     while not is_last:
         data, is_last = stream.read(block_bytes)
         data = rest + data
@@ -206,17 +207,9 @@ def _read_ndjson(
         numbers = np.array([n for n, line in enumerate(lines) if line.strip()], np.int64)
         frame = _objects(data)
         if frame is None or frame.height != len(numbers):
-            good = []
-            for number in numbers.tolist():
-                reason = _why_no_object(lines[number])
-                if reason:
-                    text = lines[number].decode(errors="replace")
-                    bad.add(Place(path.name, first + number, text), reason)
-                else:
-                    good.append(number)
-            rows += len(numbers) - len(good)
-            numbers = np.array(good, np.int64)
-            frame = _objects(b"\n".join(lines[number] for number in good))
+            before = len(numbers)
+            frame, numbers = _good_objects(path.name, first, lines, numbers, bad)
+            rows += before - len(numbers)
             if frame is None or frame.height != len(numbers):
                 raise DataError(
                     f"the lines {first:,} to {first + len(lines) - 1:,} of {str(path)!r} do not agree on what a column "
@@ -224,8 +217,9 @@ def _read_ndjson(
                 )
         if frame.height:
             names = frame.columns if columns is None else columns
-            if not rows and columns is not None:
+            if not is_known and columns is not None:
                 _chosen(path, frame.columns, columns)  # a typing mistake, not a key that is rare
+            is_known = True
             frame = frame.select(
                 pl.col(name) if name in frame.columns else pl.lit(None).alias(name)
                 for name in dict.fromkeys(names)
@@ -235,6 +229,23 @@ def _read_ndjson(
         if progress is not None:
             progress(stream.position, stream.total)
     stream.check_end(rows)
+
+
+def _good_objects(
+    file: str, first: int, lines: Sequence[bytes], numbers: NDArray[np.int64], bad: BadRows
+) -> tuple[pl.DataFrame | None, NDArray[np.int64]]:
+    """Return the rows and the places of the lines that are JSON objects; the others go to `bad`."""
+    frame: pl.DataFrame | None = None
+    for why in (_why_no_object, _why_not_read):  # the second one is slow, and seldom needed
+        reasons = {number: why(lines[number]) for number in numbers.tolist()}
+        for number, reason in reasons.items():
+            if reason:
+                bad.add(Place(file, first + number, lines[number].decode(errors="replace")), reason)
+        numbers = np.array([n for n, reason in reasons.items() if not reason], np.int64)
+        frame = _objects(b"\n".join(lines[number] for number in numbers))
+        if frame is not None:
+            break
+    return frame, numbers
 
 
 def _objects(lines: bytes) -> pl.DataFrame | None:
@@ -253,8 +264,11 @@ def _why_no_object(line: bytes) -> str:
         found = json.loads(line)
     except ValueError:  # not UTF-8, too
         return "not valid JSON"
-    if not isinstance(found, dict):
-        return "no JSON object"
+    return "" if isinstance(found, dict) else "no JSON object"
+
+
+def _why_not_read(line: bytes) -> str:
+    """Return why a JSON object is not read; nothing if it is."""
     return "" if _objects(line) is not None else "a number that is too large"
 
 
