@@ -106,3 +106,27 @@ def test_a_billion_rows_shrink_with_the_workers_and_then_the_network_is_the_limi
     assert [figures["limit"] for figures in found.values()] == ["compute", "compute", "network"]
     times = [figures["network_ms"] for figures in found.values()]
     assert times[2] > 7 * times[1] > 49 * times[0]
+
+
+@pytest.mark.parametrize("plan", ["auto", "table", "row", {"user": "row"}, {"item": "table"}])
+def test_tables_with_the_same_ids_lie_together(plan):
+    narrow = [TableSize(f"{size.name}:w", size.rows, 1, beside=size.name) for size in SIZES]
+    made = make_plan([*SIZES, *narrow], 3, plan)
+    placed = {placement.table.name: placement for placement in made.placements}
+    for size in SIZES:
+        wide, beside = placed[size.name], placed[f"{size.name}:w"]
+        assert beside.gets_ids_with(wide)
+        assert sum(piece.numbers for piece in beside.pieces) == size.rows
+        assert {piece.columns for piece in beside.pieces} == {1}
+    # each id of a batch goes to its process once, rows of both widths come back
+    apart = make_plan([*SIZES, *(size._replace(beside="") for size in narrow)], 3, plan)
+    assert made.sent(300) < apart.sent(300)
+
+
+@pytest.mark.parametrize("plan", ["column", {"user": "column"}, {"user": "table", "user:w": "row"}])
+def test_a_table_in_another_kind_of_pieces_lies_by_itself(plan):
+    wide, narrow = TableSize("user", 1000, 8), TableSize("user:w", 1000, 1, beside="user")
+    made = make_plan([wide, TableSize("item", 1001, 8), narrow], 3, plan)
+    user, _, beside = made.placements
+    assert not beside.gets_ids_with(user)
+    assert sum(piece.numbers for piece in beside.pieces) == 1000

@@ -40,7 +40,7 @@ def scale(say: Say, *, budget: float = 120.0) -> BenchResult:
         )
     figures: BenchResult = {}
     sizes = [TableSize(f"f{i}", rows, DIM) for i, rows in enumerate(SIZES)]
-    sizes += [TableSize(f"w{i}", rows, 1) for i, rows in enumerate(SIZES)]
+    sizes += [TableSize(f"w{i}", rows, 1, beside=f"f{i}") for i, rows in enumerate(SIZES)]
     for kind in ("table", "row", "auto"):  # row-wise Adagrad cannot be cut by columns
         with _started(2, kind) as processes:
             processes.run(2)

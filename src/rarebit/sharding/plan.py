@@ -38,6 +38,8 @@ class TableSize(NamedTuple):
     width: int
     lookups: int = 1
     """Lookups that one row of data makes in it."""
+    beside: str = ""
+    """A table in which the same ids are looked up: a plan keeps both in the same place, so that ids travel once."""
 
     @property
     def numbers(self) -> int:
@@ -67,6 +69,11 @@ class Placement(NamedTuple):
     kind: Kind
     pieces: tuple[Piece, ...]
     reason: str
+
+    def gets_ids_with(self, other: "Placement") -> bool:
+        """Return whether the rows of an id lie in the same processes in both tables."""
+        ours, theirs = ([piece[:3] for piece in each.pieces] for each in (self, other))
+        return self.kind == other.kind != "column" and ours == theirs
 
     def piece_of(self, rank: int) -> Piece:
         """Return the piece in a process: an empty one where it holds nothing of the table."""
@@ -100,10 +107,14 @@ class Plan:
         (104448, 408576)
         """
         share, others = batch / self.world, self.world - 1
+        placed = {placement.table.name: placement for placement in self.placements}
         total = 0.0
-        for table, kind, pieces, _ in self.placements:
+        for placement in self.placements:
+            table, kind, pieces, _ = placement
             lookups = share * table.lookups
             ids, rows = ID_BYTES * lookups, NUMBER_BYTES * lookups * table.width
+            if table.beside and placement.gets_ids_with(placed[table.beside]):
+                ids = 0.0  # they are there already
             if kind == "row":
                 # an id goes to one process, how many there are to all; every process adds up all rows
                 total += others * (ids / self.world + ids + 2 * rows)
@@ -151,23 +162,18 @@ def make_plan(
     held, looked_up = [0] * world, [0.0] * world
     fair = sum(table.numbers for table in tables) / world
     made: dict[str, Placement] = {}
+    groups = _groups(tables, wanted)
+    # tables that follow another are placed with it, as one that is as wide as all of them
+    joined = [group[0]._replace(width=sum(t.width for t in group)) for group in groups.values()]
     # cut tables first: they weigh on all processes alike
-    order = sorted(tables, key=lambda table: -table.numbers)
+    order = sorted(joined, key=lambda table: -table.numbers)
     for table in sorted(order, key=lambda table: wanted.get(table.name) not in ("row", "column")):
-        kind, reason = wanted.get(table.name, "table"), "as asked"
-        least = min(range(world), key=lambda rank: held[rank])
         room = [rank for rank in range(world) if held[rank] + table.numbers <= UNEVEN * fair]
+        least = min(range(world), key=lambda rank: held[rank])
         if room:
             least = min(room, key=lambda rank: (looked_up[rank], held[rank]))
-        if table.name not in wanted:
-            reason = "no process has room, and this one holds least"
-            if room:
-                reason = "of the processes with room, it looks up least so far"
-            elif world > 1 and _fills(table, world):
-                kind, whole = "row", held[least] + table.numbers
-                reason = f"whole, one process would hold {whole / fair:.1f} times its fair share"
-        elif kind == "row" and not _fills(table, world):
-            kind, reason = "table", "too few rows for a block in every process"
+        more = (held[least] + table.numbers) / fair
+        kind, reason = _kind(table, world, wanted.get(table.name), more, has_room=bool(room))
         if kind == "column" and whole_rows:
             raise SettingsError(
                 f"table {table.name!r} cannot be cut by columns: row-wise Adagrad keeps one number for a whole row; cut it "
@@ -178,8 +184,39 @@ def make_plan(
             held[piece.rank] += piece.numbers
             share = piece.rows / table.rows if kind == "row" else 1.0
             looked_up[piece.rank] += table.lookups * piece.columns * share
-        made[table.name] = Placement(table, kind, pieces, reason)
+        for size in groups[table.name]:
+            own = pieces
+            if kind != "column":
+                own = tuple(piece._replace(columns=size.width) for piece in pieces)
+            why = reason if size.name == table.name else f"with {table.name}"
+            made[size.name] = Placement(size, kind, own, why)
     return Plan(world, tuple(made[name] for name in names))
+
+
+def _groups(tables: Sequence[TableSize], wanted: Mapping[str, Kind]) -> dict[str, list[TableSize]]:
+    """Return each table with those that are placed with it, by its name."""
+    groups: dict[str, list[TableSize]] = {}
+    for table in tables:
+        leader = table.beside
+        alike = wanted.get(table.name) in (None, wanted.get(leader))
+        follows = leader in groups and alike and wanted.get(leader) != "column"
+        groups.setdefault(leader if follows else table.name, []).append(table)
+    return groups
+
+
+def _kind(
+    table: TableSize, world: int, asked: Kind | None, share: float, *, has_room: bool
+) -> tuple[Kind, str]:
+    """Return the kind of a table and why; `share` of what is fair one process would hold with all of it."""
+    if asked == "row" and not _fills(table, world):
+        return "table", "too few rows for a block in every process"
+    if asked is not None:
+        return asked, "as asked"
+    if has_room:
+        return "table", "of the processes with room, it looks up least so far"
+    if world > 1 and _fills(table, world):
+        return "row", f"whole, one process would hold {share:.1f} times its fair share"
+    return "table", "no process has room, and this one holds least"
 
 
 def _fills(table: TableSize, world: int) -> bool:
