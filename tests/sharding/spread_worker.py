@@ -3,8 +3,10 @@
 torchrun --nproc-per-node 2 spread_worker.py FOUND CASE...        a case is MODEL/OPTIMIZER/TABLES/PLAN/METHODS
 """
 
+import copy
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -13,13 +15,15 @@ import torch.distributed as dist
 from rarebit.data.dataset import Splits, _rows
 from rarebit.data.synthetic import SyntheticLog
 from rarebit.errors import SettingsError
-from rarebit.models import model_settings
+from rarebit.models import build_model, model_settings
+from rarebit.models._base import RankingModel
 from rarebit.sharding.processes import (
     gather_weights,
     join_processes,
     leave_processes,
     share_norms_,
 )
+from rarebit.sharding.sharded import GradientAverage, ShardedRows, shard
 from rarebit.technique import parse_techniques
 from rarebit.training.run import train_model
 from rarebit.training.settings import RunSettings, Training, load_splits
@@ -83,7 +87,7 @@ def compare(case, splits):
     }
 
 
-def compare_norms(rows=101):
+def compare_norms(_, rows=101):
     """Return how far batch normalisation over the processes is from that over one, forward and backward."""
     torch.manual_seed(0)
     features = torch.randn(rows, 5, dtype=torch.float64, requires_grad=True)
@@ -112,6 +116,97 @@ def compare_norms(rows=101):
     return worst.tolist()
 
 
+def compare_lookups(splits):
+    """Return how often ids and rows travelled in each use of a model with tables of two widths, and its error."""
+    torch.manual_seed(0)  # the same in all processes
+    plain = build_model("deepfm", splits.train.schema, {"dim": 6, "hidden": [8]})
+    spread = copy.deepcopy(plain)
+    shard(spread)
+    sent, asked, found = [], [], []
+    send, request = ShardedRows.send, ShardedRows.request
+    ShardedRows.send = lambda rows, ids: (sent.append(rows), send(rows, ids))[1]
+    ShardedRows.request = lambda rows, ids: (asked.append(rows), request(rows, ids))[1]
+
+    def compare(use, ids):
+        sent.clear()
+        asked.clear()
+        batch = replace(splits.train[torch.arange(len(ids))], ids=ids)
+        expected, got = use(plain, batch), use(spread, batch)
+        assert expected.requires_grad == got.requires_grad
+        found.append([len(sent), len(asked), float((expected - got).abs().max())])
+
+    def embed(model, batch):
+        return model.backbone.embed(batch)
+
+    def first_order(model, batch):
+        return model.wide(batch)
+
+    def double_(model):
+        with torch.no_grad():
+            for weight in model.wide.tables.parameters():
+                weight.mul_(2.0)
+
+    ids = [splits.train.ids[rows].clone() for rows in torch.arange(80).split(10)]
+    compare(RankingModel.forward, ids[0])  # embeddings send the ids, first-order weights use them
+    compare(RankingModel.forward, ids[1])  # the weights set out with the embeddings
+    compare(embed, ids[2])  # and nobody wants them
+    double_(plain)
+    double_(spread)
+    compare(first_order, ids[2])  # they have changed since
+    compare(torch.no_grad()(embed), ids[3])
+    compare(first_order, ids[3])  # which had no gradient
+    ids[3].copy_(ids[4])
+    compare(first_order, ids[3])  # other ids in the same memory
+    compare(RankingModel.forward, ids[5])
+    compare(embed, ids[6])
+    compare(embed, ids[7])  # so nobody is expected to want them
+    ShardedRows.send, ShardedRows.request = send, request
+    return found
+
+
+def compare_gradients(_):
+    """Return for each step whether the means set out before the end of the backward, and how far they were from the mean."""
+    torch.manual_seed(dist.get_rank())
+    parameters = [torch.nn.Parameter(torch.randn(size)) for size in ((3, 4), (5,), ())]
+    average, found = GradientAverage(parameters), []
+
+    def compare(*losses):
+        for loss in losses:
+            (loss(*parameters) * (1 + dist.get_rank())).backward()
+        expected = [
+            parameter.grad.clone() for parameter in parameters if parameter.grad is not None
+        ]
+        is_ahead = average.coming is not None
+        average.finish()
+        for gradient in expected:
+            dist.all_reduce(gradient)
+        means = [parameter.grad for parameter in parameters if parameter.grad is not None]
+        wrong = [m - e / dist.get_world_size() for m, e in zip(means, expected, strict=True)]
+        found.append([is_ahead, max(float(part.abs().max()) for part in wrong)])
+        for parameter in parameters:
+            parameter.grad = None
+
+    def every(a, b, c):
+        return a.square().sum() + b.square().sum() * c
+
+    def few(a, b, c):
+        return a.square().sum() + b.square().sum()
+
+    compare(every)
+    compare(every)
+    compare(every, few)  # two losses: some gradients grow after the means set out
+    compare(few)  # one gradient is missing
+    compare(few)
+    compare(every)  # one more than expected
+    compare(every)
+    average.close()
+    compare(every)
+    return found
+
+
+OTHERS = {"norms": compare_norms, "lookups": compare_lookups, "gradients": compare_gradients}
+
+
 def main():
     torch.set_num_threads(1)
     train, valid = (load_splits(SyntheticLog(rows=rows)).train for rows in (6000, 20_000))
@@ -120,7 +215,10 @@ def main():
     join_processes()
     found = {}
     for case in sys.argv[2:]:
-        found[case] = compare_norms() if case == "norms" else compare(case, splits)
+        if case in OTHERS:
+            found[case] = OTHERS[case](splits)
+        else:
+            found[case] = compare(case, splits)
     if dist.get_rank() == 0:
         Path(sys.argv[1]).write_text(json.dumps(found))
     leave_processes()

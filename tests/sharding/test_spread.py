@@ -45,9 +45,13 @@ def torchrun(processes, *words, options=(), check=True, **variables):
     return done
 
 
+def work(tmp_path, processes, *cases):
+    torchrun(processes, HERE / "spread_worker.py", tmp_path / "found.json", *cases)
+    return json.loads((tmp_path / "found.json").read_text())
+
+
 def compared(tmp_path, processes, cases):
-    torchrun(processes, HERE / "spread_worker.py", tmp_path / "found.json", "norms", *cases)
-    found = json.loads((tmp_path / "found.json").read_text())
+    found = work(tmp_path, processes, "norms", *cases)
     assert max(found.pop("norms")) <= 1e-12  # batch normalisation sees the rows of all processes
     assert found.keys() == set(cases)
     assert all(figures["steps"] == 20 for figures in found.values())
@@ -79,6 +83,20 @@ def test_every_plan_and_optimizer_trains_as_in_one_process(tmp_path):
     }
     errors = compared(tmp_path, 3, [*exact, *near])
     assert all(error <= near.get(case, 1e-6) for case, error in errors.items()), errors
+
+
+def test_ids_travel_once_for_tables_of_two_widths(tmp_path):
+    # what a model looks up, step by step, is in spread_worker.py
+    sent, looked_up, differences = zip(*work(tmp_path, 2, "lookups")["lookups"], strict=True)
+    assert sent == (1, 1, 1, 0, 1, 0, 1, 1, 1, 1)
+    assert looked_up == (2, 2, 2, 1, 2, 1, 1, 2, 2, 1)
+    assert max(differences) <= 1e-6
+
+
+def test_means_of_gradients_set_out_during_the_backward(tmp_path):
+    ahead, differences = zip(*work(tmp_path, 2, "gradients")["gradients"], strict=True)
+    assert ahead == (False, True, True, False, True, False, True, False)
+    assert max(differences) <= 1e-6
 
 
 PLANS = (("table", "rowwise"), ("row", "rowwise"), ("column", "rowwise"), ("row", "dense"))

@@ -23,7 +23,7 @@ from rarebit.data.order import stream_key
 from rarebit.errors import SettingsError, TrainingError
 from rarebit.sharding.plan import PlanSpec
 from rarebit.sharding.sharded import (
-    average_gradients,
+    GradientAverage,
     device_of_process,
     is_spread,
     pieces_of,
@@ -65,6 +65,9 @@ class Processes:
     def average_gradients(self) -> None:
         """Average the gradients of what every process holds."""
 
+    def release(self) -> None:
+        """Leave the model's gradients alone, after the last step."""
+
     def norm(self, norms: Tensor, parameters: Sequence[nn.Parameter]) -> Tensor:
         """Return the norm of all gradients from those of the parameters."""
         del parameters
@@ -98,6 +101,7 @@ class SpreadProcesses(Processes):
         self.here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
         self.norms = [module for module in model.modules() if isinstance(module, SharedBatchNorm)]
         self.shared = shared_parameters(model)
+        self.gradients = GradientAverage(self.shared)
 
     def share(self, rows: Tensor) -> tuple[Tensor, int]:
         """Return the rows of this rank, filled up with the batch's first."""
@@ -121,7 +125,11 @@ class SpreadProcesses(Processes):
 
     def average_gradients(self) -> None:
         """Average the gradients of all but the pieces, which TorchRec did."""
-        average_gradients(self.shared)
+        self.gradients.finish()
+
+    def release(self) -> None:
+        """Leave the model's gradients alone, after the last step."""
+        self.gradients.close()
 
     def norm(self, norms: Tensor, parameters: Sequence[nn.Parameter]) -> Tensor:
         """Return the norm of all gradients; those of pieces are added up over the ranks."""

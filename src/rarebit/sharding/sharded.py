@@ -10,7 +10,7 @@ process, the lazy ones too. `pieces_of` says which rectangle of which plain weig
 
 TorchRec averages the gradients of the rows over the processes. So with W processes, a loss that is the mean over a process's
 own rows, and as many rows in each, trains on the mean over all of them; the gradients of all other parameters are to be
-averaged, too, by `average_gradients` or by DistributedDataParallel, which leaves the pieces alone.
+averaged, too, by `GradientAverage` or by DistributedDataParallel, which leaves the pieces alone.
 """
 
 import logging
@@ -84,9 +84,18 @@ class _Run:
     first: Tensor
     """The same for each slot, `(S,)`."""
 
-    def look_up(self, features: Any) -> Tensor:
+    def look_up(self, features: Any, *, at_most_one: bool) -> Tensor:
+        slots, width = len(self.first), self.embedding.embedding_dim
+        values = features.values()
+        if at_most_one and values.numel() == slots * features.stride():  # so each bag has one
+            ids = (values.view(slots, -1).t() + self.first).reshape(-1, 1)
+            # a bag of one: on a CPU torch finds rows faster for bags
+            rows = F.embedding_bag(
+                ids, self.embedding.weight, mode="sum", sparse=self.embedding.sparse
+            )
+            return rows.view(-1, slots * width)
         counts = torch.tensor(features.length_per_key(), device=self.first.device)
-        ids = features.values() + torch.repeat_interleave(self.first, counts)
+        ids = values + torch.repeat_interleave(self.first, counts)
         sums = F.embedding_bag(
             ids,
             self.embedding.weight,
@@ -95,7 +104,6 @@ class _Run:
             sparse=self.embedding.sparse,
             include_last_offset=True,
         )
-        slots, width = len(self.first), self.embedding.embedding_dim
         return sums.view(slots, -1, width).transpose(0, 1).contiguous().view(-1, slots * width)
 
 
@@ -108,6 +116,8 @@ class LocalRows(nn.Module):
         self.config = config
         self.runs: list[_Run] = []
         """Neighbouring tables of one width."""
+        self.at_most_one = False
+        """Whether no bag of the next lookup has several ids."""
         for width, run in groupby(config.embedding_tables, key=lambda table: table.local_cols):
             tables = [*run]
             starts = [0, *accumulate(table.local_rows for table in tables)]
@@ -121,10 +131,63 @@ class LocalRows(nn.Module):
     def forward(self, features: Any) -> Tensor:
         """Return the sums of the rows of each bag, `(B, S * D)`; ids and lengths come slot after slot."""
         if len(self.runs) == 1:
-            return self.runs[0].look_up(features)
+            return self.runs[0].look_up(features, at_most_one=self.at_most_one)
         parts = features.split([len(run.first) for run in self.runs])
-        found = [run.look_up(part) for run, part in zip(self.runs, parts, strict=True)]
+        found = [
+            run.look_up(part, at_most_one=self.at_most_one)
+            for run, part in zip(self.runs, parts, strict=True)
+        ]
         return torch.cat(found, dim=1)
+
+
+class _Sent(NamedTuple):
+    """Ids that went to the processes with their rows."""
+
+    context: Any
+    """What TorchRec notes of it."""
+    features: Any
+    """The lookups that this process makes for all."""
+    at_most_one: bool
+    """Whether no bag has several ids."""
+
+
+class _Exchange:
+    """The last ids that went to the processes with their rows, for tables that look the same ids up in the same places.
+
+    A model looks its ids up in tables of several widths, such as embeddings and first-order weights. The ids travel once, and the
+    rows of tables that asked for the same ids in the step before set out together with those of the first.
+    """
+
+    def __init__(self) -> None:
+        self.sender: ShardedRows | None = None
+        """Which tables sent the ids."""
+        self.ids: tuple[Tensor, int] | None = None
+        """The ids, and how often they had been written to by then."""
+        self.sent: _Sent | None = None
+        self.followers: dict[ShardedRows, None] = {}
+        """Tables that asked for ids which others had sent, in that order."""
+        self.coming: dict[ShardedRows, tuple[Any, tuple[int, ...]]] = {}
+        """Rows of followers on their way, with what they depend on."""
+
+    def rows(self, asked: "ShardedRows", ids: Tensor) -> Any:
+        """Return the rows of one table's ids `(B, S)`, as TorchRec has them."""
+        same = self.ids is not None and self.ids[0] is ids
+        if not same or self.ids != (ids, ids._version):  # noqa: SLF001  # it has no other name
+            self.sender, self.ids, self.sent = asked, (ids, ids._version), asked.send(ids)  # noqa: SLF001
+        assert self.sent is not None
+        if asked is not self.sender:
+            self.followers[asked] = None
+            rows, state = self.coming.pop(asked, (None, ()))
+            return asked.request(self.sent) if state != asked.state else rows
+        for unwanted in self.coming:
+            del self.followers[unwanted]
+        rows = asked.request(self.sent)
+        self.coming = {
+            each: (each.request(self.sent), each.state)
+            for each in self.followers
+            if each is not asked
+        }
+        return rows
 
 
 class ShardedRows(nn.Module):
@@ -138,16 +201,24 @@ class ShardedRows(nn.Module):
         weight: str,
         trained: bool,
         fill: Fill,
+        exchange: _Exchange,
     ) -> None:
-        """`slots` says for each slot which table it reads; `weight` is the plain weight that has all tables, one under another."""
+        """`slots` says for each slot which table it reads; `weight` is the plain weight that has all tables, one under another.
+
+        `exchange` is common to all with the same slots, and tables in the same places.
+        """
         super().__init__()
         self.weight, self.placements, self.width = weight, tuple(tables), tables[0].table.width
         self.trained = trained
         self.placed = [placement.piece_of(dist.get_rank()) for placement in tables]
         # a list: TorchRec's module has names of its own, and would be in ours
         self._bags = [_sharded_bags(tables, slots)]
-        kernels = [kernel for lookup in self._bags[0]._lookups for kernel in lookup._emb_modules]  # noqa: SLF001  # it has no other name
-        runs: list[_Run] = [run for kernel in kernels for run in kernel.runs]
+        self._kernels: tuple[LocalRows, ...] = tuple(
+            kernel
+            for lookup in self._bags[0]._lookups  # noqa: SLF001  # it has no other name
+            for kernel in lookup._emb_modules  # noqa: SLF001
+        )
+        runs = [run for kernel in self._kernels for run in kernel.runs]
         self.pieces = nn.ModuleList(run.embedding for run in runs)
         self.homes: dict[int, tuple[nn.Embedding, int]] = {}
         """For each table with a piece here, what holds it, and the first row there."""
@@ -158,26 +229,52 @@ class ShardedRows(nn.Module):
                 fill(table, piece, run.embedding.weight.detach()[first : first + piece.rows])
         self._slot_of = {table: slots.index(table) for table in set(slots)}
         self._keys = [str(slot) for slot in range(len(slots))]
+        self.exchange = exchange
         self._order: Tensor | None = None
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]  # torch leaves it untyped
     def forward(self, values: Tensor, lengths: Tensor) -> Tensor:
         """Return the sums of the bags' rows, `(B, S, D)`; ids and lengths come slot after slot."""
+        return self._arranged(self.request(self._send(values, lengths, at_most_one=False)))
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]  # torch leaves it untyped
+    def one_each(self, ids: Tensor) -> Tensor:
+        """Return one row per id, `(..., S)` to `(..., S, D)`."""
+        return self._arranged(self.exchange.rows(self, ids)).view(*ids.shape, -1)
+
+    def send(self, ids: Tensor) -> _Sent:
+        """Send ids `(..., S)` to the processes that hold their rows; return what `request` needs."""
+        slots = ids.reshape(-1, ids.shape[-1]).t()
+        return self._send(slots.reshape(-1), ids.new_ones(ids.numel()).int(), at_most_one=True)
+
+    def _send(self, values: Tensor, lengths: Tensor, *, at_most_one: bool) -> _Sent:
         from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
+        context = self._bags[0].create_context()
         ids = KeyedJaggedTensor(keys=self._keys, values=values, lengths=lengths)
-        found = self._bags[0](ids).wait()
+        return _Sent(context, self._bags[0].input_dist(context, ids).wait().wait(), at_most_one)
+
+    def request(self, sent: _Sent) -> Any:
+        """Look up what all processes asked for, and let the rows set out; to be waited for."""
+        for kernel in self._kernels:
+            kernel.at_most_one = sent.at_most_one
+        return self._bags[0].compute_and_output_dist(sent.context, sent.features)
+
+    def _arranged(self, coming: Any) -> Tensor:
+        found = coming.wait()
         if self._order is None:
+            values, keys = found.values(), found.keys()
             self._order = torch.tensor(
-                [found.keys().index(key) for key in self._keys], device=values.device
+                [keys.index(key) for key in self._keys], device=values.device
             )
-        rows: Tensor = found.values().view(lengths.numel() // len(self._keys), -1, self.width)
+        rows: Tensor = found.values().view(-1, len(self._keys), self.width)
         return rows.index_select(1, self._order)
 
-    def one_each(self, ids: Tensor) -> Tensor:
-        """Return one row per id, `(B, S)` to `(B, S, D)`."""
-        rows: Tensor = self(ids.t().reshape(-1), ids.new_ones(ids.numel()).int())
-        return rows
+    @property
+    def state(self) -> tuple[int, ...]:
+        """What rows depend on besides their ids: whether gradients are wanted, and how often weights changed."""
+        weights = [piece.weight._version for piece in self.pieces]  # noqa: SLF001  # it has no other name
+        return (int(torch.is_grad_enabled()), *weights)
 
     def rows_of(self, table: int, ids: Tensor) -> Tensor:
         """Return rows of one table, `(n,)` to `(n, D)`, where all processes ask for the same."""
@@ -355,8 +452,8 @@ class ShardedStack(Stack):
 
     def rows(self, ids: Tensor) -> Tensor:
         """Return the rows, from the processes that hold them."""
-        found = self.sharded.one_each(ids.reshape(-1, ids.shape[-1]))
-        return found.view(*ids.shape, -1)
+        found: Tensor = self.sharded.one_each(ids)
+        return found
 
     def split(self) -> list[AnyTable]:
         """Return the tables one by one, with the weights that this process holds."""
@@ -387,7 +484,7 @@ class ShardedTable(TablePiece):
 
     def forward(self, input: Tensor) -> Tensor:  # torch's name
         """Return the rows, from the processes that hold them."""
-        found = self.sharded.one_each(input.reshape(-1, 1))
+        found: Tensor = self.sharded.one_each(input.reshape(-1, 1))
         if self.padding_idx is not None:  # which gets no gradient, as in torch
             is_padding = (input == self.padding_idx).reshape(-1, 1, 1)
             found = torch.where(is_padding, found.detach(), found)
@@ -457,8 +554,17 @@ def shard(
         own, "this process's part of the tables", "use more processes", device_of_process()
     )
     placements = iter(made.placements)
+    exchanges: list[tuple[_Found, list[Placement], _Exchange]] = []
     for each in found:
-        _exchange(model, each, [next(placements) for _ in each.sizes])
+        placed = [next(placements) for _ in each.sizes]
+        common = [
+            exchange
+            for other, at, exchange in exchanges
+            if each.slots == other.slots and all(map(Placement.gets_ids_with, placed, at))
+        ]
+        exchange = common[0] if common else _Exchange()
+        exchanges.append((each, placed, exchange))
+        _spread(model, each, placed, exchange)
     names = [name for name, _ in pieces_of(model)]
     nn.parallel.DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, names)  # noqa: SLF001  # the only way it has
     return model
@@ -481,11 +587,19 @@ class _Found(NamedTuple):
     module: PlainStack | nn.Embedding | nn.EmbeddingBag
     sizes: tuple[TableSize, ...]
 
+    @property
+    def slots(self) -> list[int]:
+        """For each slot, which of its tables it reads."""
+        if isinstance(self.module, PlainStack):
+            return [int(table) for table in self.module.field_of_slot]
+        return [0]
+
 
 def _plain_modules(model: nn.Module) -> list[_Found]:
     names = _field_names(model)
     found: list[_Found] = []
     inside: set[int] = set()
+    leaders: dict[tuple[tuple[int, ...], ...], list[str]] = {}
     counted: dict[int, str] = {}
     if is_spread(model):
         raise UnsupportedTableError("the model is spread over processes already")
@@ -500,9 +614,12 @@ def _plain_modules(model: nn.Module) -> list[_Found]:
             inside.add(id(module.embedding))
             fields = names.get(path) or [f"{path}.{index}" for index in range(len(module.sizes))]
             width = module.embedding.embedding_dim
+            # tables of the same fields in another width, such as first-order weights
+            shape = (module.sizes, module.lengths)
+            besides = leaders.setdefault(shape, fields)
             sizes = [
-                TableSize(name, rows, width, length)
-                for name, rows, length in zip(fields, module.sizes, module.lengths, strict=True)
+                TableSize(name, rows, width, length, beside if beside != name else "")
+                for name, rows, length, beside in zip(fields, *shape, besides, strict=True)
             ]
             found.append(_Found(path, module, tuple(sizes)))
         elif isinstance(module, nn.Embedding | nn.EmbeddingBag) and id(module) not in inside:
@@ -542,7 +659,9 @@ def _field_names(model: nn.Module) -> dict[str, list[str]]:
     return found
 
 
-def _exchange(model: nn.Module, found: _Found, placed: Sequence[Placement]) -> None:
+def _spread(
+    model: nn.Module, found: _Found, placed: Sequence[Placement], exchange: _Exchange
+) -> None:
     module = found.module
     is_stack = isinstance(module, PlainStack)
     table = module.embedding if isinstance(module, PlainStack) else module
@@ -567,10 +686,11 @@ def _exchange(model: nn.Module, found: _Found, placed: Sequence[Placement]) -> N
 
     rows = ShardedRows(
         placed,
-        module.field_of_slot.tolist() if isinstance(module, PlainStack) else [0],
+        found.slots,
         weight=f"{found.path}.embedding.weight" if is_stack else f"{found.path}.weight",
         trained=is_trainable(table),
         fill=fill,
+        exchange=exchange,
     )
     new: nn.Module
     if isinstance(module, PlainStack):
@@ -621,16 +741,66 @@ def shared_parameters(model: nn.Module) -> list[nn.Parameter]:
     return [parameter for name, parameter in model.named_parameters() if name not in held]
 
 
-@torch.no_grad()
-def average_gradients(parameters: Iterable[nn.Parameter]) -> None:
-    """Replace the gradients of parameters that every process holds by their mean over the processes."""
-    gradients = [p.grad for p in parameters if p.grad is not None]
-    if not gradients:
-        return
-    joined = torch.cat([gradient.reshape(-1) for gradient in gradients])
-    dist.all_reduce(joined)
-    joined /= dist.get_world_size()
-    parts = joined.split([gradient.numel() for gradient in gradients])
-    torch._foreach_copy_(
-        gradients, [part.view_as(g) for part, g in zip(parts, gradients, strict=True)]
-    )
+class GradientAverage:
+    """The mean over the processes of the gradients of parameters that every process holds.
+
+    It sets out as soon as the last of the gradients that the step before had is there, while the backward through tables goes on.
+    """
+
+    def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
+        self.parameters = list(parameters)
+        self.expected: list[int] = []
+        """The places of the parameters that had a gradient in the step before."""
+        self.arrived: list[int] = []
+        """The places of gradients of this step, as they came."""
+        self.coming: tuple[Any, Tensor] | None = None
+        """Their mean on its way, once all that were expected had come."""
+        self._hooks: list[Any] = []
+
+    @torch.no_grad()
+    def finish(self) -> None:
+        """Put the means in place of the gradients, after the backward."""
+        had = [place for place, p in enumerate(self.parameters) if p.grad is not None]
+        coming, self.coming = self.coming, None
+        # a gradient that came later, or again, is not in it
+        is_whole = sorted(self.arrived) == self.expected == had
+        self.expected, self.arrived = had, []
+        if not self._hooks:
+            self._hooks = [
+                parameter.register_post_accumulate_grad_hook(partial(self._arrive, place))
+                for place, parameter in enumerate(self.parameters)
+                if parameter.requires_grad
+            ]
+        if not had:
+            return
+        work, joined = coming or self._sent()
+        work.wait()
+        if not is_whole and coming is not None:
+            work, joined = self._sent()
+            work.wait()
+        joined /= dist.get_world_size()
+        gradients = [self._gradient(place) for place in had]
+        parts = joined.split([gradient.numel() for gradient in gradients])
+        torch._foreach_copy_(
+            gradients, [part.view_as(g) for part, g in zip(parts, gradients, strict=True)]
+        )
+
+    def close(self) -> None:
+        """Let gradients stay where they are."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
+
+    def _arrive(self, place: int, _: Tensor) -> None:
+        self.arrived.append(place)
+        if self.coming is None and sorted(self.arrived) == self.expected:
+            self.coming = self._sent()
+
+    def _sent(self) -> tuple[Any, Tensor]:
+        joined = torch.cat([self._gradient(place).reshape(-1) for place in self.expected])
+        return dist.all_reduce(joined, async_op=True), joined
+
+    def _gradient(self, place: int) -> Tensor:
+        gradient = self.parameters[place].grad
+        assert gradient is not None
+        return gradient

@@ -192,6 +192,7 @@ class TrainingStep:
 
     def release(self) -> None:
         """Give back what is kept between two steps, after the last one."""
+        self.processes.release()
         for stack in self.stacks:
             stack.gradient_memory.release()
 
