@@ -23,7 +23,7 @@ from rarebit.sharding.processes import (
     leave_processes,
     share_norms_,
 )
-from rarebit.sharding.sharded import GradientAverage, ShardedRows, shard
+from rarebit.sharding.sharded import GradientAverage, ShardedRows, shard, sharded_rows
 from rarebit.technique import parse_techniques
 from rarebit.training.run import train_model
 from rarebit.training.settings import RunSettings, Training, load_splits
@@ -160,6 +160,18 @@ def compare_lookups(splits):
     compare(RankingModel.forward, ids[5])
     compare(embed, ids[6])
     compare(embed, ids[7])  # so nobody is expected to want them
+    [exchange] = {rows.exchange for rows in sharded_rows(spread)}
+    early, others = ids[0], ids[1]
+    exchange.send_early(early, last=ids[6])  # which were not the last
+    assert exchange.early is None
+    exchange.send_early(early, last=ids[7])
+    exchange.send_on()
+    compare(RankingModel.forward, early)  # they are there before they are asked for
+    exchange.send_early(others, last=early)
+    compare(RankingModel.forward, ids[2])  # others are asked for
+    exchange.send_early(others, last=ids[2])
+    others.copy_(early)
+    compare(RankingModel.forward, others)  # they have changed since
     ShardedRows.send, ShardedRows.request = send, request
     return found
 

@@ -88,8 +88,8 @@ def test_every_plan_and_optimizer_trains_as_in_one_process(tmp_path):
 def test_ids_travel_once_for_tables_of_two_widths(tmp_path):
     # what a model looks up, step by step, is in spread_worker.py
     sent, looked_up, differences = zip(*work(tmp_path, 2, "lookups")["lookups"], strict=True)
-    assert sent == (1, 1, 1, 0, 1, 0, 1, 1, 1, 1)
-    assert looked_up == (2, 2, 2, 1, 2, 1, 1, 2, 2, 1)
+    assert sent == (1, 1, 1, 0, 1, 0, 1, 1, 1, 1, 0, 1, 1)
+    assert looked_up == (2, 2, 2, 1, 2, 1, 1, 2, 2, 1, 2, 2, 2)
     assert max(differences) <= 1e-6
 
 

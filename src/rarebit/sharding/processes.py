@@ -62,6 +62,9 @@ class Processes:
         del real, total  # all rows are here, and count
         return loss(*parts)
 
+    def send_early(self, ids: Tensor, last: Tensor) -> None:
+        """Let the ids of the next batch set out before the backward of the last one."""
+
     def average_gradients(self) -> None:
         """Average the gradients of what every process holds."""
 
@@ -102,6 +105,7 @@ class SpreadProcesses(Processes):
         self.norms = [module for module in model.modules() if isinstance(module, SharedBatchNorm)]
         self.shared = shared_parameters(model)
         self.gradients = GradientAverage(self.shared)
+        self.exchanges = list(dict.fromkeys(rows.exchange for rows in sharded_rows(model)))
 
     def share(self, rows: Tensor) -> tuple[Tensor, int]:
         """Return the rows of this rank, filled up with the batch's first."""
@@ -123,8 +127,15 @@ class SpreadProcesses(Processes):
             return parts[0].sum() * 0.0
         return loss(*(part[:real] for part in parts)) * (real * self.world / total)
 
+    def send_early(self, ids: Tensor, last: Tensor) -> None:
+        """Let the ids of the next batch set out, for tables that looked up those of the last one as they were."""
+        for exchange in self.exchanges:
+            exchange.send_early(ids, last)
+
     def average_gradients(self) -> None:
-        """Average the gradients of all but the pieces, which TorchRec did."""
+        """Average the gradients of all but the pieces, which TorchRec did; the ids of the next batch go on."""
+        for exchange in self.exchanges:
+            exchange.send_on()
         self.gradients.finish()
 
     def release(self) -> None:

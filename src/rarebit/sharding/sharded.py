@@ -140,15 +140,23 @@ class LocalRows(nn.Module):
         return torch.cat(found, dim=1)
 
 
-class _Sent(NamedTuple):
-    """Ids that went to the processes with their rows."""
+@dataclass
+class _Sent:
+    """Ids on their way to the processes with their rows."""
 
     context: Any
     """What TorchRec notes of it."""
-    features: Any
-    """The lookups that this process makes for all."""
+    coming: Any
+    """The lookups that this process makes for all: first to be waited for is how many, then which."""
     at_most_one: bool
     """Whether no bag has several ids."""
+    waits: int = 2
+
+    def wait(self, left: int = 0) -> Any:
+        """Wait until so many waits are left; return the lookups if none is."""
+        while self.waits > left:
+            self.coming, self.waits = self.coming.wait(), self.waits - 1
+        return self.coming
 
 
 class _Exchange:
@@ -164,6 +172,8 @@ class _Exchange:
         self.ids: tuple[Tensor, int] | None = None
         """The ids, and how often they had been written to by then."""
         self.sent: _Sent | None = None
+        self.early: tuple[Tensor, int, _Sent] | None = None
+        """Ids that set out before they were asked for, and how often they had been written to."""
         self.followers: dict[ShardedRows, None] = {}
         """Tables that asked for ids which others had sent, in that order."""
         self.coming: dict[ShardedRows, tuple[Any, tuple[int, ...]]] = {}
@@ -171,9 +181,10 @@ class _Exchange:
 
     def rows(self, asked: "ShardedRows", ids: Tensor) -> Any:
         """Return the rows of one table's ids `(B, S)`, as TorchRec has them."""
-        same = self.ids is not None and self.ids[0] is ids
-        if not same or self.ids != (ids, ids._version):  # noqa: SLF001  # it has no other name
-            self.sender, self.ids, self.sent = asked, (ids, ids._version), asked.send(ids)  # noqa: SLF001
+        if not _is_same(self.ids, ids):
+            is_early, early = _is_same(self.early, ids), self.early
+            self.sender, self.ids, self.early = asked, (ids, ids._version), None  # noqa: SLF001  # it has no other name
+            self.sent = early[2] if is_early and early is not None else asked.send(ids)
         assert self.sent is not None
         if asked is not self.sender:
             self.followers[asked] = None
@@ -188,6 +199,21 @@ class _Exchange:
             if each is not asked
         }
         return rows
+
+    def send_early(self, ids: Tensor, last: Tensor) -> None:
+        """Let the ids of the next batch set out, where those of the `last` one were asked for as they are."""
+        if self.sender is not None and _is_same(self.ids, last):
+            self.early = (ids, ids._version, self.sender.send(ids))  # noqa: SLF001  # it has no other name
+
+    def send_on(self) -> None:
+        """Let early ids go on, of which all processes know by now how many there are."""
+        if self.early is not None:
+            self.early[2].wait(left=1)
+
+
+def _is_same(known: tuple[Any, ...] | None, ids: Tensor) -> bool:
+    """Return whether ids are those that are known, and were not written to since."""
+    return known is not None and known[0] is ids and known[1] == ids._version  # noqa: SLF001  # it has no other name
 
 
 class ShardedRows(nn.Module):
@@ -243,7 +269,7 @@ class ShardedRows(nn.Module):
         return self._arranged(self.exchange.rows(self, ids)).view(*ids.shape, -1)
 
     def send(self, ids: Tensor) -> _Sent:
-        """Send ids `(..., S)` to the processes that hold their rows; return what `request` needs."""
+        """Let ids `(..., S)` set out to the processes that hold their rows; return what `request` needs."""
         slots = ids.reshape(-1, ids.shape[-1]).t()
         return self._send(slots.reshape(-1), ids.new_ones(ids.numel()).int(), at_most_one=True)
 
@@ -252,13 +278,13 @@ class ShardedRows(nn.Module):
 
         context = self._bags[0].create_context()
         ids = KeyedJaggedTensor(keys=self._keys, values=values, lengths=lengths)
-        return _Sent(context, self._bags[0].input_dist(context, ids).wait().wait(), at_most_one)
+        return _Sent(context, self._bags[0].input_dist(context, ids), at_most_one)
 
     def request(self, sent: _Sent) -> Any:
         """Look up what all processes asked for, and let the rows set out; to be waited for."""
         for kernel in self._kernels:
             kernel.at_most_one = sent.at_most_one
-        return self._bags[0].compute_and_output_dist(sent.context, sent.features)
+        return self._bags[0].compute_and_output_dist(sent.context, sent.wait())
 
     def _arranged(self, coming: Any) -> Tensor:
         found = coming.wait()

@@ -6,7 +6,7 @@ recorded after a few ordinary steps, and again when the learning rate changes.
 """
 
 import functools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import accumulate
 from typing import Any, TypeAlias
@@ -128,11 +128,24 @@ class TrainingStep:
         self.bad_step = torch.full((), -1, device=self.device)
         optimizer.zero_grad(set_to_none=True)  # what the caller left would be in the first step
 
-    def __call__(self, batch: Batch, *, real: int | None = None, total: int | None = None) -> None:
-        """Train on one batch, or on this process's share of one of `total` rows, of which the first `real` count."""
+    def __call__(
+        self,
+        batch: Batch,
+        *,
+        real: int | None = None,
+        total: int | None = None,
+        following: Callable[[], Batch | None] = lambda: None,
+    ) -> None:
+        """Train on one batch, or on this process's share of one of `total` rows, of which the first `real` count.
+
+        `following` returns the next batch, where that is known: other processes can look its rows up meanwhile.
+        """
         real, total = real if real is not None else len(batch), total or len(batch)
         with torch.autocast(self.device.type, torch.bfloat16, enabled=self.half):
             logits = self._score(batch)
+        following_batch = following()
+        if following_batch is not None:
+            self.processes.send_early(following_batch.ids, batch.ids)
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
         parts = [logits, batch.label.to(logits.dtype)]
         if batch.weight is not None:
@@ -144,13 +157,22 @@ class TrainingStep:
             self.inspect(loss.detach())
         if self.before_update is not None:
             self.before_update(batch, logits.detach())
-        if self.clip_norm is not None:
-            clip_grad_norm_(self.model, self.clip_norm, self.processes)
-        self.optimizer.step()
+        self.update()
         for stack in self.stacks:
             stack.gradient_memory.keep(stack.embedding.weight)
         self.optimizer.zero_grad(set_to_none=True)
         self._remember(loss.detach(), total)
+
+    def update(self) -> None:
+        """Clip the gradients, and let the optimizer change the weights."""
+        if self.clip_norm is not None:
+            clip_grad_norm_(self.model, self.clip_norm, self.processes)
+        self.optimizer.step()
+
+    @property
+    def optimizers(self) -> list[Optimizer]:
+        """The optimizers of what it trains."""
+        return [self.optimizer]
 
     def _score(self, batch: Batch) -> Tensor:
         if len(batch) == self.compiled_size:
@@ -259,30 +281,53 @@ class Steps:
 
     def __init__(self, step: TrainingStep, train: Dataset) -> None:
         self.step, self.train = step, train
-        self.device = device_of(step.model)
+        self.device = step.device
         self.order = torch.empty(0, dtype=torch.int64)
+        self.ahead: tuple[tuple[int, int], Batch] | None = None
+        """The next batch, and its places in the order."""
 
     def start_epoch(self, order: Tensor) -> None:
         """Take the order of the rows."""
-        self.order = order
+        self.order, self.ahead = order, None
 
     def __call__(self, start: int, stop: int) -> None:
         """Train on the rows at these places of the order."""
-        rows, real = self.step.processes.share(self.order[start:stop])
+        rows, real = self.step.processes.share(self.order[..., start:stop].reshape(-1))
+        ahead, self.ahead = self.ahead, None
+        batch = ahead[1] if ahead is not None and ahead[0] == (start, stop) else self._batch(rows)
+        self.step(
+            batch, real=real, total=stop - start, following=lambda: self._following(start, stop)
+        )
+
+    def _batch(self, rows: Tensor) -> Batch:
         batch = self.train[rows]
-        batch = batch if self.train.device == self.device else batch.to(self.device)
-        self.step(batch, real=real, total=stop - start)
+        return batch if self.train.device == self.device else batch.to(self.device)
+
+    def _following(self, start: int, stop: int) -> Batch | None:
+        """Return this process's share of the next batch, if several processes train."""
+        places = stop, min(2 * stop - start, self.order.shape[-1])
+        if self.step.processes is ONE or places[0] == places[1]:
+            return None
+        rows, _ = self.step.processes.share(self.order[slice(*places)])
+        self.ahead = places, self._batch(rows)
+        return self.ahead[1]
 
 
 class RecordedSteps(Steps):
     """The steps of an epoch on a GPU, replayed from a recording; odd batches are run one by one."""
 
     def __init__(
-        self, step: TrainingStep, train: Dataset, batch_size: int, say: Callable[[str], object]
+        self,
+        step: TrainingStep,
+        train: Dataset,
+        batch_size: int,
+        say: Callable[[str], object],
+        orders: tuple[int, ...] = (),
     ) -> None:
+        """`orders` is the leading shape of the order of the rows, where a step trains several models."""
         super().__init__(step, train)
         self.batch_size, self.say = batch_size, say
-        self.order = torch.zeros(len(train), dtype=torch.int64, device=train.device)
+        self.order = torch.zeros(*orders, len(train), dtype=torch.int64, device=train.device)
         self.places = torch.arange(batch_size, device=train.device)
         self.position = 0
         """Where the recording thinks the next batch starts."""
@@ -302,7 +347,7 @@ class RecordedSteps(Steps):
         if self.gave_up or stop - start != self.batch_size or self.warm < WARM_UP:
             self._run(start, stop)
             return
-        if self.graph is None or self.options != _options(self.step.optimizer):
+        if self.graph is None or self.options != _options(self.step.optimizers):
             self._record()
         if self.graph is None:
             self._run(start, stop)
@@ -322,17 +367,18 @@ class RecordedSteps(Steps):
 
     def _record(self) -> None:
         """Record a step; if that fails, report why once and continue one by one."""
-        self.options = _options(self.step.optimizer)
+        self.options = _options(self.step.optimizers)
         graph = torch.cuda.CUDAGraph()
         self.graph = None  # gives the memory of the last recording back
         try:
             with recording(graph, self.stream):
-                rows = self.order.index_select(0, self.places + self.start)
-                self.step(self.train[rows])
+                rows = self.order.index_select(-1, self.places + self.start)
+                self.step(self.train[rows.reshape(-1)])
                 self.start += self.batch_size
         except Exception as error:  # noqa: BLE001  # anything a model does may be what cannot be recorded
             self.gave_up = True
-            self.step.optimizer.zero_grad(set_to_none=True)
+            for optimizer in self.step.optimizers:
+                optimizer.zero_grad(set_to_none=True)
             self.say(f"the step is not recorded as a CUDA graph: {first_line(error)}")
         else:
             self.graph = graph
@@ -370,9 +416,10 @@ def why_not_recorded(optimizer: Optimizer) -> str | None:
     )
 
 
-def _options(optimizer: Optimizer) -> list[dict[str, Any]]:
+def _options(optimizers: Sequence[Optimizer]) -> list[dict[str, Any]]:
     """Return what a recording has fixed: learning rates and the like."""
     return [
         {key: value for key, value in group.items() if isinstance(value, float | tuple)}
+        for optimizer in optimizers
         for group in optimizer.param_groups
     ]
