@@ -213,6 +213,13 @@ class Callbacks(Callback):
             groups = callback.parameter_groups(groups)
         return groups
 
+    @property
+    def acts_after_steps(self) -> bool:
+        """Whether anything happens between two steps."""
+        return any(
+            type(one).after_step is not Callback.after_step for one in self.callbacks.values()
+        )
+
     def after_step(self, num_steps: int) -> bool:
         wanted = [callback.after_step(num_steps) for callback in self.callbacks.values()]  # all act
         return any(wanted)

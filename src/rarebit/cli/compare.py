@@ -78,6 +78,7 @@ def compare(  # noqa: PLR0917  # typer calls it by name
         Option(help="Parallel runs. Default: one per core; on a GPU one, unless NVIDIA MPS runs."),
     ] = None,
     threads: Annotated[int, Option(help="CPU threads per run.")] = 1,
+    together: opt.Together = "auto",
     keep_models: Annotated[
         bool, Option("--keep-models", help="Keep the model of every run in its folder.")
     ] = False,
@@ -143,6 +144,7 @@ def compare(  # noqa: PLR0917  # typer calls it by name
         minutes=minutes,
         workers=workers,
         threads=threads,
+        together=opt.choose_together(together),
         device=opt.choose_device(device),
         keep_models=keep_models,
         deciles=deciles,

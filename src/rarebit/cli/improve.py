@@ -43,6 +43,7 @@ def improve(  # noqa: PLR0917  # typer calls it by name
     workers: Annotated[
         int | None, Option(help="Parallel runs. Default: one per core, one on a GPU.")
     ] = None,
+    together: opt.Together = "auto",
     device: opt.Device = "auto",
 ) -> None:
     """Look for methods that rank better on a log, prove it on unused test rows, and store the tables smaller.
@@ -73,6 +74,7 @@ def improve(  # noqa: PLR0917  # typer calls it by name
                 trials=trials,
                 seeds=seeds,
                 workers=workers,
+                together=opt.choose_together(together),
                 device=opt.choose_device(device),
                 progress=progress,
                 say=progress.say,

@@ -86,6 +86,14 @@ Resume = Annotated[
     Option(help="Resume the work in this folder from its last checkpoint.", readable=False),
 ]
 DEVICES = ("cpu", "cuda", "auto")
+Together = Annotated[
+    str,
+    Option(
+        metavar="auto|N",
+        help="Runs that train as one stacked model: those of a variant that differ in seed, learning rate and the like. auto: "
+        "as many as fit on a GPU, 1 on a CPU.",
+    ),
+]
 Device = Annotated[
     str,
     Option(
@@ -125,6 +133,14 @@ def choose_device(name: str) -> "torch.device":
     """Return the device of a command."""
     require(name in DEVICES, f"device must be cpu, cuda or auto, got {name!r}")
     return find_device(name)
+
+
+def choose_together(text: str) -> "int | Literal['auto']":
+    """Return how many runs may train as one stack."""
+    if text == "auto":
+        return "auto"
+    require(text.isdecimal(), f"--together must be auto or a number of runs, got {text!r}")
+    return int(text)
 
 
 def choose_threads(threads: int | None) -> list[str]:

@@ -22,7 +22,7 @@ and the best epoch comes up to four times later in our studies.
 import math
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import torch
@@ -34,9 +34,9 @@ from rarebit.errors import UnsupportedTableError, warn
 from rarebit.methods._counts import counts_of_rows
 from rarebit.methods.hashing import HashedTable
 from rarebit.settings import check_types, require
-from rarebit.tables.apply import Site, check_optimizer, find_sites, table_parameters
+from rarebit.tables.apply import check_optimizer, find_sites, table_parameters
 from rarebit.tables.counts import Counts, counts_of_table
-from rarebit.tables.table import CHUNK, TablePiece
+from rarebit.tables.table import CHUNK, AnyTable, TablePiece
 
 __all__ = ["Forgetting"]
 
@@ -110,7 +110,7 @@ def forget_rows_(tables: Sequence["StoredRows"], seen: Sequence[Tensor], c: floa
     if c == 0:
         return
     lost = [
-        repr(table.site.info.name)
+        repr(table.name)
         for table, counts in zip(tables, seen, strict=True)
         if not bool((counts / (counts.double() + c) > LEAST).any())
     ]
@@ -129,26 +129,46 @@ def _check(c: float) -> None:
     require(0 <= c < math.inf, f"c must be 0 or more and finite, got c={c}")
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, kw_only=True)
 class StoredRows:
-    """The rows of a table, `(N, D)`."""
+    """The rows of a table, `(N, D)`: a part of a parameter, wherever its memory lies by then."""
 
-    site: Site
-    weight: Tensor
-    padding: int | None
+    name: str
+    """The name of the table."""
+    table: AnyTable | None
+    """What `counts` are asked of; None where they are known."""
     parameter: nn.Parameter
     """The trained parameter whose memory holds them."""
+    shape: torch.Size
+    stride: tuple[int, ...]
+    start: int
+    """Their first number in the parameter."""
+    padding: int | None
     first_row: int = 0
     """The row of the table that is the first here, where other processes hold the others."""
 
+    @property
+    def weight(self) -> Tensor:
+        """The rows, to be changed in place."""
+        held = self.parameter.detach()
+        return held.as_strided(self.shape, self.stride, held.storage_offset() + self.start)
+
     def counts(self, counts: Counts) -> Tensor:
         """Return how often training saw each row, `(N,)` on the CPU; a bucket has the counts of all its ids."""
-        table = self.site.table
-        of_ids = counts_of_table(self.site.info.name, table.num_embeddings, counts)
+        assert self.table is not None, "its counts are known"
+        of_ids = counts_of_table(self.name, self.table.num_embeddings, counts)
         # buckets may lie deeper, as in a mask of several sets; all of a table's are alike
-        hashed = (part for part in table.modules() if isinstance(part, HashedTable))
-        seen = counts_of_rows(next(hashed, table), of_ids)
-        return seen[self.first_row : self.first_row + len(self.weight)]
+        hashed = (part for part in self.table.modules() if isinstance(part, HashedTable))
+        seen = counts_of_rows(next(hashed, self.table), of_ids)
+        return seen[self.first_row : self.first_row + self.shape[0]]
+
+
+def counted_rows(
+    model: nn.Module, asked_by: str, counts: Counts
+) -> tuple[list[StoredRows], list[Tensor]]:
+    """Return the rows of all tables of a model, and how often training saw each."""
+    rows = stored_rows(model, asked_by)
+    return [replace(each, table=None) for each in rows], [each.counts(counts) for each in rows]
 
 
 def stored_rows(model: nn.Module, asked_by: str) -> list[StoredRows]:
@@ -166,8 +186,19 @@ def stored_rows(model: nn.Module, asked_by: str) -> list[StoredRows]:
         homes = [_home(table.weight, parameters) for table in tables]
         for table, home in zip(tables, homes, strict=True):
             if home is not None and home.requires_grad:
-                weight, first = table.weight.detach(), getattr(table, "first_row", 0)
-                found.append(StoredRows(site, weight, table.padding_idx, home, first))
+                weight, first = table.weight, getattr(table, "first_row", 0)
+                found.append(
+                    StoredRows(
+                        name=name,
+                        table=site.table,
+                        parameter=home,
+                        shape=weight.shape,
+                        stride=weight.stride(),
+                        start=int(weight.storage_offset() - home.storage_offset()),
+                        padding=table.padding_idx,
+                        first_row=first,
+                    )
+                )
             other = names.setdefault(table.weight.data_ptr(), name)
             if other != name:
                 raise UnsupportedTableError(
@@ -222,9 +253,7 @@ class _Forgetting(Callback):
         self.c = c
 
     def start(self, model: nn.Module, data: TrainingData) -> None:
-        counts = data.train.counts()
-        self.rows = stored_rows(model, "forgetting")
-        self.seen = [each.counts(counts) for each in self.rows]
+        self.rows, self.seen = counted_rows(model, "forgetting", data.train.counts())
 
     def between_epochs(self, epoch: int, optimizer: Optimizer) -> None:
         del epoch

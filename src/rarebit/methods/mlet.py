@@ -38,7 +38,14 @@ from torch.nn import functional as F
 from rarebit.errors import warn
 from rarebit.machine import require_memory
 from rarebit.settings import check_types, require
-from rarebit.tables.collection import PlainStack, Stack, find_distinct, gather, stack_tables
+from rarebit.tables.collection import (
+    PlainStack,
+    Stack,
+    find_distinct,
+    gather,
+    has_fixed_sizes,
+    stack_tables,
+)
 from rarebit.tables.table import (
     CHUNK,
     AnyTable,
@@ -175,8 +182,8 @@ class FactorizedStack(Stack):
 
     def rows(self, ids: Tensor) -> Tensor:
         """Return W1_f (W2_f q_i) for each field f."""
-        inner, fixed_sizes = self.inner, ids.device.type != "cpu" or torch.compiler.is_compiling()
-        if fixed_sizes or not isinstance(inner, PlainStack):
+        inner = self.inner
+        if has_fixed_sizes(ids) or not isinstance(inner, PlainStack):
             wide = inner(ids)  # (..., S, k)
             return torch.einsum("...sk,skd->...sd", wide, self.projection[self.field_of_slot])
         # Read and multiply each distinct row once: on the CPU wide rows dominate the time of a step, and a batch of

@@ -28,7 +28,7 @@ from torch.nn import functional as F
 from rarebit.errors import SettingsError
 from rarebit.methods._counts import CountedMethod, CountedStack, CountedTable, Evidence
 from rarebit.settings import check_number, require
-from rarebit.tables.collection import Stack
+from rarebit.tables.collection import Stack, is_traced
 from rarebit.tables.counts import by_table_name
 from rarebit.tables.table import AnyTable, Table, grow_table, is_trainable, plain_like
 from rarebit.technique import Rank, Technique, technique_name
@@ -231,6 +231,8 @@ def mix(own: Tensor, weights: Tensor, prior: Tensor | None) -> Tensor:
     """
     if prior is None:
         return weights * own
+    if is_traced(own):
+        return torch.lerp(prior, own, weights)
     rows: Tensor = _Mix.apply(own, weights, prior)  # type: ignore[no-untyped-call]  # torch leaves it untyped
     return rows
 

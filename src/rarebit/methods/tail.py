@@ -37,7 +37,7 @@ from rarebit.data.dataset import Dataset
 from rarebit.data.schema import UNKNOWN
 from rarebit.ema import EMA
 from rarebit.methods._counts import Evidence, set_counts_
-from rarebit.methods.forgetting import PATIENCE, forget_rows_, restart_, stored_rows
+from rarebit.methods.forgetting import PATIENCE, counted_rows, forget_rows_, restart_
 from rarebit.methods.forgetting import C as RARE
 from rarebit.methods.shrinkage import Shrinkage, Strength
 from rarebit.settings import require
@@ -177,8 +177,7 @@ class _Tail(Callback):
         self.has_applied = not shrunk
         if self.has_applied:
             apply_(model, self.method.with_counts(counts), optimizer=optimizer, verbose=False)
-        self.rows = stored_rows(model, "tail")
-        self.seen = [each.counts(counts) for each in self.rows]
+        self.rows, self.seen = counted_rows(model, "tail", counts)
         self.share = max(map(tail_share, self.seen))
         self.has_tail = self.share >= LEAST_SHARE or not is_known
         if self.has_tail:
@@ -206,7 +205,7 @@ class _Tail(Callback):
         found: dict[nn.Parameter, list[Tensor]] = {}
         for rows, seen in zip(self.rows, self.seen, strict=True):
             held = rows.parameter
-            first = (rows.weight.storage_offset() - held.storage_offset()) // held.stride(0)
+            first = rows.start // held.stride(0)
             rare = (seen < self.method.forget).nonzero().flatten()
             found.setdefault(held, []).append(rare + first)
         for parameter, places in found.items():

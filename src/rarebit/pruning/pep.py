@@ -54,7 +54,15 @@ from rarebit.machine import require_memory
 from rarebit.pruning.masked import Ticket, find_borders, kth_largest
 from rarebit.settings import check_types, require
 from rarebit.tables.apply import find_sites
-from rarebit.tables.collection import PlainStack, Stack, find_distinct, gather, stack_tables
+from rarebit.tables.collection import (
+    PlainStack,
+    Stack,
+    find_distinct,
+    gather,
+    has_fixed_sizes,
+    is_traced,
+    stack_tables,
+)
 from rarebit.tables.table import (
     AnyTable,
     Method,
@@ -253,8 +261,7 @@ class ThresholdedStack(Stack):
     def rows(self, ids: Tensor) -> Tensor:
         """Return S(V_f, s_f) of the rows of each field f."""
         inner, levels = self.inner, self.levels
-        fixed_sizes = ids.device.type != "cpu" or torch.compiler.is_compiling()
-        if fixed_sizes or not isinstance(inner, PlainStack):
+        if has_fixed_sizes(ids) or not isinstance(inner, PlainStack):
             return soft_threshold(inner(ids), self.method.cut_at(levels(ids)))
         # read and cut each distinct row once
         found = find_distinct((ids + inner.offsets).reshape(-1))
@@ -347,7 +354,7 @@ class _SoftThreshold(torch.autograd.Function):
 
 def soft_threshold(rows: Tensor, thresholds: Tensor) -> Tensor:
     """Return sign(V) · relu(|V| - t), with the gradients of equation 11; t must not be negative."""
-    if torch.compiler.is_compiling():
+    if is_traced(rows):
         # the same gradients; the compiler keeps no more than it needs
         return _cut(rows, thresholds)
     cut: Tensor = _SoftThreshold.apply(rows, thresholds)  # type: ignore[no-untyped-call]  # torch leaves it untyped

@@ -18,7 +18,7 @@ prior, continue. An average of the weights mixes fresh rows with trained ones. O
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import torch
@@ -85,7 +85,8 @@ class _Refreshing(Callback):
         """The rows of the sets that wait, by set and table."""
 
     def start(self, model: nn.Module, data: TrainingData) -> None:
-        self.rows, self.seed = stored_rows(model, "fresh-tables"), data.seed
+        rows, self.seed = stored_rows(model, "fresh-tables"), data.seed
+        self.rows = [replace(each, table=None) for each in rows]
         weights = [rows.weight for rows in self.rows]
         self.starts = [(float(w.mean()), float(w.std()) if w.numel() > 1 else 0.0) for w in weights]
 

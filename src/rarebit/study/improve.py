@@ -41,7 +41,7 @@ from rarebit.storage.files import file_lock, make_folder, read_json, write_json
 from rarebit.study.plan import StudyPlan, StudySettings
 from rarebit.study.pool import Pool, StudyLines, StudyProgress, Values
 from rarebit.study.results import CellResult, StudyResult, VariantResult, formatted
-from rarebit.study.runs import KEY_DIGITS, UNREADABLE, RunFolder, RunRecord
+from rarebit.study.runs import KEY_DIGITS, UNREADABLE, RunFolder, RunRecord, runs_together
 from rarebit.study.statistics import PairedAUC, delong, scipy_special
 from rarebit.study.study import Cell, Failure, Runner
 from rarebit.study.variants import Variant
@@ -279,6 +279,7 @@ def improve(
     trials: int | None = None,
     seeds: int | None = None,
     workers: int | None = None,
+    together: int | Literal["auto"] = "auto",
     device: torch.device | str = "auto",
     progress: StudyProgress | bool = True,
     say: Say = print,
@@ -287,7 +288,7 @@ def improve(
 
     Give a function that builds your model, which takes a batch, and three data sets; or `data`, a prepared folder, and the
     name of a `model` of ours, or its settings. All runs fit into so many `minutes`; what is finished stays in the `folder`,
-    and the same call resumes. `trials` and `seeds` replace what would fit the time. `size` is that of the tables, as in
+    and the same call resumes. `trials` and `seeds` replace what would fit the time; `workers` and `together` are those of a study. `size` is that of the tables, as in
     `compress_`; None leaves them as they are.
 
     >>> import tempfile
@@ -320,7 +321,7 @@ def improve(
             asked = {"settings": base.to_mapping(), "size": size, "trials": trials, "seeds": seeds}
             job = _Job(
                 base=base, folder=where, size=size, minutes=minutes, start=start, device=device, progress=progress, say=say,
-                workers=workers or default_workers(device, 1),
+                workers=workers or default_workers(device, 1), together=runs_together(together, device),
                 is_own=build is not None,
             )  # fmt: skip
             return job.run(asked, trials, seeds)
@@ -414,6 +415,7 @@ class _Job:
     progress: StudyProgress
     say: Say
     workers: int
+    together: int
     is_own: bool
     failures: dict[str, Failure] = field(default_factory=dict)
     race: list[dict[str, Any]] = field(default_factory=list)
@@ -466,6 +468,7 @@ class _Job:
                 self.deadline(plan),
                 self.failures,
                 keep_models=True,
+                together=self.together,
             )
             cell, winner = self._race(runner, plan)
             if cell is not None:

@@ -18,23 +18,28 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from io import BytesIO
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
+import torch
 from torch import Tensor
 
+from rarebit.callbacks import TrainingMethod
 from rarebit.data.prepared import PreparedFolder
 from rarebit.data.synthetic import SyntheticLog
 from rarebit.errors import StudyError
+from rarebit.models._base import OWN_MODELS
 from rarebit.settings import from_mapping, require, to_mapping
 from rarebit.storage.files import make_folder, read_json, write_file, write_json
-from rarebit.technique import technique_text
+from rarebit.technique import Technique, technique_name, technique_text
 from rarebit.training.metrics import Evaluation
 from rarebit.training.settings import MemoryLog, PreparedLog, RunSettings, Training
 
 FORMAT = 1
 RESULT, SCORES, CHECKPOINTS, MODEL = "result.json", "scores.npy", "checkpoints", "model"
 KEY_DIGITS = 20
+MOST_TOGETHER = 64
+"""Runs in a stack by default, where they fit the memory of a GPU."""
 UNREADABLE = (AttributeError, LookupError, StudyError, TypeError, ValueError)
 """Errors of JSON files with wrong content."""
 
@@ -169,6 +174,42 @@ def stage_key(settings: RunSettings) -> str | None:
     stages = (method.shared_stage(settings.methods) for method in settings.methods)
     shared = next((methods for methods in stages if methods is not None), None)
     return None if shared is None else run_key(dataclasses.replace(settings, methods=shared))
+
+
+STACKED = (
+    *("seed", "epochs", "patience", "lr", "table_lr", "weight_decay", "table_weight_decay"),
+    *("threshold_weight_decay", "ema_decay", "ema_epochs", "plateau_factor", "plateau_patience"),
+)
+"""Settings of training in which runs may differ that train as one stacked model."""
+
+
+def stack_key(settings: RunSettings) -> str | None:
+    """Return what runs have in common that may train as one stacked model; None for runs that cannot."""
+    methods, training = settings.methods, settings.training
+    drives = any(type(method).drive is not Technique.drive for method in methods)
+    if drives or training.one_pass or settings.model in OWN_MODELS:
+        return None
+    usual = {name: getattr(Training(), name) for name in STACKED}
+    values = dataclasses.replace(
+        settings, training=dataclasses.replace(training, **usual)
+    ).to_mapping()
+    # what acts around training may have other strengths; tables may not
+    values["methods"] = [
+        technique_name(method) if isinstance(method, TrainingMethod) else technique_text(method)
+        for method in methods
+    ]
+    return json.dumps(values, sort_keys=True)
+
+
+def runs_together(asked: int | Literal["auto"], device: torch.device) -> int:
+    """Return how many runs may train as one stacked model at most."""
+    if asked == "auto":
+        return MOST_TOGETHER if device.type == "cuda" else 1
+    require(
+        type(asked) is int and asked >= 1,
+        f"together must be 'auto' or at least 1, got together={asked!r}",
+    )
+    return asked
 
 
 def _changed(settings: object, defaults: object) -> dict[str, Any]:

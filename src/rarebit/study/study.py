@@ -13,8 +13,9 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -35,7 +36,16 @@ from rarebit.study.results import (
     Trial,
     VariantResult,
 )
-from rarebit.study.runs import RunFolder, RunRecord, ensemble_record, identify, run_key, stage_key
+from rarebit.study.runs import (
+    RunFolder,
+    RunRecord,
+    ensemble_record,
+    identify,
+    run_key,
+    runs_together,
+    stack_key,
+    stage_key,
+)
 from rarebit.study.statistics import PairedAUC, delong, scipy_special
 from rarebit.study.tuning import Search, search
 from rarebit.study.variants import MeasuredRates, Variant, start_size, variants_of
@@ -57,6 +67,7 @@ def study(
     minutes: float | None = None,
     workers: int | None = None,
     threads: int = 1,
+    together: int | Literal["auto"] = "auto",
     device: torch.device | str = "auto",
     keep_models: bool = False,
     progress: StudyProgress | bool = True,
@@ -67,7 +78,8 @@ def study(
     Give a plan, or its values by name: `methods`, `model`, `data`, `training`, `seeds`, ... Finished runs are
     kept in the folder and never repeated: the same call resumes a study. After `minutes`, active runs are
     checkpointed and no others start. Each run has `threads` CPU threads, so its numbers do not depend on the
-    number of `workers`.
+    number of `workers`. Up to `together` runs that differ in seed, rates and the like train as one stacked model, which a GPU does in
+    a fraction of the time; "auto" is as many as fit on a GPU, and 1 on a CPU.
 
     >>> import tempfile
     >>> found = study(
@@ -84,8 +96,8 @@ def study(
     require(minutes is None or minutes > 0, f"minutes must be above 0, got minutes={minutes}")
     require(workers is None or workers >= 1, f"workers must be at least 1, got workers={workers}")
     require(threads >= 1, f"threads must be at least 1, got threads={threads}")
+    at_once = runs_together(together, device := choose_device(device))
     scipy_special()  # reports a missing package before any run
-    device = choose_device(device)
     if isinstance(progress, bool):
         progress = StudyLines() if progress else StudyProgress()
     is_gpu = device.type == "cuda"
@@ -105,7 +117,7 @@ def study(
     with file_lock(where / "lock"):
         write_json(where / "study.json", plan.to_mapping(), error=StudyError)
         with Pool(workers, str(device), threads) as pool:
-            runner = Runner(pool, where, progress, deadline, failures, keep_models)
+            runner = Runner(pool, where, progress, deadline, failures, keep_models, at_once)
             by_seed = [(cell, seed) for seed in cells[0].seeds for cell in cells]
             runner.tune(cells)
             runner.make([run for cell, seed in by_seed for run in cell.compared_runs(seed)])
@@ -363,6 +375,8 @@ class Runner:
     deadline: float | None
     failures: dict[str, Failure]
     keep_models: bool
+    together: int = 1
+    """How many runs may train as one stacked model."""
     made: int = 0
     """Runs finished in this call."""
 
@@ -393,9 +407,10 @@ class Runner:
         stages = Counter(stage_key(run.settings) for run in distinct.values())
         for _ in range(ATTEMPTS):
             self.progress.plan(len(distinct), len(distinct) - len(missing))
+            groups = self._groups(list(missing.values()))
             self.pool.run(
-                {key: self._task(run, stages) for key, run in missing.items()},
-                lambda key, answer: self._hear(distinct[key], answer),
+                {key: self._task(group, stages) for key, group in groups.items()},
+                partial(self._hear_group, groups),
                 self.deadline,
             )
             died = {key for key, failure in self.failures.items() if failure.kind == "died"}
@@ -403,7 +418,24 @@ class Runner:
             if not missing or self.pool.stopping.is_set():
                 return
 
-    def _task(self, run: PlannedRun, stages: Mapping[str | None, int]) -> dict[str, Any]:
+    def _groups(self, runs: Sequence[PlannedRun]) -> dict[str, list[PlannedRun]]:
+        """Return the runs of each task: those that train together, in the order of the first of them."""
+        alike: dict[str, list[PlannedRun]] = {}
+        for run in runs:
+            alike.setdefault(stack_key(run.settings) or run.key, []).append(run)
+        groups = (group for each in alike.values() for group in self._shared_out(each))
+        return {group[0].key: group for group in groups}
+
+    def _shared_out(self, runs: list[PlannedRun]) -> Iterator[list[PlannedRun]]:
+        """Yield runs in groups of about one size, one for each worker at least."""
+        most = min(self.together, -(-len(runs) // len(self.pool.workers)))
+        for part in np.array_split(np.arange(len(runs)), -(-len(runs) // most)):
+            yield [runs[place] for place in part]
+
+    def _task(self, runs: Sequence[PlannedRun], stages: Mapping[str | None, int]) -> dict[str, Any]:
+        if len(runs) > 1:
+            return {"together": [self._task([run], stages) for run in runs]}
+        [run] = runs
         folder, stage = self.folder.absolute(), stage_key(run.settings)
         return {
             "folder": str(folder),
@@ -412,6 +444,20 @@ class Runner:
             "keep_model": self.keep_models,
             "pruning": str(folder / STAGE / stage) if stage and stages[stage] > 1 else None,
         }
+
+    def _hear_group(
+        self, groups: Mapping[str, Sequence[PlannedRun]], key: str, answer: Mapping[str, Any]
+    ) -> None:
+        """Hear an answer to the task of several runs: of one by its number, or of all that have not ended."""
+        runs = groups[key]
+        if len(runs) == 1:
+            self._hear(runs[0], answer)
+        elif "of" in answer:
+            self._hear(runs[answer["of"]], answer["answer"])
+        elif "done" not in answer:
+            for run in runs:
+                if run.read() is None and ("started" in answer or run.key not in self.failures):
+                    self._hear(run, answer)
 
     def _hear(self, run: PlannedRun, answer: Mapping[str, Any]) -> None:
         match answer:

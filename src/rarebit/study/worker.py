@@ -3,9 +3,11 @@
     python -m rarebit.study.worker DEVICE THREADS
 
     in     {"folder": STUDY, "settings": {...}, "modules": [], "keep_model": false, "pruning": null}
+           {"together": [{"folder": STUDY, ...}, ...], "modules": []}            runs of one log as one stacked model
            {"backtest": FOLDER, "name": "grow, seed 0", "policy": "grow", "settings": {...}, "modules": []}
     out    {"epoch": 1, "epochs": 10, "valid_auc": 0.8}      after each epoch
            {"done": true} | {"diverged": "why"} | {"failed": "why"} | {"stopped": true}
+           {"of": 0, "answer": {...}}                        of one of several runs, by its number
 
 When its input ends, the study has stopped or was killed: the active run stops after its step and is
 checkpointed, as if by Ctrl-C. So no work is lost when a study is killed, and no process stays behind.
@@ -20,8 +22,9 @@ import statistics
 import sys
 import threading
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any, NamedTuple, TextIO, TypeAlias
@@ -39,11 +42,12 @@ from rarebit.tables.apply import find_sites, table_bytes
 from rarebit.tables.spectrum import default_chunk, information_abundance, triangle_of
 from rarebit.tables.table import full_table, methods_of
 from rarebit.technique import Rank
-from rarebit.training.fit import EpochRecord, Silence
+from rarebit.training.fit import Course, EpochRecord, Silence, alone
 from rarebit.training.metrics import evaluate, evaluate_scores, predict
 from rarebit.training.model_file import save_model
-from rarebit.training.run import STAGE, finish_model, num_parameters, train_model
+from rarebit.training.run import STAGE, finish_model, model_course, num_parameters
 from rarebit.training.settings import RunSettings, study_splits
+from rarebit.training.together import together
 
 Tell: TypeAlias = Callable[[Mapping[str, Any]], None]
 
@@ -64,6 +68,13 @@ def open_log(settings: RunSettings, device: torch.device) -> Log:
 
 
 def make_run(
+    settings: RunSettings, log: Log, folder: RunFolder, *, device: torch.device, **options: Any
+) -> RunRecord:
+    """Train and evaluate one run and write its record, or resume it; `options` are those of `run_course`."""
+    return alone(run_course(settings, log, folder, device=device, **options))
+
+
+def run_course(
     settings: RunSettings,
     log: Log,
     folder: RunFolder,
@@ -72,8 +83,8 @@ def make_run(
     keep_model: bool = False,
     pruning: Path | None = None,
     tell: Tell | None = None,
-) -> RunRecord:
-    """Train and evaluate one run and write its record, or resume it.
+) -> Course[RunRecord]:
+    """Make a run as `make_run` does, possibly together with others.
 
     `pruning` is the folder of a first stage that it shares with other runs.
     """
@@ -81,7 +92,7 @@ def make_run(
     one_pass = settings.training.one_pass
     methods = settings.methods
     sharing = [method for method in methods if method.shared_stage(methods) is not None]
-    model, history = train_model(
+    model, history = yield from model_course(
         settings,
         train,
         None if one_pass else valid,
@@ -210,51 +221,74 @@ class Worker:
         self.periods: PeriodLog | None = None
 
     def work(self, task: Mapping[str, Any]) -> None:
-        """Make a run and tell how it ended; a run that fails does not stop the next one."""
+        """Make a run, or several together, and tell how it ended; a run that fails does not stop the next one."""
         try:
             for module in task.get("modules", ()):  # methods without an entry point
                 import_module(module)
             self.make(task)
-        except TrainingInterrupted:
-            self.tell({"stopped": True})
-            raise
-        except NotFiniteError as error:
-            self.tell({"diverged": str(error)})
-        except (RarebitError, torch.OutOfMemoryError) as error:
-            self.tell({"failed": str(error)})
-        except Exception as error:  # noqa: BLE001  # whatever a run does, the study continues
-            traceback.print_exc()
-            self.tell({"failed": f"{type(error).__name__}: {error}"})
+        except Exception as error:  # whatever a run does, the study continues
+            self.tell(_how_it_ended(error))
+            if isinstance(error, TrainingInterrupted):
+                raise
         else:
             self.tell({"done": True})
 
     def make(self, task: Mapping[str, Any]) -> None:
-        """Make the run of a task."""
+        """Make the run of a task, or its runs."""
         if "backtest" in task:
             self._make_policy(task)
+        elif "together" in task:
+            self._make_together(task["together"])
         else:
-            self._make_run(task)
+            alone(self._course(task, self.tell))
 
-    def _make_run(self, task: Mapping[str, Any]) -> None:
+    def _course(self, task: Mapping[str, Any], tell: Tell) -> Course[RunRecord]:
         settings = RunSettings.from_mapping(task["settings"])
         if self.log is None or self.log_settings != settings.data:
             self.log = None  # frees its memory first
             self.log, self.log_settings = open_log(settings, self.device), settings.data
-        make_run(
+        return run_course(
             settings,
             self.log,
             RunFolder(Path(task["folder"]), run_key(settings)),
             device=self.device,
             keep_model=task["keep_model"],
             pruning=None if task.get("pruning") is None else Path(task["pruning"]),
-            tell=self.tell,
+            tell=tell,
         )
+
+    def _make_together(self, tasks: Sequence[Mapping[str, Any]]) -> None:
+        """Make runs of one log as one stack, and tell of each by its number."""
+
+        def tell(number: int, answer: Mapping[str, Any]) -> None:
+            self.tell({"of": number, "answer": answer})
+
+        stopped: TrainingInterrupted | None = None
+        courses = [self._course(task, partial(tell, number)) for number, task in enumerate(tasks)]
+        for ended in together(courses, lambda line: sys.stderr.write(f"{line}\n")):
+            error = ended.error
+            tell(ended.number, {"done": True} if error is None else _how_it_ended(error))
+            stopped = error if isinstance(error, TrainingInterrupted) else stopped
+        if stopped is not None:
+            raise stopped
 
     def _make_policy(self, task: Mapping[str, Any]) -> None:
         folder = Path(task["backtest"])
         self.periods = self.periods or PeriodLog(folder / PERIODS)
         run = PlannedRun.of_task(task)
         run.make(folder, self.periods, device=self.device, tell=self.tell)
+
+
+def _how_it_ended(error: Exception) -> dict[str, Any]:
+    """Return the last answer of a run that ended by an error."""
+    if isinstance(error, TrainingInterrupted):
+        return {"stopped": True}
+    if isinstance(error, NotFiniteError):
+        return {"diverged": str(error)}
+    if isinstance(error, RarebitError | torch.OutOfMemoryError):
+        return {"failed": str(error)}
+    traceback.print_exception(error)
+    return {"failed": f"{type(error).__name__}: {error}"}
 
 
 def main(device: str, threads: str, *, kind: type[Worker] = Worker) -> None:

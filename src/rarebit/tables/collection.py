@@ -119,6 +119,16 @@ def find_distinct(ids: Tensor, *, static: bool | None = None, most: int | None =
     return Distinct(found, order, starts, slot_of)
 
 
+def is_traced(tensor: Tensor) -> bool:
+    """Return whether plain operations are wanted: by the compiler, or for the models of a stack by `vmap`."""
+    return torch.compiler.is_compiling() or bool(torch._C._functorch.is_batchedtensor(tensor))  # noqa: SLF001  # it has no other name
+
+
+def has_fixed_sizes(ids: Tensor) -> bool:
+    """Return whether no size may depend on the ids: on a GPU, where the host would wait for it, and where they are traced."""
+    return ids.device.type != "cpu" or is_traced(ids)
+
+
 def is_watched(module: nn.Module) -> bool:
     """Return whether a table waits for the backward of row gradients."""
     return module in WATCHED
@@ -163,9 +173,13 @@ def row_gradients_kept(model: nn.Module) -> Iterator[None]:
 
 def row_gradient(shape: torch.Size, ids: Tensor, values: Tensor) -> Tensor:
     """Return a table's gradient with one row per lookup, ids `(T,)` and values `(T, D)`."""
-    # unchecked, as torch's own lookup makes it: a check would wait for the device
+    return _unchecked_gradient(shape, ids.unsqueeze(0), values)
+
+
+def _unchecked_gradient(shape: torch.Size, places: Tensor, values: Tensor) -> Tensor:
+    # as torch's own lookup makes it: a check would wait for the device
     make = torch.ops.aten._sparse_coo_tensor_unsafe  # noqa: SLF001  # it has no other name
-    gradient: Tensor = make(ids.unsqueeze(0), values, shape)
+    gradient: Tensor = make(places, values, shape)
     return gradient
 
 
@@ -218,11 +232,15 @@ class GradientMemory:
 
     def keep(self, weight: Tensor) -> None:
         """Take the gradient off a table after the optimizer's step, if it was made here."""
-        gradient = weight.grad
-        if gradient is None or gradient.is_sparse:
-            return
-        if gradient.data_ptr() == self._made:
-            self._spare, weight.grad = gradient.zero_(), None
+        if weight.grad is not None and self.take_back(weight.grad):
+            weight.grad = None
+
+    def take_back(self, gradient: Tensor) -> bool:
+        """Keep the memory of a gradient, of one table or `(K, N, D)` of several, if it was made here."""
+        if gradient.is_sparse or gradient.data_ptr() != self._made:
+            return False
+        self._spare = gradient.zero_().view(-1, gradient.shape[-1])
+        return True
 
     def release(self) -> None:
         """Give the memory back."""
@@ -245,11 +263,9 @@ def gather(table: nn.Embedding, ids: Tensor, memory: GradientMemory) -> Tensor:
 
 def gather_eagerly(table: nn.Embedding, ids: Tensor, memory: GradientMemory) -> Tensor:
     """Return the rows of these ids, in a way that the compiler cannot follow."""
-    if table.sparse and ids.is_cuda:
+    if table.sparse:
         by_rows: Tensor = _GatherByRows.apply(table.weight, ids)  # type: ignore[no-untyped-call]  # torch leaves it untyped
         return by_rows
-    if table.sparse:
-        return F.embedding(ids, table.weight, sparse=True)
     rows: Tensor = _Gather.apply(table.weight, ids, memory)  # type: ignore[no-untyped-call]  # torch leaves it untyped
     return rows
 
@@ -266,26 +282,49 @@ def take_rows(weight: Tensor, ids: Tensor) -> Tensor:
 
 
 class _GatherByRows(torch.autograd.Function):
+    """Rows `(..., D)` of a table `(N, D)`, or of K tables `(K, N, D)` for ids `(K, ...)` each; the gradient comes by rows."""
+
     @staticmethod
-    def forward(ctx: Any, weight: Tensor, ids: Tensor) -> Tensor:
+    def forward(weight: Tensor, ids: Tensor) -> Tensor:
+        if weight.dim() == 2:
+            return take_rows(weight, ids.long())
+        return take_rows(weight.flatten(0, 1), _below_each_other(ids, weight.shape[1]))
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
+        del output
+        weight, ids = inputs
         ctx.save_for_backward(ids)
         ctx.shape = weight.shape
-        return take_rows(weight, ids.long())
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, rows: Tensor) -> tuple[Tensor, None]:
         (ids,) = ctx.saved_tensors
-        values = rows.reshape(-1, ctx.shape[1])
-        return row_gradient(ctx.shape, ids.reshape(-1).long(), values), None
+        values, ids = rows.reshape(-1, ctx.shape[-1]), ids.long()
+        if len(ctx.shape) == 2:
+            return row_gradient(ctx.shape, ids.reshape(-1), values), None
+        tables = torch.arange(len(ids), device=ids.device).view(-1, *[1] * (ids.dim() - 1))
+        places = torch.stack([tables.expand_as(ids).reshape(-1), ids.reshape(-1)])
+        return _unchecked_gradient(ctx.shape, places, values), None
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple[Any, ...], weight: Tensor, ids: Tensor) -> tuple[Any, int]:
+        return _GatherByRows.apply(*_stacked(info, in_dims, weight, ids)), 0  # type: ignore[no-untyped-call]  # torch leaves it untyped
 
 
 class _Gather(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, weight: Tensor, ids: Tensor, memory: GradientMemory) -> Tensor:
-        ctx.save_for_backward(ids)
-        ctx.weight, ctx.memory = weight.detach(), memory  # its values are not needed any more
+    def forward(weight: Tensor, ids: Tensor, memory: GradientMemory) -> Tensor:
+        del memory
         return F.embedding(ids, weight)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        del output
+        weight, ids, ctx.memory = inputs
+        ctx.save_for_backward(ids)
+        ctx.weight = weight.detach()  # its values are not needed any more
 
     @staticmethod
     @once_differentiable
@@ -294,6 +333,30 @@ class _Gather(torch.autograd.Function):
         index = ids.reshape(-1, 1).long().expand(-1, ctx.weight.shape[1])
         gradient = ctx.memory.take(ctx.weight)
         return gradient.scatter_add_(0, index, rows.reshape(index.shape)), None, None
+
+    @staticmethod
+    def vmap(
+        info: Any, in_dims: tuple[Any, ...], weight: Tensor, ids: Tensor, memory: GradientMemory
+    ) -> tuple[Any, int]:
+        weight, ids = _stacked(info, in_dims, weight, ids)
+        below = _below_each_other(ids, weight.shape[1])
+        return _Gather.apply(weight.flatten(0, 1), below, memory), 0  # type: ignore[no-untyped-call]  # torch leaves it untyped
+
+
+def _stacked(
+    info: Any, in_dims: tuple[Any, ...], weight: Tensor, ids: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Return the tables and ids of all members of a `vmap`, `(K, N, D)` and `(K, ...)`."""
+    return tuple(  # type: ignore[return-value]  # a pair from a pair
+        part.expand(info.batch_size, *part.shape) if dim is None else part.movedim(dim, 0)
+        for part, dim in zip((weight, ids), in_dims, strict=False)
+    )
+
+
+def _below_each_other(ids: Tensor, rows: int) -> Tensor:
+    """Return where the ids `(K, ...)` of K tables are, if these lie one below the other."""
+    first = rows * torch.arange(len(ids), device=ids.device)
+    return ids + first.view(-1, *[1] * (ids.dim() - 1))
 
 
 class Stack(nn.Module, ABC):

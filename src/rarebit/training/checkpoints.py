@@ -327,9 +327,10 @@ def stop_requests() -> Iterator[StopRequests]:
     """Record SIGINT and SIGTERM during a `with` block, then handle them as before.
 
     Only the main thread can; in another thread nothing is ever requested. A signal that is ignored stays
-    ignored, as in a background job of a shell.
+    ignored, as in a background job of a shell. Inside another such block, requests are those of the outer one.
     """
-    stop = StopRequests()
+    outer = getattr(signal.getsignal(signal.SIGINT), "__self__", None)
+    stop = outer if isinstance(outer, StopRequests) else StopRequests()
     if threading.current_thread() is not threading.main_thread():
         yield stop
         return

@@ -18,10 +18,10 @@ import os
 import random
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import AbstractContextManager, closing, nullcontext
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol, TypeAlias, TypeVar
 
 import numpy as np
 import torch
@@ -151,6 +151,37 @@ def is_rising(values: Sequence[float]) -> bool:
     return len(means) > 1 and means[-1] > max(means[:-1]) and values[-1] > values[-2]
 
 
+class Wanted(NamedTuple):
+    """What a training wants next: some steps, or fewer of them."""
+
+    loop: "TrainingLoop"
+    bounds: Sequence[tuple[int, int]]
+    """Where each batch begins and ends in the order of the rows."""
+
+
+class Made(NamedTuple):
+    """Steps that were made for a training, together with those of others."""
+
+    steps: int
+    seconds: float
+    """Its share of the time."""
+
+
+T = TypeVar("T")
+Course: TypeAlias = Generator[Wanted, Made | None, T]
+"""A training that says which steps it wants, and makes the first of them itself where nobody made any for it."""
+
+
+def alone(course: Course[T]) -> T:
+    """Train to the end, and return the result."""
+    while True:
+        try:
+            next(course)
+        except StopIteration as end:
+            result: T = end.value
+            return result
+
+
 class Progress(Protocol):
     """What `fit` calls to report its progress."""
 
@@ -243,7 +274,7 @@ def fit(
     check_data(model, train, valid, settings, loss)
     with started(callbacks, model, training_data(settings, train, valid)) as given:
         group = given if backward is None else given.joined(_Backward(backward))
-        return fit_started(
+        course = fit_started(
             model,
             train,
             valid,
@@ -256,6 +287,7 @@ def fit(
             resume=resume,
             progress=progress,
         )
+        return alone(course)
 
 
 def check_data(
@@ -331,7 +363,7 @@ def fit_started(
     folder: str | os.PathLike[str] | None = None,
     resume: bool = False,
     progress: Progress | bool = True,
-) -> History:
+) -> Course[History]:
     """Train with callbacks that have started, and let them end."""
     processes = processes_of(model)
     if isinstance(progress, bool):
@@ -398,14 +430,14 @@ def fit_started(
                     scores.ema, loop.scores, step.before_update = ema, scores, scores.score
                     scores.is_same &= settings.precision == "float32" and not settings.compile
                 if folder is None:
-                    history = loop.run()
+                    history = yield from loop.run()
                 else:
                     where = (
                         CheckpointFolder(folder)
                         if processes is ONE
                         else SpreadFolder(folder, model, optimizer)
                     )
-                    history = _train_in(where, loop, resume=resume)
+                    history = yield from _train_in(where, loop, resume=resume)
         finally:
             step.release()
     callbacks.end()
@@ -483,7 +515,7 @@ def _steps(step: TrainingStep, train: Dataset, settings: Training, progress: Pro
     return RecordedSteps(step, train, settings.batch_size, progress.say)
 
 
-def _train_in(folder: CheckpointFolder, loop: "TrainingLoop", *, resume: bool) -> History:
+def _train_in(folder: CheckpointFolder, loop: "TrainingLoop", *, resume: bool) -> Course[History]:
     """Train with checkpoints in a folder that only this process writes."""
     train, valid, settings = loop.steps.train, loop.valid, loop.settings
     with folder.locked(), stop_requests() as stop:
@@ -502,7 +534,7 @@ def _train_in(folder: CheckpointFolder, loop: "TrainingLoop", *, resume: bool) -
                 )
             if not (resume and checkpoints.resume(loop)):
                 checkpoints.save(loop)  # to return to if the first steps fail
-            return loop.run(checkpoints)
+            return (yield from loop.run(checkpoints))
         except NotFiniteError as error:
             if loop.step.processes is not ONE:  # one alone may have seen it
                 raise
@@ -524,7 +556,7 @@ def _explained(error: NotFiniteError, checkpoints: Checkpoints, loop: "TrainingL
         "all steps since the last checkpoint were finite when repeated: the machine may be at fault"
     )
     try:
-        loop.run()
+        alone(loop.run())
     except NotFiniteError as found:
         source = f"{found} (batch {loop.batch + 1} of epoch {loop.epoch})"
     return NotFiniteError(
@@ -623,14 +655,14 @@ class TrainingLoop:
         ended = self.history.stopped_early and self.batch == 0
         return self.epoch > self.settings.epochs or ended
 
-    def run(self, checkpoints: Checkpoints | None = None) -> History:
+    def run(self, checkpoints: Checkpoints | None = None) -> Course[History]:
         """Train to the end; leave the best weights in the model."""
         while not self.is_finished:
             self.progress.start_epoch(self.epoch, self.settings.epochs, len(self.steps.train))
             if self.epoch > 1 and self.batch == 0:
                 self._between_epochs()
             self.progress.advance(self.bounds[self.batch - 1][1] if self.batch else 0)
-            self._train_epoch(checkpoints)
+            yield from self._train_epoch(checkpoints)
             self._finish_epoch()
             if checkpoints is not None:
                 checkpoints.after_epoch(self)
@@ -653,20 +685,25 @@ class TrainingLoop:
         if self.ema is not None and begun:
             self.ema.restart(begun)
 
-    def _train_epoch(self, checkpoints: Checkpoints | None) -> None:
+    def _train_epoch(self, checkpoints: Checkpoints | None) -> Course[None]:
         self.step.model.train()
         train, settings = self.steps.train, self.settings
-        begin, before, unreported = time.perf_counter(), self.seconds, 0
+        since, unreported = time.perf_counter(), 0
         self.steps.start_epoch(
             torch.arange(len(train), device=train.device)
             if settings.one_pass
             else train.order(seed=settings.seed, epoch=self.epoch)
         )
         while self.batch < len(self.bounds) and not self.history.stopped_early:
-            start, stop = self.bounds[self.batch]
-            self.steps(start, stop)
-            self.batch += 1
-            unreported += stop - start
+            coming = self.bounds[self.batch : self.batch + self._at_once]
+            made = yield Wanted(self, coming)
+            if made is None:
+                self.steps(*coming[0])
+                made = Made(1, time.perf_counter() - since)
+            since = time.perf_counter()
+            self.seconds += made.seconds
+            self.batch += made.steps
+            unreported += coming[made.steps - 1][1] - coming[0][0]
             if self.batch % REPORT_EVERY == 0:
                 self.progress.advance(unreported)
                 unreported = 0
@@ -674,12 +711,16 @@ class TrainingLoop:
                 self.step.raise_if_not_finite()
             if self.callbacks.after_step(self.num_steps):
                 self.history.stopped_early = self.num_steps < self.last_step
-            self.seconds = before + time.perf_counter() - begin
             if checkpoints is not None:
                 checkpoints.after_step(self)
         self.step.raise_if_not_finite()
-        self.seconds = before + time.perf_counter() - begin
+        self.seconds += time.perf_counter() - since
         self.progress.advance(unreported)
+
+    @property
+    def _at_once(self) -> int:
+        """Steps that may be made before anything else has to happen."""
+        return 1 if self.callbacks.acts_after_steps else REPORT_EVERY - self.batch % REPORT_EVERY
 
     def _finish_epoch(self) -> None:
         """Validate, record the epoch, and start the next."""

@@ -51,9 +51,11 @@ from rarebit.tables.table import Method
 from rarebit.technique import SharedStage, Technique, suggestions, technique_text
 from rarebit.training.checkpoints import BEST
 from rarebit.training.fit import (
+    Course,
     EpochRecord,
     History,
     Progress,
+    alone,
     check_data,
     fit_started,
     training_data,
@@ -143,7 +145,11 @@ class TrainingJob:
             processes_of(model).reseed(training.seed, 0)
         return model.to(self.device)
 
-    def fit(
+    def fit(self, model: nn.Module, methods: Sequence[Technique], **options: Any) -> Trained:
+        """Train a model that has the tables of its methods, with the callbacks of these methods."""
+        return alone(self.course(model, methods, **options))
+
+    def course(
         self,
         model: nn.Module,
         methods: Sequence[Technique],
@@ -151,12 +157,12 @@ class TrainingJob:
         training: Training | None = None,
         folder: Path | None = None,
         resume: bool | None = None,
-    ) -> Trained:
-        """Train a model that has the tables of its methods, with the callbacks of these methods."""
+    ) -> Course[Trained]:
+        """Train as `fit` does, possibly together with others."""
         training = training or self.settings.training
         check_data(model, self.train, self.valid, training)
         with started(list(methods), model, self.data(training)) as callbacks:
-            history = fit_started(
+            history = yield from fit_started(
                 model,
                 self.train,
                 self.valid,
@@ -177,12 +183,16 @@ class TrainingJob:
 
 
 def train_model(
-    settings: RunSettings,
-    train: Dataset,
-    valid: Dataset | None,
-    **options: Any,
+    settings: RunSettings, train: Dataset, valid: Dataset | None, **options: Any
 ) -> Trained:
     """Build and train the model of a run; `options` are those of `TrainingJob`, such as the folder of checkpoints."""
+    return alone(model_course(settings, train, valid, **options))
+
+
+def model_course(
+    settings: RunSettings, train: Dataset, valid: Dataset | None, **options: Any
+) -> Course[Trained]:
+    """Build and train as `train_model` does, possibly together with others."""
     job = TrainingJob(settings=settings, train=train, valid=valid, **options)
     methods = settings.methods
     for hint in filter(None, (method.hint(methods) for method in methods)):
@@ -196,7 +206,7 @@ def train_model(
         trained = method.drive(job)
         if trained is not None:
             return trained
-    return job.fit(job.start(methods), methods, folder=job.folder)
+    return (yield from job.course(job.start(methods), methods, folder=job.folder))
 
 
 def finish_model(

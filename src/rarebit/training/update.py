@@ -39,6 +39,7 @@ from rarebit.training.checkpoints import NONSENSE, trained_state
 from rarebit.training.fit import (
     History,
     Progress,
+    alone,
     check_data,
     fit_started,
     make_optimizer,
@@ -160,7 +161,7 @@ class Learner:
         with started(
             list(self.settings.methods), self.model, training_data(training, data, None)
         ) as callbacks:
-            return fit_started(
+            course = fit_started(
                 self.model,
                 data,
                 None,
@@ -171,6 +172,7 @@ class Learner:
                 resume=resume,
                 progress=progress,
             )
+            return alone(course)
 
 
 def refuse_stages(methods: Sequence[Technique]) -> None:
