@@ -34,7 +34,7 @@ from torch import Tensor, nn
 
 from rarebit.data.dataset import Splits
 from rarebit.errors import DataError, NotFiniteError, RarebitError, TrainingInterrupted
-from rarebit.machine import commit
+from rarebit.machine import available_memory, commit
 from rarebit.study.backtest import DATA as PERIODS
 from rarebit.study.backtest import PeriodLog, PlannedRun
 from rarebit.study.runs import RunFolder, RunRecord, run_key
@@ -43,12 +43,22 @@ from rarebit.tables.spectrum import default_chunk, information_abundance, triang
 from rarebit.tables.table import full_table, methods_of
 from rarebit.technique import Rank
 from rarebit.training.fit import Course, EpochRecord, Silence, alone
+from rarebit.training.memory import estimate_memory
 from rarebit.training.metrics import evaluate, evaluate_scores, predict
 from rarebit.training.model_file import save_model
-from rarebit.training.run import STAGE, finish_model, model_course, num_parameters
+from rarebit.training.run import (
+    STAGE,
+    finish_model,
+    model_course,
+    num_parameters,
+    start_model,
+)
 from rarebit.training.settings import RunSettings, study_splits
 from rarebit.training.together import together
 
+ACTIVATIONS, SHARE = 1 << 16, 0.5
+"""Bytes per row of a batch that a small model takes between its layers, and the share of a device's memory that a stack may
+take by this estimate."""
 Tell: TypeAlias = Callable[[Mapping[str, Any]], None]
 
 
@@ -242,14 +252,17 @@ class Worker:
         else:
             alone(self._course(task, self.tell))
 
-    def _course(self, task: Mapping[str, Any], tell: Tell) -> Course[RunRecord]:
-        settings = RunSettings.from_mapping(task["settings"])
+    def _log_of(self, settings: RunSettings) -> Log:
         if self.log is None or self.log_settings != settings.data:
             self.log = None  # frees its memory first
             self.log, self.log_settings = open_log(settings, self.device), settings.data
+        return self.log
+
+    def _course(self, task: Mapping[str, Any], tell: Tell) -> Course[RunRecord]:
+        settings = RunSettings.from_mapping(task["settings"])
         return run_course(
             settings,
-            self.log,
+            self._log_of(settings),
             RunFolder(Path(task["folder"]), run_key(settings)),
             device=self.device,
             keep_model=task["keep_model"],
@@ -263,14 +276,31 @@ class Worker:
         def tell(number: int, answer: Mapping[str, Any]) -> None:
             self.tell({"of": number, "answer": answer})
 
-        stopped: TrainingInterrupted | None = None
-        courses = [self._course(task, partial(tell, number)) for number, task in enumerate(tasks)]
-        for ended in together(courses, lambda line: sys.stderr.write(f"{line}\n")):
-            error = ended.error
-            tell(ended.number, {"done": True} if error is None else _how_it_ended(error))
-            stopped = error if isinstance(error, TrainingInterrupted) else stopped
-        if stopped is not None:
-            raise stopped
+        waiting, stopped = dict(enumerate(tasks)), list[TrainingInterrupted]()
+        while waiting and not stopped:
+            most = self._most_together(waiting)
+            numbers = list(waiting)[:most]
+            courses = [self._course(waiting.pop(n), partial(tell, n)) for n in numbers]
+            for ended in together(courses, lambda line: sys.stderr.write(f"{line}\n")):
+                error = ended.error
+                if isinstance(error, TrainingInterrupted):
+                    stopped.append(error)
+                answer = {"done": True} if error is None else _how_it_ended(error)
+                tell(numbers[ended.number], answer)
+        if stopped:
+            raise stopped[0]
+
+    def _most_together(self, waiting: Mapping[int, Mapping[str, Any]]) -> int:
+        """Return how many of these runs fit the memory of the device, as far as that is known."""
+        free = available_memory(self.device)
+        if free is None:
+            return len(waiting)
+        settings = RunSettings.from_mapping(next(iter(waiting.values()))["settings"])
+        train, valid, _ = self._log_of(settings).splits
+        model = start_model(settings, train.schema, say=lambda _: None)
+        needed = estimate_memory(model, train, valid, settings=settings.training)
+        each = needed.total - needed.data + ACTIVATIONS * settings.training.batch_size
+        return max(1, min(len(waiting), int(SHARE * free) // each))
 
     def _make_policy(self, task: Mapping[str, Any]) -> None:
         folder = Path(task["backtest"])

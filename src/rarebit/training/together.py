@@ -127,8 +127,8 @@ class _Together:
                 continue
             try:
                 made = self._make(active)
-            except NotStackableError as reason:
-                self.say(f"{len(active)} runs train one after the other: {reason}")
+            except (NotStackableError, torch.OutOfMemoryError) as reason:
+                self.say(f"{len(active)} runs train one after the other: {first_line(reason)}")
                 break
             active = yield from self._advance(active, made)
         self._release()
