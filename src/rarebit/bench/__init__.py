@@ -34,6 +34,7 @@ BENCHES = {
     "serve": "serving",
     "shrinkage": "steps",
     "spectrum": "tables",
+    "stack": "steps",
     "study": "processes",
     "tail": "steps",
     "train": "train",

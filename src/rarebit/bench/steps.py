@@ -36,6 +36,7 @@ from rarebit.tables.apply import apply_
 from rarebit.tables.table import Method
 from rarebit.training.optimizers import TableMode, optimizer
 from rarebit.training.step import TrainingStep
+from rarebit.training.together import StackedStep
 
 ROWS, BATCH_SIZE, SMALL_BATCH = 204_800, 4096, 1024
 DIM, HIDDEN, LR = 16, (400, 400), 1e-3
@@ -105,6 +106,27 @@ def deepfm_step(
         apply_(model, method, verbose=False)
         method.prepare_(model, data)
     return NextStep(model, data, batch_size, tables)
+
+
+def stack(say: Say, *, budget: float = 30.0) -> BenchResult:
+    """Four models of a study as one stacked step, against their four steps one after the other, batch size 1024."""
+    say(f"stack: {budget:.0f} s")
+    data = criteo_log(50_000)
+    alone, members = ([deepfm_step(data, batch_size=SMALL_BATCH) for _ in range(4)] for _ in "ab")
+    stacked = StackedStep([each.step for each in members], [torch.Generator() for _ in members])
+    batches = sliced(data, len(members) * SMALL_BATCH)
+
+    def one_by_one() -> None:
+        for step in alone:
+            step()
+
+    return ratios(
+        {"alone": one_by_one, "stack": lambda: stacked(next(batches))},
+        "stack",
+        "alone",
+        "time of one stacked step of four models / of their four steps",
+        budget=budget,
+    )
 
 
 def ema(say: Say, *, budget: float = 20.0) -> BenchResult:

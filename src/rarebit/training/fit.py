@@ -57,6 +57,8 @@ from rarebit.training.metrics import (
     check_schema,
     device_of,
     evaluate,
+    evaluate_scores,
+    predict,
 )
 from rarebit.training.one_pass import ProgressiveScores
 from rarebit.training.optimizers import Kind, fitting_state
@@ -167,9 +169,16 @@ class Made(NamedTuple):
     """Its share of the time."""
 
 
+class WantedScores(NamedTuple):
+    """What a training wants between two epochs: the scores of the validation rows."""
+
+    loop: "TrainingLoop"
+    data: Dataset
+
+
 T = TypeVar("T")
-Course: TypeAlias = Generator[Wanted, Made | None, T]
-"""A training that says which steps it wants, and makes the first of them itself where nobody made any for it."""
+Course: TypeAlias = Generator[Wanted | WantedScores, Made | Tensor | None, T]
+"""A training that says which steps and scores it wants, and makes the first step, or the scores, itself where nobody did."""
 
 
 def alone(course: Course[T]) -> T:
@@ -663,7 +672,7 @@ class TrainingLoop:
                 self._between_epochs()
             self.progress.advance(self.bounds[self.batch - 1][1] if self.batch else 0)
             yield from self._train_epoch(checkpoints)
-            self._finish_epoch()
+            yield from self._finish_epoch()
             if checkpoints is not None:
                 checkpoints.after_epoch(self)
         if self.ema is not None:
@@ -697,7 +706,7 @@ class TrainingLoop:
         while self.batch < len(self.bounds) and not self.history.stopped_early:
             coming = self.bounds[self.batch : self.batch + self._at_once]
             made = yield Wanted(self, coming)
-            if made is None:
+            if not isinstance(made, Made):
                 self.steps(*coming[0])
                 made = Made(1, time.perf_counter() - since)
             since = time.perf_counter()
@@ -722,10 +731,10 @@ class TrainingLoop:
         """Steps that may be made before anything else has to happen."""
         return 1 if self.callbacks.acts_after_steps else REPORT_EVERY - self.batch % REPORT_EVERY
 
-    def _finish_epoch(self) -> None:
+    def _finish_epoch(self) -> Course[None]:
         """Validate, record the epoch, and start the next."""
         lr = float(self.step.optimizer.param_groups[0]["lr"])
-        metrics = self._validate()
+        metrics = yield from self._validate()
         rows = self.bounds[self.batch - 1][1]
         record = EpochRecord(
             epoch=self.epoch,
@@ -741,7 +750,7 @@ class TrainingLoop:
         self.callbacks.after_epoch(record.epoch, record.figures)
         self.epoch, self.batch, self.seconds = self.epoch + 1, 0, 0.0
 
-    def _validate(self) -> Metrics | None:
+    def _validate(self) -> Course[Metrics | None]:
         if self.valid is None and self.scores is None:
             return None
         with nullcontext() if self.ema is None else self.ema.applied():
@@ -749,7 +758,10 @@ class TrainingLoop:
                 metrics = self.scores.metrics()
             else:
                 assert self.valid is not None
-                metrics = evaluate(self.step.model, self.valid, forward=self.step.forward).overall
+                logits = yield WantedScores(self, self.valid)
+                if not isinstance(logits, Tensor):
+                    logits = predict(self.step.model, self.valid, forward=self.step.forward)
+                metrics = evaluate_scores(logits, self.valid).overall
             value = getattr(metrics, self.settings.monitor)
             stalled = self.best.has_stalled(self.epoch, value)
             if stalled and self.epoch < self.settings.epochs:

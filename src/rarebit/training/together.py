@@ -18,6 +18,7 @@ On the CPU each member draws its dropout as it would alone. On a GPU all draw fr
 """
 
 import copy
+import math
 import time
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
@@ -30,11 +31,12 @@ from torch.func import functional_call, vmap
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
 
-from rarebit.data.dataset import Batch
+from rarebit.data.dataset import Batch, Dataset
+from rarebit.data.order import batch_bounds
 from rarebit.sharding.processes import ONE
 from rarebit.tables.collection import GradientMemory, PlainStack, row_gradient
 from rarebit.training.checkpoints import stop_requests
-from rarebit.training.fit import Course, Made, TrainingLoop, Wanted
+from rarebit.training.fit import Course, Made, TrainingLoop, Wanted, WantedScores
 from rarebit.training.metrics import score
 from rarebit.training.step import (
     RecordedSteps,
@@ -46,6 +48,8 @@ from rarebit.training.step import (
 
 T = TypeVar("T")
 Say = Callable[[str], object]
+SCORED = 1 << 16
+"""Rows that are scored at once, counted for each member."""
 CHECKED, TOLERANCE = 64, 1e-3
 """Rows whose scores are compared before each epoch, and how far they may differ, relative to the largest."""
 
@@ -82,9 +86,9 @@ class _Member(Generic[T]):
     def __init__(self, number: int, course: Course[T]) -> None:
         self.number, self.course = number, course
         self.random = torch.Generator()
-        self.wanted: Wanted | None = None
+        self.wanted: Wanted | WantedScores | None = None
 
-    def advance(self, made: Made | None) -> Ended[T] | None:
+    def advance(self, made: Made | Tensor | None) -> Ended[T] | None:
         """Let the course act until it wants the next steps; return how it ended, if it did."""
         outside = torch.get_rng_state()
         torch.set_rng_state(self.random.get_state())
@@ -98,6 +102,11 @@ class _Member(Generic[T]):
             self.random.set_state(torch.get_rng_state())
             torch.set_rng_state(outside)
         return None
+
+    @property
+    def place(self) -> float:
+        """How far it is in its epoch: the first row that it wants; scores come after the last."""
+        return self.wanted.bounds[0][0] if isinstance(self.wanted, Wanted) else math.inf
 
     @property
     def loop(self) -> TrainingLoop:
@@ -117,12 +126,12 @@ class _Together:
 
     def run(self, members: Sequence[_Member[T]]) -> Iterator[Ended[T]]:
         """Yield the courses as they end."""
-        active = yield from self._advance(members, None)
+        active = yield from self._advance(members, [None] * len(members))
         while len(active) > 1:
-            starts = [member.wanted.bounds[0][0] for member in active if member.wanted is not None]
-            behind = [m for m, start in zip(active, starts, strict=True) if start == min(starts)]
+            places = [member.place for member in active]
+            behind = [m for m, place in zip(active, places, strict=True) if place == min(places)]
             if len(behind) < len(active):  # after a resume
-                going = yield from self._advance(behind, None)
+                going = yield from self._advance(behind, [None] * len(behind))
                 active = [member for member in active if member in going or member not in behind]
                 continue
             try:
@@ -135,22 +144,34 @@ class _Together:
         for member in active:
             going = [member]
             while going:
-                going = yield from self._advance(going, None)
+                going = yield from self._advance(going, [None])
 
     def _advance(
-        self, members: Sequence[_Member[T]], made: Made | None
+        self, members: Sequence[_Member[T]], made: Sequence[Made | Tensor | None]
     ) -> Generator[Ended[T], None, list[_Member[T]]]:
         going = []
-        for member in members:
-            ended = member.advance(made)
+        for member, own in zip(members, made, strict=True):
+            ended = member.advance(own)
             if ended is None:
                 going.append(member)
             else:
                 yield ended
         return going
 
-    def _make(self, members: Sequence[_Member[Any]]) -> Made:
-        """Make steps for all; they want the same rows of their orders."""
+    def _make(self, members: Sequence[_Member[Any]]) -> Sequence[Made | Tensor | None]:
+        """Return what each wants: steps on the same places of their orders, or scores of the same rows."""
+        wanted = [member.wanted for member in members]
+        bounds = [one.bounds for one in wanted if isinstance(one, Wanted)]
+        if bounds:
+            return [self._train(members, min(bounds, key=len))] * len(members)
+        data = [one.data for one in wanted if isinstance(one, WantedScores)]
+        if self.step is None or not self.step.holds([member.loop.step for member in members]):
+            return [None] * len(members)
+        if any(one.ids.data_ptr() != data[0].ids.data_ptr() for one in data):
+            return [None] * len(members)
+        return self.step.predict(data[0]).unbind()
+
+    def _train(self, members: Sequence[_Member[Any]], bounds: Sequence[tuple[int, int]]) -> Made:
         loops = [member.loop for member in members]
         if self.step is None or not self.step.holds([loop.step for loop in loops]):
             self._release()
@@ -165,8 +186,6 @@ class _Together:
             self.steps.start_epoch(torch.stack([loop.steps.order for loop in loops]))
             self.step.check(loops[0].steps.train[: min(CHECKED, len(loops[0].steps.train))])
             self.epochs = epochs
-        wanted = [member.wanted.bounds for member in members if member.wanted is not None]
-        bounds = min(wanted, key=len)
         begin = time.perf_counter()
         for start, stop in bounds:
             self.steps(start, stop)
@@ -352,28 +371,40 @@ class StackedStep(TrainingStep):
     @torch.no_grad()
     def check(self, batch: Batch) -> None:
         """Raise where the scores of the stack are not those of its members."""
-        count = len(self.members)
-        parts = [part.expand(count, *part.shape) for part in _tensors(batch)]
         own = []
         for member in self.members:
             member.model.eval()
             own.append(score(member.model, batch, None).float())
             member.model.train()
-        self.model.eval()
         try:
-            with _quiet():
-                found = self._logits(batch, parts).float()
+            found = self._scores(batch).float()
         except Exception as error:
             raise NotStackableError(first_line(error)) from error
-        finally:
-            self.model.train()
         expected = torch.stack(own)
         worst = float((found - expected).abs().max() / expected.abs().max().clamp(min=1e-3))
         if not worst <= TOLERANCE:
             raise NotStackableError(f"stacked, their scores differ by {worst:.1e}")
 
+    @torch.no_grad()
+    def predict(self, data: Dataset) -> Tensor:
+        """Return the logits of all members for the rows of a data set, `(K, n)`."""
+        size = max(SCORED // len(self.members), 1)
+        found = [self._scores(data[slice(*bounds)]) for bounds in batch_bounds(len(data), size)]
+        return torch.cat(found, dim=1)
+
+    def _scores(self, batch: Batch) -> Tensor:
+        parts = [part.expand(len(self.members), *part.shape) for part in _tensors(batch)]
+        self.model.eval()
+        try:
+            with _quiet():
+                return self._logits(batch, parts)
+        finally:
+            self.model.train()
+
     def __call__(self, batch: Batch, **_: Any) -> None:
         """Train every member on its part of the rows."""
+        for weight in self.weights.values():
+            weight.grad = None  # of a step that failed
         parts = [part.unflatten(0, (len(self.members), -1)) for part in _tensors(batch)]
         with torch.autocast(self.device.type, torch.bfloat16, enabled=self.half), _quiet():
             logits = self._first(batch, parts) if not self.is_tried else self._stacked(batch, parts)
