@@ -428,7 +428,7 @@ class Runner:
 
     def _shared_out(self, runs: list[PlannedRun]) -> Iterator[list[PlannedRun]]:
         """Yield runs in groups of about one size, one for each worker at least."""
-        most = min(self.together, -(-len(runs) // len(self.pool.workers)))
+        most = min(self.together, -(-len(runs) // max(len(self.pool.workers), 1)))
         for part in np.array_split(np.arange(len(runs)), -(-len(runs) // most)):
             yield [runs[place] for place in part]
 

@@ -327,10 +327,12 @@ def stop_requests() -> Iterator[StopRequests]:
     """Record SIGINT and SIGTERM during a `with` block, then handle them as before.
 
     Only the main thread can; in another thread nothing is ever requested. A signal that is ignored stays
-    ignored, as in a background job of a shell. Inside another such block, requests are those of the outer one.
+    ignored, as in a background job of a shell. Inside `shared_requests`, all blocks have the same requests.
     """
-    outer = getattr(signal.getsignal(signal.SIGINT), "__self__", None)
-    stop = outer if isinstance(outer, StopRequests) else StopRequests()
+    if _SHARED:
+        yield _SHARED[-1]
+        return
+    stop = StopRequests()
     if threading.current_thread() is not threading.main_thread():
         yield stop
         return
@@ -344,6 +346,21 @@ def stop_requests() -> Iterator[StopRequests]:
     finally:
         for number in taken:
             signal.signal(number, old[number])
+
+
+_SHARED: list[StopRequests] = []
+"""The requests of `shared_requests`."""
+
+
+@contextmanager
+def shared_requests() -> Iterator[None]:
+    """Let all trainings within a `with` block hear of the same requests, in whatever order they begin and end."""
+    with stop_requests() as stop:
+        _SHARED.append(stop)
+        try:
+            yield
+        finally:
+            _SHARED.pop()
 
 
 @dataclass(frozen=True)

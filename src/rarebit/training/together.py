@@ -35,7 +35,7 @@ from rarebit.data.dataset import Batch, Dataset
 from rarebit.data.order import batch_bounds
 from rarebit.sharding.processes import ONE
 from rarebit.tables.collection import GradientMemory, PlainStack, row_gradient
-from rarebit.training.checkpoints import stop_requests
+from rarebit.training.checkpoints import shared_requests
 from rarebit.training.fit import Course, Made, TrainingLoop, Wanted, WantedScores
 from rarebit.training.metrics import score
 from rarebit.training.step import (
@@ -73,7 +73,7 @@ def together(courses: Sequence[Course[T]], say: Say = print) -> Iterator[Ended[T
     members = [_Member(number, course) for number, course in enumerate(courses)]
     stack = _Together(say)
     try:
-        with stop_requests():
+        with shared_requests():
             yield from stack.run(members)
     finally:
         for member in members:
