@@ -169,6 +169,24 @@ def test_strengths_of_what_acts_around_training_may_differ(double):
     assert_same(ended, cases, 1e-9)
 
 
+def test_buffers_may_differ(double):
+    cases = [run_settings(0, methods=f"shrinkage:c={c}") for c in (3.0, 30.0)]
+    ended, said = train(cases)
+    assert said == []
+    assert_same(ended, cases, 1e-9)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch's own, as it loads parts
+def test_a_compiled_stack_is_the_runs_alone():
+    values = {"dim": 4, "hidden": [16, 8], "dropout": 0.0}
+    cases = [run_settings(seed, values=values, epochs=1, compile=True) for seed in range(2)]
+    ended, said = train(cases)
+    assert said == []
+    plain = [replace(c, training=replace(c.training, compile=False)) for c in cases]
+    assert_same(ended, plain, 1e-4)
+
+
 def test_a_member_that_diverges_leaves_the_others_as_they_are(double):
     cases = [run_settings(seed, optimizer="sgd", lr=lr) for seed, lr in enumerate((0.1, 1e30, 0.1))]
     ended, _ = train(cases)
