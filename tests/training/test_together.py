@@ -252,6 +252,35 @@ def test_memory_that_something_else_holds_is_not_moved():
     assert_same(ended, cases, 0.0)
 
 
+@dataclass(frozen=True, kw_only=True)
+class Moving(TrainingMethod):
+    """Gives all weights other memory between epochs."""
+
+    registered_name = "moving"
+
+    def callback(self):
+        return _Moving()
+
+
+class _Moving(Callback):
+    def start(self, model, data):
+        self.model = model
+
+    def between_epochs(self, epoch, optimizer):
+        for parameter in self.model.parameters():
+            parameter.data = 0.9 * parameter.data
+
+
+def test_weights_may_move_between_epochs(double):
+    cases = [
+        replace(run_settings(seed, epochs=3), methods=(Moving(),) if seed else ())
+        for seed in range(3)
+    ]
+    ended, said = train(cases)
+    assert said == []
+    assert_same(ended, cases, 1e-9)
+
+
 class StopAt(Silence):
     """Asks training to stop after an epoch."""
 

@@ -336,19 +336,24 @@ class RecordedSteps(Steps):
         self.stream = _stream(train.device)
         self.graph: torch.cuda.CUDAGraph | None = None
         self.options: list[dict[str, Any]] = []
+        self.is_checked = False
+        """Whether the options are known to be those of the recording; several models change theirs between epochs alone."""
         self.warm, self.gave_up = 0, False
 
     def start_epoch(self, order: Tensor) -> None:
         """Take the order of the rows, into the memory that the recording reads."""
         self.order.copy_(order)
+        self.is_checked = False
 
     def __call__(self, start: int, stop: int) -> None:
         """Train on the rows at these places of the order."""
         if self.gave_up or stop - start != self.batch_size or self.warm < WARM_UP:
             self._run(start, stop)
             return
-        if self.graph is None or self.options != _options(self.step.optimizers):
+        is_known = self.is_checked or self.options == _options(self.step.optimizers)
+        if self.graph is None or not is_known:
             self._record()
+        self.is_checked = self.order.dim() > 1
         if self.graph is None:
             self._run(start, stop)
             return

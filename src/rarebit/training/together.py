@@ -19,6 +19,7 @@ On the CPU each member draws its dropout as it would alone. On a GPU all draw fr
 
 import copy
 import math
+import operator
 import time
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
@@ -173,6 +174,9 @@ class _Together:
 
     def _train(self, members: Sequence[_Member[Any]], bounds: Sequence[tuple[int, int]]) -> Made:
         loops = [member.loop for member in members]
+        epochs = [loop.epoch for loop in loops]
+        if epochs != self.epochs and self.step is not None and not self.step.holds_weights():
+            self._release()
         if self.step is None or not self.step.holds([loop.step for loop in loops]):
             self._release()
             refuse(loops)
@@ -181,7 +185,6 @@ class _Together:
             )
             self.steps, self.epochs = _steps_of(self.step, loops[0], self.say), []
         assert self.steps is not None
-        epochs = [loop.epoch for loop in loops]
         if epochs != self.epochs:
             self.steps.start_epoch(torch.stack([loop.steps.order for loop in loops]))
             self.step.check(loops[0].steps.train[: min(CHECKED, len(loops[0].steps.train))])
@@ -346,24 +349,26 @@ class StackedStep(TrainingStep):
         return [member.optimizer for member in self.members]
 
     def holds(self, members: Sequence[TrainingStep]) -> bool:
-        """Return whether these are the members, and their weights still lie here."""
-        return len(members) == len(self.members) and all(
-            member is self.members[k] and self._holds(member.model, k)
-            for k, member in enumerate(members)
+        """Return whether these are the members."""
+        return len(members) == len(self.members) and all(map(operator.is_, members, self.members))
+
+    def holds_weights(self) -> bool:
+        """Return whether the members' weights still lie here; what acts between epochs may exchange them."""
+        return all(
+            parameters.keys() == held.keys()
+            and all(p is held[n] and self._holds(n, k) for n, p in parameters.items())
+            for k, (member, held) in enumerate(zip(self.members, self.held, strict=True))
+            for parameters in [dict(member.model.named_parameters())]
         )
 
-    def _holds(self, model: nn.Module, k: int) -> bool:
-        parameters = dict(model.named_parameters())
-        return parameters.keys() == self.weights.keys() and all(
-            p is self.held[k][name] and p.data_ptr() == self.weights[name][k].data_ptr()
-            for name, p in parameters.items()
-        )
+    def _holds(self, name: str, k: int) -> bool:
+        return self.held[k][name].data_ptr() == self.weights[name][k].data_ptr()
 
     def release(self) -> None:
         """Give the members memory of their own."""
         for k, (held, others) in enumerate(zip(self.held, self.others, strict=True)):
             for name, parameter in held.items():
-                if parameter.data_ptr() == self.weights[name][k].data_ptr():
+                if self._holds(name, k):
                     parameter.data = parameter.data.clone()
             for tensor in others:
                 tensor.data = tensor.data.clone()
