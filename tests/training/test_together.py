@@ -11,6 +11,7 @@ import rarebit as rb
 from rarebit.callbacks import Callback, TrainingMethod
 from rarebit.errors import NotFiniteError, SettingsError, TrainingInterrupted
 from rarebit.models import model_names, model_settings
+from rarebit.models.deepfm import DeepFMHead
 from rarebit.study.runs import runs_together, stack_key
 from rarebit.technique import parse_techniques
 from rarebit.training.fit import Silence
@@ -211,19 +212,42 @@ def test_other_shapes_are_not_stacked():
     assert_same(ended, cases, 0.0)
 
 
-def test_a_stack_that_scores_otherwise_than_its_members_is_refused(monkeypatch):
-    from rarebit.models.deepfm import DeepFMHead
-
+@pytest.mark.parametrize(
+    ("changed", "why"),
+    [
+        (lambda score: score + 1.0, "their scores differ by"),
+        (lambda score: 2 * score - score.detach(), "the gradient of"),
+        (lambda score: score + torch.rand_like(score), "randomness"),
+    ],
+)
+def test_a_stack_that_computes_otherwise_than_its_members_is_refused(monkeypatch, changed, why):
     forward = DeepFMHead.forward
 
     def traced(head, features):
         score = forward(head, features)
-        return score + 1.0 if torch._C._functorch.is_batchedtensor(score) else score
+        return changed(score) if torch._C._functorch.is_batchedtensor(score) else score
 
     monkeypatch.setattr(DeepFMHead, "forward", traced)
     cases = [run_settings(seed) for seed in range(2)]
     ended, said = train(cases)
-    assert "their scores differ by" in said[0]
+    assert why in said[0]
+    assert_same(ended, cases, 0.0)
+
+
+def test_a_stack_whose_first_step_fails_leaves_its_members_as_they_were(monkeypatch):
+    forward = DeepFMHead.forward
+
+    def fails(head, features):
+        score = forward(head, features)
+        if head.training and torch._C._functorch.is_batchedtensor(score):
+            raise RuntimeError("no such kernel")
+        return score
+
+    monkeypatch.setattr(DeepFMHead, "forward", fails)
+    values = {"dim": 4, "hidden": [8], "batch_norm": True, "dropout": 0.3}
+    cases = [run_settings(seed, values=values) for seed in range(2)]
+    ended, said = train(cases)
+    assert said == ["2 runs train one after the other: no such kernel"]
     assert_same(ended, cases, 0.0)
 
 

@@ -12,7 +12,8 @@ average, callbacks, order of rows, validation, early stop, checkpoints and histo
 others, and its model finds new weights in its slice, and the optimizer gradients. A course that ends leaves the stack.
 
 What cannot be stacked trains one after the other, and says why: other shapes, transfer and whatever else acts inside a step, and
-operations that `vmap` does not know. Before each epoch the scores of the stack are compared with those of its members.
+operations that `vmap` does not know. Before each epoch the scores of the stack are compared with those of its members, and before the
+first step gradients.
 
 On the CPU each member draws its dropout as it would alone. On a GPU all draw from one generator.
 """
@@ -53,6 +54,8 @@ SCORED = 1 << 16
 """Rows that are scored at once, counted for each member."""
 CHECKED, TOLERANCE = 64, 1e-3
 """Rows whose scores are compared before each epoch, and how far they may differ, relative to the largest."""
+GRADIENT_TOLERANCE = 0.1
+"""The same for gradients: a unit whose input is within rounding of zero may be cut in one place and not in the other."""
 
 
 class NotStackableError(Exception):
@@ -187,7 +190,10 @@ class _Together:
         assert self.steps is not None
         if epochs != self.epochs:
             self.steps.start_epoch(torch.stack([loop.steps.order for loop in loops]))
-            self.step.check(loops[0].steps.train[: min(CHECKED, len(loops[0].steps.train))])
+            some = loops[0].steps.train[: min(CHECKED, len(loops[0].steps.train))]
+            self.step.check_scores(some)
+            if not self.epochs:
+                self.step.check_gradients(some)
             self.epochs = epochs
         begin = time.perf_counter()
         for start, stop in bounds:
@@ -374,7 +380,7 @@ class StackedStep(TrainingStep):
                 tensor.data = tensor.data.clone()
 
     @torch.no_grad()
-    def check(self, batch: Batch) -> None:
+    def check_scores(self, batch: Batch) -> None:
         """Raise where the scores of the stack are not those of its members."""
         own = []
         for member in self.members:
@@ -389,6 +395,36 @@ class StackedStep(TrainingStep):
         worst = float((found - expected).abs().max() / expected.abs().max().clamp(min=1e-3))
         if not worst <= TOLERANCE:
             raise NotStackableError(f"stacked, their scores differ by {worst:.1e}")
+
+    def check_gradients(self, batch: Batch) -> None:
+        """Raise where the gradients of the stack are not those of its first and its last member."""
+        label = batch.label
+        wanted = [name for name, weight in self.weights.items() if weight.requires_grad]
+        try:
+            logits = self._scores(batch)
+            loss = vmap(self.loss)(logits, label.to(logits.dtype).expand_as(logits)).sum()
+            weights = [self.weights[name] for name in wanted]
+            found: Sequence[Tensor | None] = torch.autograd.grad(loss, weights, allow_unused=True)
+        except Exception as error:
+            raise NotStackableError(first_line(error)) from error
+        for k in (0, len(self.members) - 1):
+            member = self.members[k]
+            member.model.eval()
+            loss = self.loss(score(member.model, batch, None), label.to(logits.dtype))
+            own: Sequence[Tensor | None] = torch.autograd.grad(
+                loss, [self.held[k][n] for n in wanted], allow_unused=True
+            )
+            member.model.train()
+            for name, theirs, ours in zip(wanted, own, found, strict=True):
+                if theirs is None or ours is None:
+                    continue
+                gradient = (ours.to_dense() if ours.is_sparse else ours)[k]
+                expected = theirs.to_dense() if theirs.is_sparse else theirs
+                worst = (gradient - expected).abs().max() / expected.abs().max().clamp(min=1e-6)
+                if not float(worst) <= GRADIENT_TOLERANCE:
+                    raise NotStackableError(
+                        f"stacked, the gradient of {name} differs by {float(worst):.1e}"
+                    )
 
     @torch.no_grad()
     def predict(self, data: Dataset) -> Tensor:
@@ -411,11 +447,7 @@ class StackedStep(TrainingStep):
         for weight in self.weights.values():
             weight.grad = None  # of a step that failed
         parts = [part.unflatten(0, (len(self.members), -1)) for part in _tensors(batch)]
-        with torch.autocast(self.device.type, torch.bfloat16, enabled=self.half), _quiet():
-            logits = self._first(batch, parts) if not self.is_tried else self._stacked(batch, parts)
-        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-        losses = vmap(self.loss)(logits, *(part.to(logits.dtype) for part in parts[2:]))
-        losses.sum().backward()
+        losses = self._first(batch, parts) if not self.is_tried else self._backward(batch, parts)
         self._hand_out()
         for member in self.members:
             member.update()
@@ -426,12 +458,21 @@ class StackedStep(TrainingStep):
                 self.memories[name].take_back(gradient)
         self._remember(losses.detach(), parts[0].shape[1])
 
+    def _backward(self, batch: Batch, parts: list[Tensor]) -> Tensor:
+        """Return the losses, with gradients of them."""
+        with torch.autocast(self.device.type, torch.bfloat16, enabled=self.half), _quiet():
+            logits = self._stacked(batch, parts)
+        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        losses: Tensor = vmap(self.loss)(logits, *(part.to(logits.dtype) for part in parts[2:]))
+        losses.sum().backward()
+        return losses
+
     def _first(self, batch: Batch, parts: list[Tensor]) -> Tensor:
-        """Return the logits; where they cannot be computed, leave everything as it was."""
+        """Return the losses as `_backward` does; where that fails, leave everything as it was."""
         buffers = {name: buffer.clone() for name, buffer in self.buffers.items()}
         random = [generator.get_state() for generator in self.random]
         try:
-            logits = self._stacked(batch, parts)
+            losses = self._backward(batch, parts)
         except Exception as error:
             for name, buffer in buffers.items():
                 self.buffers[name].copy_(buffer)
@@ -439,7 +480,7 @@ class StackedStep(TrainingStep):
                 generator.set_state(state)
             raise NotStackableError(first_line(error)) from error
         self.is_tried = True
-        return logits
+        return losses
 
     def _stacked(self, batch: Batch, parts: list[Tensor]) -> Tensor:
         if parts[0].shape[1] == self.compiled_size:
