@@ -242,7 +242,7 @@ class ShardedRows(nn.Module):
         self._kernels: tuple[LocalRows, ...] = tuple(
             kernel
             for lookup in self._bags[0]._lookups  # noqa: SLF001  # it has no other name
-            for kernel in lookup._emb_modules  # noqa: SLF001
+            for kernel in lookup._emb_modules  # noqa: SLF001  # it has no other name
         )
         runs = [run for kernel in self._kernels for run in kernel.runs]
         self.pieces = nn.ModuleList(run.embedding for run in runs)

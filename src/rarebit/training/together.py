@@ -262,7 +262,7 @@ def _why_alone(model: nn.Module) -> str | None:
 def _holders(tensor: Tensor) -> int:
     """Return how many tensors share the memory of one, itself and this call included."""
     count: Any = torch._C._storage_Use_Count  # noqa: SLF001  # it has no other name
-    return int(count(tensor.untyped_storage()._cdata))  # noqa: SLF001
+    return int(count(tensor.untyped_storage()._cdata))  # noqa: SLF001  # it has no other name
 
 
 def _shape(model: nn.Module) -> tuple[object, ...]:
@@ -588,7 +588,7 @@ def _tensors(batch: Batch) -> list[Tensor]:
 def _quiet() -> Iterator[None]:
     """Let vmap loop over the members where it has nothing better, without a word."""
     functorch: Any = torch._C._functorch  # noqa: SLF001  # it has no other name
-    switch = functorch._set_vmap_fallback_warning_enabled  # noqa: SLF001
+    switch = functorch._set_vmap_fallback_warning_enabled  # noqa: SLF001  # it has no other name
     switch(False)
     try:
         yield
