@@ -287,7 +287,7 @@ class _GatherByRows(torch.autograd.Function):
     @staticmethod
     def forward(weight: Tensor, ids: Tensor) -> Tensor:
         if weight.dim() == 2:
-            return take_rows(weight, ids.long())
+            return take_rows(weight, ids.long() if ids.is_cuda else ids)  # there it multiplies ids
         return take_rows(weight.flatten(0, 1), _below_each_other(ids, weight.shape[1]))
 
     @staticmethod
