@@ -1,10 +1,11 @@
 """Studies whose runs train as stacked models, against studies of single runs."""
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import pytest
 
 import rarebit as rb
+from rarebit.callbacks import Callback, TrainingMethod
 from rarebit.errors import StudyInterrupted
 from rarebit.study.plan import StudyPlan
 from rarebit.study.pool import Pool, StudyProgress
@@ -109,9 +110,33 @@ def test_runs_that_diverge_fail_one_by_one(tmp_path):
     assert sum(kind == "fail" for kind, _ in heard.lines) == 3
 
 
+@dataclass(frozen=True, kw_only=True)
+class Nothing(TrainingMethod):
+    """A method that has no entry point."""
+
+    registered_name = "nothing"
+
+    def callback(self):
+        return Callback()
+
+
+def test_a_task_of_several_runs_names_the_modules_of_their_methods(tmp_path):
+    settings = replace(StudyPlan.from_mapping(PLAN).runs[0], methods=(Nothing(),))
+    runs = [
+        PlannedRun(tmp_path, replace(settings, training=rb.Training(seed=seed)), "")
+        for seed in range(2)
+    ]
+    pool = Pool(1, "cpu", 1)
+    runner = Runner(pool, tmp_path, StudyProgress(), None, {}, keep_models=False, together=8)
+    [group] = runner._groups(runs).values()
+    task = runner._task(group, {})
+    assert task["modules"] == [__name__]
+    assert [len(task["together"]), {"together"} & task["together"][0].keys()] == [2, set()]
+
+
 @pytest.mark.parametrize(
     ("workers", "together", "sizes"),
-    [(1, 8, [7, 3]), (2, 8, [4, 3, 2, 1]), (1, 3, [3, 2, 2, 3]), (1, 1, [1] * 10)],
+    [(1, 8, [3, 7]), (2, 8, [2, 1, 4, 3]), (1, 3, [3, 3, 2, 2]), (1, 1, [1] * 10)],
 )
 def test_runs_of_one_shape_are_shared_out_over_workers(tmp_path, workers, together, sizes):
     settings = StudyPlan.from_mapping(PLAN).runs[0]
@@ -123,7 +148,9 @@ def test_runs_of_one_shape_are_shared_out_over_workers(tmp_path, workers, togeth
     ]
     pool = Pool(workers, "cpu", 1)  # its processes start with their first task
     runner = Runner(pool, tmp_path, StudyProgress(), None, {}, keep_models=False, together=together)
-    groups = runner._groups(runs)
+    groups = runner._groups(runs[::-1])
+    if together == 1:  # as they came
+        assert list(groups) == [run.key for run in runs[::-1]]
     assert [len(group) for group in groups.values()] == sizes
     assert sorted(run.key for group in groups.values() for run in group) == sorted(
         run.key for run in runs

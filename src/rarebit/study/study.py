@@ -420,6 +420,8 @@ class Runner:
 
     def _groups(self, runs: Sequence[PlannedRun]) -> dict[str, list[PlannedRun]]:
         """Return the runs of each task: those that train together, in the order of the first of them."""
+        if self.together == 1:  # seed by seed, whatever the time allows
+            return {run.key: [run] for run in runs}
         alike: dict[str, list[PlannedRun]] = {}
         for run in runs:
             alike.setdefault(stack_key(run.settings) or run.key, []).append(run)
@@ -434,7 +436,8 @@ class Runner:
 
     def _task(self, runs: Sequence[PlannedRun], stages: Mapping[str | None, int]) -> dict[str, Any]:
         if len(runs) > 1:
-            return {"together": [self._task([run], stages) for run in runs]}
+            tasks = [self._task([run], stages) for run in runs]
+            return {"together": tasks, "modules": sorted({m for t in tasks for m in t["modules"]})}
         [run] = runs
         folder, stage = self.folder.absolute(), stage_key(run.settings)
         return {
