@@ -209,6 +209,28 @@ def test_a_knob_of_zero_is_off_and_stays_so():
     assert [axis.name for axis in axes_of(off)] == ["learning rate", "weight decay", "averaging"]
 
 
+def test_in_one_pass_the_tables_have_a_learning_rate_of_their_own_and_averages_are_short():
+    start = replace(START, training=rb.Training(lr=1.0, one_pass=True))
+    lr, tables, _, average = axes = axes_of(start)
+    assert [axis.name for axis in axes[:2]] == ["learning rate", "learning rate of the tables"]
+
+    def rates(run):
+        return run.training.lr, run.training.table_lr
+
+    # by hand: the rate of the tables is a multiple of the network's, in whatever order both move
+    assert rates(tables.move(start, 2)) == (1.0, 4.0)
+    assert rates(tables.move(lr.move(start, -1), 2)) == (0.5, 2.0)
+    assert rates(lr.move(tables.move(start, 2), -1)) == (0.5, 2.0)
+    found = search(start, axes, 40, lambda run: -abs(math.log2((run.training.table_lr or 1) / 8)))
+    assert found.trials[found.best].training.table_lr == 8.0
+
+    tried = [average.move(start, step) for step in range(6)]
+    memories = [None if run is None else run.training.ema_epochs for run in tried]
+    assert memories == [None, 0.01, 0.03, 0.1, 0.3, None]
+    assert tried[0] == start
+    assert tried[5] is None
+
+
 def test_a_knob_of_names_is_a_choice():
     values, _ = tried_values(rb.Shrinkage(), "prior", 9, lambda method: 0.0)
     assert sorted(values) == ["mean", "zero"]

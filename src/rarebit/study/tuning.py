@@ -1,7 +1,7 @@
 """Tuning: how a variant of a study finds its settings, each with the same number of trials.
 
 The dials of a variant are the axes of a grid: the learning rate, the knobs of its methods, the weight decay, the
-average of the weights, and for some controls others. The search starts at the given settings, tries their
+average of the weights, in one pass that of the tables as well, and for some controls others. The search starts at the given settings, tries their
 neighbours along each axis, and goes on from the best of all on validation rows, until the best has no untried
 neighbour or the trials are used up. So it follows an axis as far as that helps, and a best setting at the end of
 what was tried, on an axis that goes on, says that more trials would find a better one: the edge of the grid.
@@ -24,6 +24,8 @@ FIRST_DECAY = 1e-5
 """The smallest weight decay tried where there is none to multiply."""
 AVERAGES = (None, 0.1, 0.3, 1.0, 3.0, 10.0)
 """Averages of the weights, in epochs."""
+AVERAGES_IN_ONE_PASS = (None, 0.01, 0.03, 0.1, 0.3)
+"""The same in one pass, where a long average lags behind all that training sees for the first time."""
 
 Point: TypeAlias = tuple[int, ...]
 """Steps along each axis from the given settings."""
@@ -151,14 +153,22 @@ def _move_decay(run: RunSettings, steps: int) -> RunSettings | None:
 
 def _move_average(run: RunSettings, steps: int) -> RunSettings | None:
     own = run.training.ema_epochs
-    ladder = sorted({*AVERAGES, own}, key=lambda epochs: epochs or 0.0)
+    averages = AVERAGES_IN_ONE_PASS if run.training.one_pass else AVERAGES
+    ladder = sorted({*averages, own}, key=lambda epochs: epochs or 0.0)
     place = ladder.index(own) + steps
     if run.training.ema_decay is not None or not 0 <= place < len(ladder):
         return None
     return replace(run, training=replace(run.training, ema_epochs=ladder[place]))
 
 
+def _move_table_rate(run: RunSettings, steps: int) -> RunSettings:
+    training = run.training
+    table_lr = (training.lr if training.table_lr is None else training.table_lr) * LR_STEP**steps
+    return replace(run, training=replace(training, table_lr=table_lr))
+
+
 learning_rate = Axis("learning rate", _move_lr)
+table_rate = Axis("learning rate of the tables", _move_table_rate)
 TRAINING = (Axis("weight decay", _move_decay), Axis("averaging", _move_average))
 """What every variant can tune beside its learning rate and the knobs of its methods."""
 
@@ -166,7 +176,8 @@ TRAINING = (Axis("weight decay", _move_decay), Axis("averaging", _move_average))
 def axes_of(run: RunSettings) -> list[Axis]:
     """Return the axes of a run: the learning rate, the knobs of its methods, weight decay and averaging.
 
-    A knob of zero is off, and stays so.
+    A knob of zero is off, and stays so. In one pass a row has to learn from the first lookups of its id, so there the learning rate of the
+    tables is an axis of its own.
     """
     knobs = [
         _knob(number, name, own, values)
@@ -174,7 +185,8 @@ def axes_of(run: RunSettings) -> list[Axis]:
         for name, values in method.knobs.items()
         if (own := getattr(method, name)) != 0
     ]
-    return [learning_rate, *knobs, *TRAINING]
+    rates = [learning_rate, table_rate] if run.training.one_pass else [learning_rate]
+    return [*rates, *knobs, *TRAINING]
 
 
 def _knob(number: int, name: str, own: Any, values: Sequence[Any]) -> Axis:

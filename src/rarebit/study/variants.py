@@ -35,7 +35,7 @@ from rarebit.settings import require, updated
 from rarebit.storage.files import make_folder, read_json, write_json
 from rarebit.study.plan import OWN, StudyPlan, StudySettings
 from rarebit.study.runs import UNREADABLE, run_key
-from rarebit.study.tuning import LR_STEP, SWEEP, Axis, axes_of
+from rarebit.study.tuning import SWEEP, Axis, axes_of, table_rate
 from rarebit.tables.apply import find_sites, find_tables, table_bytes
 from rarebit.tables.table import field_of, full_table
 from rarebit.technique import (
@@ -54,8 +54,8 @@ from rarebit.training.settings import RunSettings
 
 START_ROWS = 1000
 """Rows of the training data by which the start of tables is measured."""
-TABLE_RATE, START = "learning rate of the tables", "start"
-"""Axes of matched-rate."""
+START = "start"
+"""An axis of matched-rate."""
 
 
 @dataclass(frozen=True)
@@ -163,7 +163,8 @@ class _Study:
         """Return a control that is tuned by definition, on these axes first."""
         trials = self.settings.trials
         trials = max(trials, SWEEP) if self.settings.sweeps else trials
-        return Variant(name, None, run, (*first, *axes_of(run)), trials)
+        axes = (*first, *(axis for axis in axes_of(run) if axis not in first))
+        return Variant(name, None, run, axes, trials)
 
     def control_of(self, method: _Compared) -> Variant:
         """Return the control of a method: the plan's, or the one that its last method names."""
@@ -234,15 +235,8 @@ def _matched_rate(study: _Study, method: _Compared) -> Variant:
     starts = Axis(START, lambda run, _: replace(run, methods=(*others, *started)), choices=2)
     name = ":".join(["matched-rate", *(f"x={factor:g}" for factor in measured)])
     around = [technique_text(one) for one in others if isinstance(one, TrainingMethod)]
-    first = [Axis(TABLE_RATE, _move_table_rate), *([starts] if started else [])]
+    first = [table_rate, *([starts] if started else [])]
     return study.swept("+".join([name, *around]), run, *first)
-
-
-def _move_table_rate(run: RunSettings, steps: int) -> RunSettings:
-    assert run.training.table_lr is not None
-    return replace(
-        run, training=replace(run.training, table_lr=run.training.table_lr * LR_STEP**steps)
-    )
 
 
 def _tuned(study: _Study, _: _Compared) -> Variant:
