@@ -849,3 +849,116 @@ def test_a_state_from_before_averages_could_restart_is_read():
     ema.restart()
     ema.load_training_state(older)
     assert_averages(ema, naive)
+
+
+class Normalised(nn.Module):
+    """Two layers that normalise, with dropout between them, and a constant in the weights before each."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(3, 4).double(), nn.Linear(4, 1).double()
+        self.norms = nn.ModuleList([nn.BatchNorm1d(4).double(), nn.BatchNorm1d(1).double()])
+        self.dropout = nn.Dropout(0.5)
+
+    def forward(self, features):
+        hidden = self.dropout(self.norms[0](self.first(features)).relu())
+        return self.norms[1](self.second(hidden))
+
+
+def normalised_after_training(batches):
+    model = Normalised()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.2)
+    ema, naive = EMA(model, optimizer, decay=0.8), NaiveEMA(model, 0.8)
+    for batch in batches:
+        optimizer.zero_grad()
+        # a loss that goes on moving the bias before the last norm, as noise and weight decay do
+        (model(batch).square().mean() + model.second.bias.sum()).backward()
+        optimizer.step()
+        naive.step()
+    return model, optimizer, ema, naive
+
+
+def statistics(model):
+    return {name: buffer.clone() for name, buffer in model.named_buffers()}
+
+
+def naive_statistics(model, weights, batches):
+    """Return the statistics by hand: mean and variance of each batch before each norm, then their means over the batches."""
+    found = {f"norms.{k}.running_{kind}": [] for k in (0, 1) for kind in ("mean", "var")}
+    for batch in batches:
+        values = batch
+        for k, layer in enumerate(("first", "second")):
+            values = values @ weights[f"{layer}.weight"].T + weights[f"{layer}.bias"]
+            mean, count = values.mean(dim=0), len(values)
+            squares = (values - mean).square().sum(dim=0)
+            found[f"norms.{k}.running_mean"].append(mean)
+            found[f"norms.{k}.running_var"].append(squares / (count - 1))
+            values = (values - mean) / (squares / count + model.norms[k].eps).sqrt()
+            values = (values * weights[f"norms.{k}.weight"] + weights[f"norms.{k}.bias"]).relu()
+    return {name: sum(parts) / len(parts) for name, parts in found.items()}
+
+
+def test_averages_have_statistics_of_their_own_and_the_weights_get_theirs_back():
+    torch.manual_seed(0)
+    batches = [torch.randn(6, 3, dtype=torch.float64) for _ in range(5)]
+    model, _, ema, naive = normalised_after_training(batches)
+    before, momenta = statistics(model), [norm.momentum for norm in model.norms]
+    model.dropout.eval()  # as someone may have frozen it
+    was_training = [module.training for module in model.modules()]
+    random = torch.get_rng_state()
+    with ema.applied(batches):
+        inside = statistics(model)
+        assert [module.training for module in model.modules()] == was_training
+    wanted = naive_statistics(model, naive.averages, batches)
+    for name, value in wanted.items():
+        torch.testing.assert_close(inside[name], value, rtol=1e-12, atol=1e-13)
+    # this is not what they are without batches, nor with the weights of the last step
+    assert not torch.allclose(inside["norms.1.running_mean"], before["norms.1.running_mean"], 0.05)
+    assert all(torch.equal(before[name], value) for name, value in statistics(model).items())
+    assert [norm.momentum for norm in model.norms] == momenta
+    assert torch.equal(torch.get_rng_state(), random)
+
+    copied = copy.deepcopy(model)
+    ema.copy_to(copied, [(batch, 0) for batch in batches], lambda model, pair: model(pair[0]))
+    for name, value in wanted.items():
+        torch.testing.assert_close(statistics(copied)[name], value, rtol=1e-12, atol=1e-13)
+    with ema.applied():
+        assert all(torch.equal(before[name], value) for name, value in statistics(model).items())
+
+
+def test_statistics_and_weights_come_back_after_an_error():
+    batches = [torch.randn(6, 3, dtype=torch.float64) for _ in range(3)]
+    model, _, ema, _ = normalised_after_training(batches)
+    before, weights = statistics(model), weights_of(model)
+    used_up = iter(batches)
+    assert len(list(used_up)) == 3
+
+    def broken(model, batch):
+        model(batch)
+        raise ZeroDivisionError
+
+    for error, some, call in (
+        (TrainingError, used_up, None),
+        (ZeroDivisionError, batches, broken),
+    ):
+        with pytest.raises(error), ema.applied(some, call):
+            raise AssertionError
+        assert all(torch.equal(before[name], value) for name, value in statistics(model).items())
+        assert all(torch.equal(weights[name], p) for name, p in model.named_parameters())
+        assert all(module.training for module in model.modules())
+        assert [norm.momentum for norm in model.norms] == [0.1, 0.1]
+
+
+def test_a_model_without_statistics_reads_no_batches():
+    model = Net(sparse=True)
+    optimizer = adagrad(model)
+    ema = EMA(model, optimizer, decay=0.9)
+    train(model, optimizer, steps=2)
+
+    def never():
+        raise AssertionError
+        yield
+
+    with ema.applied(never()):
+        pass
+    ema.copy_to(model, never())

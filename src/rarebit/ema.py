@@ -14,23 +14,29 @@ with its old weight just before the optimizer changes it, and all rows once befo
 
 `restart` lets the average of a parameter begin anew at a step r: then t and s count from r, and the weights before have no
 share. The averages of other parameters continue.
+
+Batch normalisation keeps the mean and variance of what it normalises, and averaged weights bring it something else than those of the last
+step did. So averages are used with statistics of their own, estimated from a few batches (Izmailov et al., https://arxiv.org/abs/1803.05407).
 """
 
 import itertools
 import math
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
 from torch.optim import SGD, Optimizer
 
 from rarebit.errors import OptimizerError, TrainingError
 from rarebit.settings import require
 from rarebit.storage.files import check_tensors, spell_tensor
 from rarebit.tables.collection import lookups_of
+
+Batch = TypeVar("Batch")
 
 CHUNK = 1 << 18
 """Rows handled at once where all of them are: bounds the memory that takes."""
@@ -40,8 +46,8 @@ class EMA:
     """The unbiased exponential moving average of every trained parameter, for evaluating and saving.
 
     With `decay=1` it is their plain mean. Parameters that are left out stay as the last step left them. It follows the optimizer by hooks, so the loop stays as it is. Tables with sparse gradients cost what their batch
-    costs. Only the optimizer's steps may change weights; `bring_up_to_date` before any other change. Buffers, such as the statistics of batch normalisation, are not
-    averaged. The memory is one copy of the weights, and 4 bytes per row of each table with sparse gradients.
+    costs. Only the optimizer's steps may change weights; `bring_up_to_date` before any other change. Buffers are not averaged; a model with batch normalisation
+    needs `batches` where averages are used. The memory is one copy of the weights, and 4 bytes per row of each table with sparse gradients.
 
     >>> model = nn.Linear(1, 1, bias=False)
     >>> optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
@@ -116,8 +122,17 @@ class EMA:
         return int(next(iter(self._counts.values())))
 
     @contextmanager
-    def applied(self, *, to_gradients: bool = False) -> Iterator[None]:
+    def applied(
+        self,
+        batches: Iterable[Batch] | None = None,
+        call: Callable[[nn.Module, Batch], object] | None = None,
+        *,
+        to_gradients: bool = False,
+    ) -> Iterator[None]:
         """Put the averages into the model for the time of a `with` block, then the weights again.
+
+        From `batches` of training data the statistics of batch normalisation are estimated for that time; `call(model, batch)` runs the
+        model on one, by default `model(batch)`. Some 16,000 rows are enough. A model without such statistics does not read them.
 
         With `to_gradients`, between backward and step, of tables only the rows that have a gradient: what the batch
         looks up. It costs what the batch costs.
@@ -128,11 +143,19 @@ class EMA:
             name: average.rows_of_gradient() if to_gradients else None
             for name, average in self._averages.items()
         }
+        norms = [] if batches is None else _norms(self.model)
+        held = [
+            (buffer, buffer.clone()) for norm in norms for buffer in norm.buffers(recurse=False)
+        ]
         self._exchange(rows)
         try:
+            if batches is not None:
+                estimate_statistics_(self.model, batches, call)
             yield
         finally:
             self._exchange(rows)
+            for buffer, value in held:
+                buffer.copy_(value)
 
     def bring_up_to_date(self) -> None:
         """Let the averages cover all steps so far: call it before anything but a step changes weights."""
@@ -155,13 +178,20 @@ class EMA:
                 average.restart()
 
     @torch.no_grad()
-    def copy_to(self, model: nn.Module) -> None:
-        """Overwrite the weights of a model, this one or one like it, by the averages."""
+    def copy_to(
+        self,
+        model: nn.Module,
+        batches: Iterable[Batch] | None = None,
+        call: Callable[[nn.Module, Batch], object] | None = None,
+    ) -> None:
+        """Overwrite the weights of a model, this one or one like it, by the averages; with batches also its statistics, as `applied` does."""
         self.bring_up_to_date()
         targets = dict(model.named_parameters())
         self._check_same(targets)
         for name, average in self._averages.items():
             targets[name].copy_(average.value)
+        if batches is not None:
+            estimate_statistics_(model, batches, call)
 
     def state_dict(self) -> dict[str, Tensor]:
         """Return the averages by name, up to date. As in torch, training keeps changing them."""
@@ -338,6 +368,58 @@ class EMA:
                 "the model holds its averages now; train, save and load them after the block of "
                 "applied()"
             )
+
+
+@torch.no_grad()
+def estimate_statistics_(
+    model: nn.Module,
+    batches: Iterable[Batch],
+    call: Callable[[nn.Module, Batch], object] | None = None,
+) -> None:
+    """Set the statistics of batch normalisation to the mean over batches of what the present weights bring to it.
+
+    As at inference time, nothing is dropped. Nothing else changes, and no random number is drawn.
+
+    >>> model = nn.BatchNorm1d(1)
+    >>> estimate_statistics_(model, [torch.tensor([[1.0], [3.0]]), torch.tensor([[5.0], [9.0]])])
+    >>> model.running_mean.item(), model.running_var.item()  # means 2 and 7, variances 2 and 8
+    (4.5, 5.0)
+    """
+    norms, number = _norms(model), 0
+    if not norms:
+        return
+    momenta = [norm.momentum for norm in norms]
+    was_training = [module for module in model.modules() if module.training]
+    model.eval()
+    for norm in norms:
+        norm.train()
+    try:
+        for number, batch in enumerate(batches, 1):
+            for norm in norms:
+                norm.momentum = 1 / number  # the mean over all batches so far
+            if call is None:
+                model(batch)
+            else:
+                call(model, batch)
+    finally:
+        model.eval()
+        for module in was_training:  # one by one: a frozen part stays in evaluation mode
+            module.training = True
+        for norm, momentum in zip(norms, momenta, strict=True):
+            norm.momentum = momentum
+    if not number:
+        raise TrainingError(
+            "there are no batches to estimate the statistics of batch normalisation from; an iterator can be used only once"
+        )
+
+
+def _norms(model: nn.Module) -> list[_NormBase]:
+    """Return the modules that keep statistics of what they normalise."""
+    return [
+        module
+        for module in model.modules()
+        if isinstance(module, _NormBase) and module.running_mean is not None
+    ]
 
 
 class _Average:

@@ -149,6 +149,8 @@ class Technique(ABC):  # noqa: B024  # every hook has a default; subclasses add 
     patience: ClassVar[int] = 0
     """The patience it asks for, where the settings of training name none: epochs without improvement before training
     stops. 0: it needs no more than plain training."""
+    averages: ClassVar[bool] = False
+    """Whether it may average weights where the settings of training name no average."""
     num_sets: int = 1
     """Embedding sets that it gives a model."""
 

@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from rarebit.data.dataset import Splits, _rows
 from rarebit.data.synthetic import SyntheticLog
+from rarebit.ema import estimate_statistics_
 from rarebit.errors import SettingsError
 from rarebit.models import build_model, model_settings
 from rarebit.models._base import RankingModel
@@ -22,11 +23,13 @@ from rarebit.sharding.processes import (
     join_processes,
     leave_processes,
     share_norms_,
+    spread_,
 )
 from rarebit.sharding.sharded import GradientAverage, ShardedRows, shard, sharded_rows
 from rarebit.technique import parse_techniques
 from rarebit.training.run import train_model
 from rarebit.training.settings import RunSettings, Training, load_splits
+from rarebit.training.step import Steps, TrainingStep
 
 SEED = 1  # with which no unit's input comes so near to zero that rounding decides whether it is cut
 
@@ -216,7 +219,33 @@ def compare_gradients(_):
     return found
 
 
-OTHERS = {"norms": compare_norms, "lookups": compare_lookups, "gradients": compare_gradients}
+def compare_statistics(splits):
+    """Return how far statistics of a spread model, estimated from shares, are from those of one process."""
+    torch.manual_seed(0)
+    plain = build_model(
+        "deepfm", splits.train.schema, {"dim": 6, "hidden": [8], "batch_norm": True}
+    )
+    spread = copy.deepcopy(plain)
+    spread_(spread)
+    step = TrainingStep(spread, torch.optim.SGD(spread.parameters(), lr=1.0))
+    places = list(torch.arange(101).split(51))  # shares of unequal size
+    estimate_statistics_(plain, [splits.train[rows] for rows in places])
+    estimate_statistics_(spread, Steps(step, splits.train).batches(places))
+    expected = dict(plain.named_buffers())
+    wrong = [
+        float((buffer - expected[name]).abs().max())
+        for name, buffer in spread.named_buffers()
+        if "running" in name
+    ]
+    return [len(wrong), max(wrong)]
+
+
+OTHERS = {
+    "norms": compare_norms,
+    "statistics": compare_statistics,
+    "lookups": compare_lookups,
+    "gradients": compare_gradients,
+}
 
 
 def main():

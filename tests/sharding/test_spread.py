@@ -93,6 +93,12 @@ def test_ids_travel_once_for_tables_of_two_widths(tmp_path):
     assert max(differences) <= 1e-6
 
 
+def test_averages_get_statistics_from_the_rows_of_all_processes(tmp_path):
+    number, difference = work(tmp_path, 2, "statistics")["statistics"]
+    assert number == 2
+    assert difference <= 1e-6
+
+
 def test_means_of_gradients_set_out_during_the_backward(tmp_path):
     ahead, differences = zip(*work(tmp_path, 2, "gradients")["gradients"], strict=True)
     assert ahead == (False, True, True, False, True, False, True, False)

@@ -609,3 +609,50 @@ def test_training_uses_dropout_again_after_each_validation():
     model.eval()
     fit(model, data, data, epochs=2, patience=None, progress=False)
     assert modes == [True, False, True, False]
+
+
+def normalised(data):
+    return DNN(data.schema, dim=4, hidden=[6], batch_norm=True, dropout=0.5)
+
+
+def assert_statistics(model, data, batches):
+    """The statistics of a model are the means over these batches, by hand, as nothing is dropped."""
+    means, variances = [], []
+    layers = list(model.head.layers)
+    assert isinstance(layers[1], nn.BatchNorm1d)
+    for rows in batches:
+        features = layers[0](model.backbone(data[rows])).detach()
+        means.append(features.mean(dim=0))
+        variances.append(features.var(dim=0))
+    torch.testing.assert_close(layers[1].running_mean, torch.stack(means).mean(dim=0))
+    torch.testing.assert_close(layers[1].running_var, torch.stack(variances).mean(dim=0))
+
+
+@pytest.mark.parametrize("has_valid", [True, False])
+def test_averaged_weights_are_measured_and_kept_with_statistics_of_their_own(has_valid):
+    torch.manual_seed(0)
+    train, valid = some_data(50), some_data() if has_valid else None
+    model, plain = pair(lambda: normalised(train))
+    options = {"epochs": 3, "batch_size": 16, "patience": None, "lr": 0.05, "progress": False}
+    torch.manual_seed(1)
+    expected = fit(plain, train, valid, **options)
+    torch.manual_seed(1)
+    history = fit(model, train, valid, **options, ema_decay=0.9)
+    # by hand: three batches of sixteen rows, each from all of the log
+    every = [[50 * (3 * place + first) // 48 for place in range(16)] for first in range(3)]
+    assert_statistics(model, train, [torch.tensor(rows) for rows in every])
+    # looking changes nothing: the weights go their way with the statistics they had
+    losses = [[epoch.train_loss for epoch in one.epochs] for one in (history, expected)]
+    assert losses[0] == losses[1]
+    if has_valid:
+        best = history.epochs[history.best_epoch - 1].valid
+        assert evaluate(model, valid).overall.auc == best.auc
+
+
+def test_in_one_pass_the_last_rows_give_the_statistics_of_averages():
+    torch.manual_seed(0)
+    data = some_data(17_000)
+    model = normalised(data)
+    fit(model, data, one_pass=True, batch_size=4096, ema_decay=0.9, progress=False)
+    last = torch.arange(17_000 - 4 * 4096, 17_000)
+    assert_statistics(model, data, [last[first::4] for first in range(4)])

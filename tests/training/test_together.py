@@ -153,10 +153,12 @@ def test_members_have_their_own_rates_decays_averages_and_ends(optimizer, double
     assert_same(ended, cases, 1e-9)
 
 
-def test_normalisation_keeps_statistics_of_each_member(double):
+@pytest.mark.parametrize("ema_epochs", [None, 0.5])
+def test_normalisation_keeps_statistics_of_each_member(double, ema_epochs):
     # few steps: batch normalisation of nearly equal numbers magnifies rounding without end
     values = {"dim": 4, "hidden": [8], "batch_norm": True, "dropout": 0.3}
-    cases = [run_settings(seed, values=values, epochs=1, lr=1e-3) for seed in range(3)]
+    training = {"epochs": 1, "lr": 1e-3, "ema_epochs": ema_epochs}
+    cases = [run_settings(seed, values=values, **training) for seed in range(3)]
     ended, said = train(cases)
     assert said == []
     assert_same(ended, cases, 1e-6)

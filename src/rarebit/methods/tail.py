@@ -23,7 +23,7 @@ plain training. Not for training that ends after a few epochs: the best epoch co
 """
 
 import math
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
@@ -35,7 +35,7 @@ from torch.optim import Optimizer
 from rarebit.callbacks import Average, Callback, TrainingData
 from rarebit.data.dataset import Dataset
 from rarebit.data.schema import UNKNOWN
-from rarebit.ema import EMA
+from rarebit.ema import EMA, Batch
 from rarebit.methods._counts import Evidence, set_counts_
 from rarebit.methods.forgetting import PATIENCE, counted_rows, forget_rows_, restart_
 from rarebit.methods.forgetting import C as RARE
@@ -80,6 +80,7 @@ class Tail(Shrinkage):
         "memory": (MEMORY, 0.3, 3.0),
     }
     patience: ClassVar[int] = PATIENCE
+    averages: ClassVar[bool] = True
     excludes: ClassVar[Mapping[str, str]] = {
         "forgetting": "tail forgets rows already; use one of them",
         "pep": "learned thresholds would cut what is forgotten; prune first",
@@ -258,9 +259,17 @@ class RunningTail:
                 leave_out_rows=average.leave_out_rows,
             )
 
-    def averaged(self) -> AbstractContextManager[None]:
-        """Put the averages into the model for the time of a `with` block: to evaluate and to save."""
-        return nullcontext() if self._ema is None else self._ema.applied()
+    def averaged(
+        self,
+        batches: Iterable[Batch] | None = None,
+        call: Callable[[nn.Module, Batch], object] | None = None,
+    ) -> AbstractContextManager[None]:
+        """Put the averages into the model for the time of a `with` block: to evaluate and to save.
+
+        A network with batch normalisation needs batches of training data, some 16,000 rows; `call(model, batch)` runs the model on one, by
+        default `model(batch)`.
+        """
+        return nullcontext() if self._ema is None else self._ema.applied(batches, call)
 
     def between_epochs(self) -> None:
         """Forget rows; call it after each epoch, and after its evaluation."""
@@ -279,10 +288,14 @@ class RunningTail:
         if self._ema is not None:
             self._ema.load_training_state(state)
 
-    def end(self) -> None:
-        """Leave the averages in the model, in plain tables, and follow the optimizer no more."""
+    def end(
+        self,
+        batches: Iterable[Batch] | None = None,
+        call: Callable[[nn.Module, Batch], object] | None = None,
+    ) -> None:
+        """Leave the averages in the model, in plain tables, and follow the optimizer no more; batches as in `averaged`."""
         if self._ema is not None:
-            self._ema.copy_to(self._parts.model)
+            self._ema.copy_to(self._parts.model, batches, call)
             self._ema.close()
             self._ema = None
         self._parts.close()

@@ -158,6 +158,11 @@ def run_key(settings: RunSettings) -> str:
     training.pop("checkpoint_minutes", None)  # does not change the result
     if "ema_decay" in training:
         training["ema_start"] = "unbiased"  # older runs averaged from the initial weights on
+    averages = any(method.averages for method in settings.methods)
+    if averages or training.keys() & {"ema_decay", "ema_epochs"}:
+        training["statistics"] = (
+            "own"  # older runs used averages with the statistics of the last weights
+        )
     values = {
         "format": FORMAT,
         "model": {"name": settings.model, **settings.model_settings},

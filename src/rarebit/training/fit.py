@@ -18,7 +18,7 @@ import os
 import random
 import sys
 import time
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, closing, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, Protocol, TypeAlias, TypeVar
@@ -31,7 +31,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from rarebit.callbacks import Callback, Callbacks, TrainingData, started
-from rarebit.data.dataset import Dataset
+from rarebit.data.dataset import Batch, Dataset
 from rarebit.data.order import batch_bounds
 from rarebit.ema import EMA
 from rarebit.errors import CheckpointError, DataError, NotFiniteError, TrainingError
@@ -59,6 +59,7 @@ from rarebit.training.metrics import (
     evaluate,
     evaluate_scores,
     predict,
+    score,
 )
 from rarebit.training.one_pass import ProgressiveScores
 from rarebit.training.optimizers import Kind, fitting_state
@@ -75,6 +76,8 @@ from rarebit.training.step import (
     why_not_recorded,
 )
 
+STATISTICS_ROWS = 1 << 14
+"""Training rows by which averaged weights get statistics of batch normalisation."""
 OPTIMIZER_SETTINGS = (
     *("lr", "tables", "table_lr", "weight_decay", "table_weight_decay"),
     *("threshold_weight_decay", "decoupled", "momentum"),
@@ -676,7 +679,7 @@ class TrainingLoop:
             if checkpoints is not None:
                 checkpoints.after_epoch(self)
         if self.ema is not None:
-            self.ema.copy_to(self.step.model)
+            self.ema.copy_to(self.step.model, self._sample(), self._score)
         self.history.best_epoch = self.best.restore()
         if self.history.still_rising:
             patience = self.settings.patience
@@ -753,7 +756,10 @@ class TrainingLoop:
     def _validate(self) -> Course[Metrics | None]:
         if self.valid is None and self.scores is None:
             return None
-        with nullcontext() if self.ema is None else self.ema.applied():
+        averages: AbstractContextManager[None] = nullcontext()
+        if self.ema is not None:
+            averages = self.ema.applied(self._sample(), self._score)
+        with averages:
             if self.scores is not None:
                 metrics = self.scores.metrics()
             else:
@@ -768,6 +774,18 @@ class TrainingLoop:
                 self.history.still_rising = is_rising([*self._validated, self.best.sign * value])
             self.history.stopped_early = self.history.stopped_early or stalled
         return metrics
+
+    def _sample(self) -> Iterator[Batch]:
+        """Return batches of training rows for the statistics of averages: each from all of the log, or in one pass its last rows."""
+        total = len(self.steps.train)
+        number = max(min(total, STATISTICS_ROWS) // self.settings.batch_size, 1)
+        size = min(total, STATISTICS_ROWS) // number
+        rows = torch.arange(number * size, device=self.steps.train.device)
+        rows = rows + total - len(rows) if self.settings.one_pass else rows * total // len(rows)
+        return self.steps.batches([rows[first::number] for first in range(number)])
+
+    def _score(self, model: nn.Module, batch: Batch) -> Tensor:
+        return score(model, batch, self.step.forward)
 
     @property
     def _validated(self) -> list[float]:

@@ -299,6 +299,11 @@ class Steps:
             batch, real=real, total=stop - start, following=lambda: self._following(start, stop)
         )
 
+    def batches(self, places: Sequence[Tensor]) -> Iterator[Batch]:
+        """Yield training rows, this process's share of each batch, without training on them."""
+        for rows in places:
+            yield self._batch(self.step.processes.share(rows)[0])
+
     def _batch(self, rows: Tensor) -> Batch:
         batch = self.train[rows]
         return batch if self.train.device == self.device else batch.to(self.device)
