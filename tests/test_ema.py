@@ -962,3 +962,21 @@ def test_a_model_without_statistics_reads_no_batches():
     with ema.applied(never()):
         pass
     ema.copy_to(model, never())
+
+
+def test_a_compiled_model_is_not_compiled_for_its_statistics():
+    torch.manual_seed(0)
+    batches = [torch.randn(6, 3, dtype=torch.float64) for _ in range(4)]
+    model, _, ema, naive = normalised_after_training(batches)
+    graphs = []
+    compiled = torch.compile(
+        model, backend=lambda graph, _: (graphs.append(graph), graph.forward)[1]
+    )
+    compiled(batches[0])
+    number = len(graphs)
+    assert number > 0
+    with ema.applied(batches, lambda _, batch: compiled(batch)):
+        inside = statistics(model)
+    for name, value in naive_statistics(model, naive.averages, batches).items():
+        torch.testing.assert_close(inside[name], value, rtol=1e-12, atol=1e-13)
+    assert len(graphs) == number

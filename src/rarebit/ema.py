@@ -397,10 +397,12 @@ def estimate_statistics_(
         for number, batch in enumerate(batches, 1):
             for norm in norms:
                 norm.momentum = 1 / number  # the mean over all batches so far
-            if call is None:
-                model(batch)
-            else:
-                call(model, batch)
+            # a compiled model would be compiled for each of these numbers
+            with torch.compiler.set_stance("force_eager"):
+                if call is None:
+                    model(batch)
+                else:
+                    call(model, batch)
     finally:
         model.eval()
         for module in was_training:  # one by one: a frozen part stays in evaluation mode
