@@ -651,8 +651,10 @@ def test_averaged_weights_are_measured_and_kept_with_statistics_of_their_own(has
 
 def test_in_one_pass_the_last_rows_give_the_statistics_of_averages():
     torch.manual_seed(0)
-    data = some_data(17_000)
+    rows = some_data(30_000)
+    drift = torch.linspace(-9, 9, len(rows))[:, None]
+    data = Dataset(SCHEMA, rows.ids, drift, rows.label)
     model = normalised(data)
     fit(model, data, one_pass=True, batch_size=4096, ema_decay=0.9, progress=False)
-    last = torch.arange(17_000 - 4 * 4096, 17_000)
+    last = torch.arange(30_000 - 4 * 4096, 30_000)
     assert_statistics(model, data, [last[first::4] for first in range(4)])
