@@ -68,6 +68,30 @@ class Compressor(Method):
         return make(sizes[found - 1])
 
 
+class StandaloneTable(Table):
+    """A table made from another one, of which it keeps nothing but the shape."""
+
+    def __init__(self, method: Method, source: AnyTable) -> None:
+        super().__init__(
+            method,
+            None,
+            num_embeddings=source.num_embeddings,
+            embedding_dim=source.embedding_dim,
+            padding_idx=source.padding_idx,
+        )
+        self._is_sparse = source.sparse
+
+    @property
+    def sparse(self) -> bool:
+        """Whether the merged table gets sparse gradients."""
+        return self._is_sparse
+
+    @property
+    def methods(self) -> tuple[Method, ...]:
+        """Its own method: others were merged when it was made."""
+        return (self.method,)
+
+
 class PartedCompressor(Compressor):
     """A compressor whose tables are a function of the rows of small plain tables."""
 

@@ -23,9 +23,9 @@ from typing import ClassVar, Self
 import torch
 from torch import Tensor, nn
 
-from rarebit.research._compressors import Compressor
+from rarebit.research._compressors import Compressor, StandaloneTable
 from rarebit.settings import check_types, require
-from rarebit.tables.table import CHUNK, AnyTable, Method, Table, full_table, is_trainable
+from rarebit.tables.table import CHUNK, AnyTable, full_table, is_trainable
 
 __all__ = ["DHE", "HashNetwork"]
 
@@ -102,21 +102,14 @@ class DHE(Compressor):
         return table.requires_grad_(requires_grad=is_trainable(base)).train(base.training)
 
 
-class HashNetwork(Table):
+class HashNetwork(StandaloneTable):
     """A network that computes rows from hashes of ids."""
 
     a: Tensor
     b: Tensor
 
     def __init__(self, method: DHE, base: AnyTable) -> None:
-        super().__init__(
-            method,
-            None,
-            num_embeddings=base.num_embeddings,
-            embedding_dim=base.embedding_dim,
-            padding_idx=base.padding_idx,
-        )
-        self._is_sparse = base.sparse
+        super().__init__(method, base)
         # NOTE[DIFF]: the paper has batch normalisation between the layers; here a row depends on its id only, so that it merges
         linear = [nn.Linear(*pair) for pair in pairwise(method.widths(base.embedding_dim))]
         for layer in linear:
@@ -134,16 +127,6 @@ class HashNetwork(Table):
         # in float64 first: float16 ends at 65,504
         rows: Tensor = self.network((hashes.double() * (2 / (M - 1)) - 1).to(dtype))
         return rows
-
-    @property
-    def sparse(self) -> bool:
-        """Whether the merged table gets sparse gradients; those of the network are dense."""
-        return self._is_sparse
-
-    @property
-    def methods(self) -> tuple[Method, ...]:
-        """The method."""
-        return (self.method,)
 
     @property
     def num_weights(self) -> int:

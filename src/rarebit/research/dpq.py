@@ -30,12 +30,11 @@ from torch.nn import functional as F
 
 from rarebit.codes.packed import pack_bits, unpack_bits
 from rarebit.methods._sizing import plain_weights, too_small
-from rarebit.research._compressors import Compressor
+from rarebit.research._compressors import Compressor, StandaloneTable
 from rarebit.settings import check_types, require
 from rarebit.tables.collection import take_rows
 from rarebit.tables.table import (
     AnyTable,
-    Method,
     Table,
     full_table,
     is_trainable,
@@ -177,7 +176,7 @@ class SoftmaxTable(Table):
         return SoftmaxCodes(self, torch.cat(parts))
 
 
-class SoftmaxCodes(Table):
+class SoftmaxCodes(StandaloneTable):
     """A frozen table of codes: which value each piece of a row has."""
 
     codes: Tensor
@@ -185,14 +184,8 @@ class SoftmaxCodes(Table):
 
     def __init__(self, source: SoftmaxTable, codes: Tensor) -> None:
         method = replace(source.dpq, frozen=True)
-        super().__init__(
-            method,
-            None,
-            num_embeddings=source.num_embeddings,
-            embedding_dim=source.embedding_dim,
-            padding_idx=source.padding_idx,
-        )
-        self.dpq, self._is_sparse = method, source.sparse
+        super().__init__(method, source)
+        self.dpq = method
         self.register_buffer("codes", codes)
         self.register_buffer("values", source.values.detach().clone())
 
@@ -206,16 +199,6 @@ class SoftmaxCodes(Table):
         first = torch.arange(pieces, device=ids.device) << bits
         rows = F.embedding(codes + first, self.values.flatten(0, 1))
         return rows.flatten(-2)[..., : self.embedding_dim]
-
-    @property
-    def sparse(self) -> bool:
-        """Whether the merged table gets sparse gradients."""
-        return self._is_sparse
-
-    @property
-    def methods(self) -> tuple[Method, ...]:
-        """The method, with codes for good."""
-        return (self.method,)
 
     @property
     def num_weights(self) -> int:

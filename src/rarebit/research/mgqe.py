@@ -29,13 +29,12 @@ from torch.nn import functional as F
 
 from rarebit.methods._sizing import plain_weights, too_small
 from rarebit.methods.quantize import ZERO_CODE, pack, unpack
-from rarebit.research._compressors import Compressor
+from rarebit.research._compressors import Compressor, StandaloneTable
 from rarebit.settings import check_types, require
 from rarebit.tables.collection import take_rows
 from rarebit.tables.table import (
     CHUNK,
     AnyTable,
-    Method,
     Table,
     full_table,
     is_trainable,
@@ -205,7 +204,7 @@ class CodebookTable(Table):
         return self.mgqe.nearest(pieces, self.centroids, ids >= self.num_head)
 
 
-class CodedTable(Table):
+class CodedTable(StandaloneTable):
     """A frozen table of codes: which centroid each piece of a row is."""
 
     head: Tensor
@@ -214,14 +213,8 @@ class CodedTable(Table):
 
     def __init__(self, source: CodebookTable, kept: tuple[Tensor, Tensor, Tensor]) -> None:
         method = replace(source.mgqe, frozen=True)
-        super().__init__(
-            method,
-            None,
-            num_embeddings=source.num_embeddings,
-            embedding_dim=source.embedding_dim,
-            padding_idx=source.padding_idx,
-        )
-        self.mgqe, self._is_sparse = method, source.sparse
+        super().__init__(method, source)
+        self.mgqe = method
         for name, tensor in zip(("head", "tail", "centroids"), kept, strict=True):
             self.register_buffer(name, tensor)
 
@@ -234,16 +227,6 @@ class CodedTable(Table):
         codes = torch.where((ids < num_head).unsqueeze(-1), head, tail)
         rows = self.mgqe.pick(codes, self.centroids)
         return rows.flatten(-2)[..., : self.embedding_dim]
-
-    @property
-    def sparse(self) -> bool:
-        """Whether the merged table gets sparse gradients."""
-        return self._is_sparse
-
-    @property
-    def methods(self) -> tuple[Method, ...]:
-        """The method, with codes for good."""
-        return (self.method,)
 
     @property
     def num_weights(self) -> int:

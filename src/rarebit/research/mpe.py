@@ -32,11 +32,10 @@ from torch.nn import functional as F
 
 from rarebit.codes.packed import TakesParts, pack_bits
 from rarebit.methods.evidence_coding import STEP
-from rarebit.research._compressors import Compressor
+from rarebit.research._compressors import Compressor, StandaloneTable
 from rarebit.settings import check_types, require
 from rarebit.tables.table import (
     AnyTable,
-    Method,
     Table,
     full_table,
     is_trainable,
@@ -290,7 +289,7 @@ class PrecisionTable(_Quantized):
         return PrecisionCodes(self, torch.cat(parts))
 
 
-class PrecisionCodes(TakesParts, Table):
+class PrecisionCodes(TakesParts, StandaloneTable):
     """A frozen table of integers, as many bits each as their group has."""
 
     codes: Tensor
@@ -302,14 +301,8 @@ class PrecisionCodes(TakesParts, Table):
 
     def __init__(self, source: PrecisionTable, codes: Tensor) -> None:
         method = replace(source.mpe, stage="frozen")
-        super().__init__(
-            method,
-            None,
-            num_embeddings=source.num_embeddings,
-            embedding_dim=source.embedding_dim,
-            padding_idx=source.padding_idx,
-        )
-        self.mpe, self._is_sparse = method, source.sparse
+        super().__init__(method, source)
+        self.mpe = method
         self.register_buffer("codes", codes)
         self.register_buffer("precision", source.precision.to(torch.uint8))
         self.register_buffer("alpha", source.alpha.detach().clone())
@@ -357,16 +350,6 @@ class PrecisionCodes(TakesParts, Table):
         number = ((pair >> shift) & ((1 << bits) - 1)).to(self.bias.dtype)
         half = 2.0 ** (bits.to(self.bias.dtype) - 1)
         return self.bias + (bits > 0) * self.alpha[(bits - 1).clamp(min=0)] * (number - half + 0.5)
-
-    @property
-    def sparse(self) -> bool:
-        """Whether the merged table gets sparse gradients."""
-        return self._is_sparse
-
-    @property
-    def methods(self) -> tuple[Method, ...]:
-        """The method, with integers for good."""
-        return (self.method,)
 
     @property
     def num_weights(self) -> int:
