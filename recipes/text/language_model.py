@@ -10,6 +10,9 @@ LSTM layers with five kinds of dropout and tied weights; `--model` takes a Huggi
 
     E    `embedding.weight`, which is also `decoder.weight`; with `--untie` the two are apart, as `--arms tail` needs
 
+With `--adaptive` the output is an adaptive softmax (Grave et al., 2017): frequent words first, and rare ones in two groups of
+narrower rows, which are only computed where a word of theirs is wanted. For large vocabularies such as that of WikiText-103.
+
 Dropout of whole words, of the inputs, between layers and of the outputs, each with one mask for all steps of a batch, and of
 the recurrent weights (`weight_drop`). The schedule is AWD-LSTM's with `--paper`, else a short one. On a GPU a step is recorded
 as a CUDA graph, and `--together` makes the steps of several runs side by side.
@@ -65,6 +68,9 @@ WARM_UP = 3
 """Ordinary steps before one is recorded: they make the optimizer's state and choose kernels."""
 AHEAD = 16
 """Every so many steps the host waits for those before: at most twice as many are asked for in advance."""
+
+FIRST, SECOND = 16, 4
+"""An adaptive softmax has one word in so many at once, and so many in its first group."""
 
 Hidden = list[tuple[Tensor, Tensor]]
 """The state of each layer, `(1, B, width)` twice."""
@@ -213,8 +219,10 @@ class Sizes:
 class Output(NamedTuple):
     """What the model makes of a batch `(L, B)`."""
 
-    logits: Tensor
-    """`(L, B, V)`."""
+    logits: Tensor | None
+    """`(L, B, V)`; None of an adaptive softmax that was asked for losses."""
+    losses: Tensor | None
+    """Those of the words asked for, `(L B,)`."""
     hidden: Hidden
     size: Tensor
     """The mean square of the outputs, after their dropout."""
@@ -225,7 +233,9 @@ class Output(NamedTuple):
 class LanguageModel(nn.Module):
     """AWD-LSTM over so many words."""
 
-    def __init__(self, words: int, sizes: Sizes, *, tied: bool = True) -> None:
+    def __init__(
+        self, words: int, sizes: Sizes, *, tied: bool = True, adaptive: bool = False
+    ) -> None:
         super().__init__()
         self.sizes = sizes
         self.random: torch.Generator | None = None
@@ -233,16 +243,20 @@ class LanguageModel(nn.Module):
         widths = [sizes.dim, *[sizes.hidden] * (sizes.layers - 1), sizes.dim]
         self.embedding = nn.Embedding(words, sizes.dim)
         self.layers = nn.ModuleList(map(nn.LSTM, widths[:-1], widths[1:]))
-        self.decoder = nn.Linear(sizes.dim, words)
         nn.init.uniform_(self.embedding.weight, -0.1, 0.1)
+        if adaptive:
+            cutoffs = [words // FIRST, words // SECOND]
+            self.decoder: nn.Module = nn.AdaptiveLogSoftmaxWithLoss(sizes.dim, words, cutoffs)
+            return
+        decoder = self.decoder = nn.Linear(sizes.dim, words)
         if tied:
-            self.decoder.weight = self.embedding.weight
+            decoder.weight = self.embedding.weight
         else:
-            nn.init.uniform_(self.decoder.weight, -0.1, 0.1)
-        nn.init.zeros_(self.decoder.bias)
+            nn.init.uniform_(decoder.weight, -0.1, 0.1)
+        nn.init.zeros_(decoder.bias)
 
-    def forward(self, tokens: Tensor, hidden: Hidden) -> Output:
-        """Return the logits of the words that follow each of `(L, B)`, and the state after them."""
+    def forward(self, tokens: Tensor, hidden: Hidden, targets: Tensor | None = None) -> Output:
+        """Return the logits of the words that follow each of `(L, B)`, the losses of those asked for, and the state after them."""
         sizes, after = self.sizes, []
         x = self._locked(self._words(tokens), sizes.input_dropout)  # (L, B, D)
         for number, (layer, state) in enumerate(zip(self.layers, hidden, strict=True)):
@@ -252,12 +266,23 @@ class LanguageModel(nn.Module):
             x = self._locked(raw, sizes.output_dropout if is_last else sizes.hidden_dropout)
         # bfloat16 has the range of float32: safe for logits, whose loss is computed in float32
         with torch.autocast(x.device.type, torch.bfloat16, enabled=x.is_cuda and self.training):
-            logits = self.decoder(x)
-        return Output(logits, after, x.square().mean(), (raw[1:] - raw[:-1]).square().mean())
+            logits, losses = self._decode(x, targets)
+        return Output(
+            logits, losses, after, x.square().mean(), (raw[1:] - raw[:-1]).square().mean()
+        )
+
+    def _decode(self, x: Tensor, targets: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
+        if not isinstance(self.decoder, nn.AdaptiveLogSoftmaxWithLoss):
+            logits: Tensor = self.decoder(x)
+            return logits, _losses(logits, targets)
+        rows = x.flatten(0, 1)
+        if targets is None:
+            return self.decoder.log_prob(rows).unflatten(0, x.shape[:2]), None
+        return None, -self.decoder(rows, targets.flatten()).output
 
     def start(self, batch_size: int) -> Hidden:
         """Return the state before the first word."""
-        weight = self.decoder.weight
+        weight = self.embedding.weight
         zeros = [weight.new_zeros(1, batch_size, layer.hidden_size) for layer in self.layers]
         return [(zero, zero) for zero in zeros]
 
@@ -307,16 +332,22 @@ class HuggingFaceModel(nn.Module):
         )
         self.inner = transformers.AutoModelForCausalLM.from_config(config)
 
-    def forward(self, tokens: Tensor, hidden: Hidden) -> Output:
-        """Return the logits; each batch is read from its own beginning."""
+    def forward(self, tokens: Tensor, hidden: Hidden, targets: Tensor | None = None) -> Output:
+        """Return logits and losses; each batch is read from its own beginning."""
         logits = self.inner(input_ids=tokens.T).logits.transpose(0, 1)
         nothing = logits.new_zeros(())
-        return Output(logits, hidden, nothing, nothing)
+        return Output(logits, _losses(logits, targets), hidden, nothing, nothing)
 
     def start(self, batch_size: int) -> Hidden:
         """Return no state."""
         del batch_size
         return []
+
+
+def _losses(logits: Tensor, targets: Tensor | None) -> Tensor | None:
+    if targets is None:
+        return None
+    return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), reduction="none")
 
 
 class RecordedSteps:
@@ -550,9 +581,8 @@ class LanguageTraining(Training):
         """Train on the batch of this length that lies in `tokens` and `targets`."""
         schedule = self.task.schedule
         self.optimizer.zero_grad()  # first: a recording that failed may have left gradients
-        found = self.model(self.tokens[:length], self.hidden)
-        targets = self.targets[:length].reshape(-1)
-        loss = F.cross_entropy(found.logits.flatten(0, 1).float(), targets)
+        found = self.model(self.tokens[:length], self.hidden, self.targets[:length])
+        loss = found.losses.mean()
         penalty = schedule.size_penalty * found.size + schedule.change_penalty * found.change
         self.backward(loss + penalty)
         for old, new in zip(self.hidden, found.hidden, strict=True):
@@ -587,10 +617,11 @@ class WordModel(Task):
         device: torch.device,
         *,
         tied: bool = True,
+        adaptive: bool = False,
         model: str | None = None,
     ) -> None:
         self.text, self.sizes, self.schedule, self.device = text, sizes, schedule, device
-        self.tied, self.hugging_face = tied, model
+        self.tied, self.adaptive, self.hugging_face = tied, adaptive, model
         self.train = columns(text.train, schedule.batch_size).to(device)
         self.columns = {
             "valid": columns(text.valid, schedule.eval_batch_size).to(device),
@@ -604,7 +635,7 @@ class WordModel(Task):
 
     def facts(self) -> dict[str, Any]:
         sizes = asdict(self.sizes) if self.hugging_face is None else named(self.hugging_face)
-        tied = {"tied": self.tied}
+        tied = {"tied": self.tied} | ({"softmax": "adaptive"} if self.adaptive else {})
         return {
             "text": self.text.described(),
             "sizes": sizes | tied,
@@ -615,7 +646,7 @@ class WordModel(Task):
         words = len(self.text.counts)
         if self.hugging_face is not None:
             return HuggingFaceModel(words, self.hugging_face, tied=self.tied)
-        return LanguageModel(words, self.sizes, tied=self.tied)
+        return LanguageModel(words, self.sizes, tied=self.tied, adaptive=self.adaptive)
 
     def training(self, run: Run) -> LanguageTraining:
         if ARMS[run.arm].tail and self.tied:
@@ -634,8 +665,8 @@ class WordModel(Task):
 
     def loss(self, model: nn.Module, batch: Cut) -> Tensor:
         tokens, targets = batch_at(self.train, *batch)
-        logits = model(tokens, model.start(tokens.shape[1])).logits
-        return F.cross_entropy(logits.flatten(0, 1).float(), targets.reshape(-1))
+        losses: Tensor = model(tokens, model.start(tokens.shape[1]), targets).losses
+        return losses.mean()
 
     def counts_of(self, kind: type[nn.Module]) -> dict[str, Tensor]:
         """Return the counts of the text; of models with other tables, by use."""
@@ -661,9 +692,9 @@ class WordModel(Task):
         sums = torch.zeros(2, len(self.text.counts), dtype=torch.float64, device=tokens.device)
         for start in range(0, len(tokens) - 1, length):
             inputs, targets = batch_at(tokens, start, length)
-            found = model(inputs, hidden)
+            found = model(inputs, hidden, targets)
             hidden, places = found.hidden, targets.reshape(-1)
-            losses = F.cross_entropy(found.logits.flatten(0, 1), places, reduction="none").double()
+            losses = found.losses.double()
             sums[0].index_add_(0, places, losses)
             sums[1].index_add_(0, places, torch.ones_like(losses))
         model.train()
@@ -734,13 +765,23 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="give the input a table of its own, as the arm tail needs",
     )
+    parser.add_argument(
+        "--adaptive",
+        action="store_true",
+        help="an adaptive softmax, for large vocabularies; the input has a table of its own then",
+    )
 
 
 def main(given: Sequence[str] | None = None) -> dict[str, Any]:
     """Make the runs that time allows, print what is there, and write it."""
     began = time.monotonic()
     options = options_of("language_model.py", __doc__, given, add_options)
-    if options.arms is None and not options.untie:
+    if options.adaptive and options.model is not None:
+        raise SettingsError(
+            "--adaptive is for the LSTM; a Hugging Face model has an output of its own"
+        )
+    tied = not (options.untie or options.adaptive)
+    if options.arms is None and tied:
         options.arms = [arm for arm in ARMS if not ARMS[arm].tail]
     if options.paper:
         schedule: ShortSchedule = SMALL_PAPER if options.small else PaperSchedule()
@@ -752,7 +793,8 @@ def main(given: Sequence[str] | None = None) -> dict[str, Any]:
         SMALL_SIZES if options.small else Sizes(),
         changed(schedule, options),
         device_of(options),
-        tied=not options.untie,
+        tied=tied,
+        adaptive=options.adaptive,
         model=options.model,
     )
     return run_recipe(task, options, began)

@@ -52,8 +52,10 @@ def task(text, *, schedule=SHORT, sizes=SIZES, device="cpu", **settings):
     return recipe.WordModel(text, sizes, schedule, torch.device(device), **settings)
 
 
-def started(text, arm, *, schedule=SHORT, sizes=SIZES, device="cpu", tied=True, **settings):
-    made = task(text, schedule=schedule, sizes=sizes, device=device, tied=tied)
+def started(
+    text, arm, *, schedule=SHORT, sizes=SIZES, device="cpu", tied=True, adaptive=False, **settings
+):
+    made = task(text, schedule=schedule, sizes=sizes, device=device, tied=tied, adaptive=adaptive)
     return made.training(shared.Run(arm=arm, **settings))
 
 
@@ -554,6 +556,43 @@ def test_an_untied_model_has_two_tables(text):
     assert result["test"]["all"] < len(text.words)
     again = started(text, "tail", tied=False, schedule=dataclasses.replace(SHORT, epochs=2))
     assert trained(again).result() == result
+
+
+def test_an_adaptive_softmax_is_that_of_its_paper(text):
+    torch.manual_seed(0)
+    model = recipe.LanguageModel(128, SIZES, tied=False, adaptive=True).eval().double()
+    decoder = model.decoder
+    assert decoder.cutoffs == [8, 32, 128]  # a sixteenth and a quarter
+    tokens = torch.arange(128).reshape(16, 8).flip(0)
+    with torch.no_grad():
+        state = [tuple(part.double() for part in layer) for layer in model.start(8)]
+        found = model(tokens, state, tokens)
+        logits = model(tokens, state).logits
+        # by hand: the first words and one entry for each group, then the words within a group
+        features = torch.randn(SIZES.dim, dtype=torch.float64)
+        first = decoder.head(features).log_softmax(0)
+        wanted = [first[:8]]
+        for group, (reduce, words) in enumerate(decoder.tail):
+            wanted.append(first[8 + group] + words(reduce(features)).log_softmax(0))
+        by_hand, _ = model._decode(features[None, None], None)
+    torch.testing.assert_close(by_hand[0, 0], torch.cat(wanted), rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(logits.exp().sum(-1), torch.ones(16, 8).double())
+    expected = -logits.gather(2, tokens[:, :, None]).flatten()
+    torch.testing.assert_close(found.losses, expected, rtol=1e-12, atol=1e-12)
+    assert found.logits is None
+
+
+@pytest.mark.parametrize("arm", ["averaged", "adversarial-select-lexico", "tail"])
+def test_arms_train_with_an_adaptive_softmax(text, arm):
+    made = started(text, arm, tied=False, adaptive=True)
+    before = made.model.embedding.weight.detach().clone()
+    decoder = {name: p.detach().clone() for name, p in made.model.decoder.named_parameters()}
+    result = trained(made).result()
+    assert result["test"]["all"] < len(text.words)
+    assert not torch.equal(made.model.embedding.weight, before)
+    moved = made.model.decoder.named_parameters()
+    assert not any(torch.equal(p, decoder[name]) for name, p in moved)
+    assert made.task.facts()["sizes"]["softmax"] == "adaptive"
 
 
 def test_tied_weights_are_compressed_at_both_ends(text):
