@@ -12,6 +12,7 @@ import rarebit as rb
 from rarebit import testing as checks
 from rarebit.callbacks import TrainingMethod
 from rarebit.errors import SettingsError
+from rarebit.research.darts_emb import widths_of
 from rarebit.sets.sets import SetsMethod
 from rarebit.technique import (
     technique_class,
@@ -219,6 +220,16 @@ METHODS = {
             ({"std": 0.0}, "std must be more than 0 and finite, got std=0.0"),
             ({"std": float("inf")}, "std must be finite, got inf"),
             ({"init": "old"}, "init must be one of 'fresh', 'keep', got 'old'"),
+        ),
+    ),
+    "darts-emb": Line(
+        settings={"width": 1.5, "group": 4, "search": 2, "stage": "settled"},
+        stored=lambda rows, width: rows * width + (len(widths_of(width)) - 1) * width**2,
+        bad=(
+            ({"width": 0.5}, "width must be at least 1, got 0.5"),
+            ({"width": 2.0, "group": 0}, "group must be at least 1, got group=0"),
+            ({"width": 2.0, "search": 0}, "search must be at least 1, got search=0"),
+            ({"width": 2.0, "stage": "done"}, "stage must be .* got 'done'"),
         ),
     ),
     "mpe": Line(

@@ -284,11 +284,12 @@ def test_all_pairs_are_tried():
     tried = {*SMALL, "pep", TRANSFER}
     neighbours = {"adam-ar", "forgetting", "frequency-decay", "fresh-tables", "group-stopping"}
     neighbours |= {"id-dropout"}
+    neighbours |= {"darts-emb"}  # refused, see below
     names = {technique_name(technique_class(name)) for name in technique_names()}
     assert names - neighbours == tried
 
 
-@pytest.mark.parametrize("other", [TRANSFER])
+@pytest.mark.parametrize("other", [TRANSFER, "darts-emb"])
 def test_a_refused_pair_is_told_why(other):
     words = compositions()[other, TRANSFER]
     with pytest.raises(SettingsError, match=f"{other}\\+{TRANSFER} is refused: {words}"):

@@ -23,6 +23,7 @@ from rarebit.technique import (
 
 NEEDED = {
     "cafe": {"buckets": 5},
+    "darts-emb": {"width": 3.0},
     "dhe": {"hidden": 2, "hashes": 2, "layers": 1},
     "dpq": {"pieces": 2},
     "hashing": {"buckets": 5},

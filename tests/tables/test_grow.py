@@ -36,6 +36,7 @@ from rarebit.technique import technique_class, technique_name, technique_names
 
 REFUSED = {
     "cafe",
+    "darts-emb",
     "dhe",
     "dpq",
     "evidence-coding",

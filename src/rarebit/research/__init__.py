@@ -5,6 +5,7 @@ from rarebit.research._reweighting import UpdateSplit, factorized_tables, update
 from rarebit.research.adam_ar import AdamAR
 from rarebit.research.aligned_sets import AlignedSets
 from rarebit.research.cafe import CAFE
+from rarebit.research.darts_emb import DartsEmb
 from rarebit.research.dhe import DHE
 from rarebit.research.dpq import DPQ
 from rarebit.research.frequency_decay import FrequencyDecay
@@ -31,6 +32,7 @@ __all__ = [
     "ROBE",
     "AdamAR",
     "AlignedSets",
+    "DartsEmb",
     "FrequencyDecay",
     "FreshTables",
     "GroupStopping",

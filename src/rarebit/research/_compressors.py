@@ -22,6 +22,10 @@ from rarebit.technique import Rank, technique_name
 SHARED = "it changes the stored rows of ids, and here ids share what is stored; use one of them"
 
 
+HALVINGS = 60
+"""Of the prices among which one is found."""
+
+
 class Compressor(Method):
     """A published way to a smaller table, as a control for ours."""
 
@@ -66,6 +70,20 @@ class Compressor(Method):
             least = make(sizes[0]).kept(shapes) if sizes else 1.0
             raise too_small(technique_name(cls), share, least=min(least, 1.0))
         return make(sizes[found - 1])
+
+
+def within(scores: Tensor, costs: Tensor, most: float) -> Tensor:
+    """Return the best choice of each row, `(G, M)` to `(G,)`, at the lowest price of a unit of cost at which all cost at most so much.
+
+    >>> within(torch.tensor([[0.0, 3.0], [0.0, 1.0]]), torch.tensor([[1.0, 2.0], [1.0, 2.0]]), most=3)
+    tensor([1, 0])
+    """
+    low, high = -1e6, 1e6
+    for _ in range(HALVINGS):
+        middle = (low + high) / 2
+        chosen = (scores - middle * costs).argmax(1, keepdim=True)
+        low, high = (low, middle) if costs.gather(1, chosen).sum() <= most else (middle, high)
+    return (scores - high * costs).argmax(1)
 
 
 class StandaloneTable(Table):

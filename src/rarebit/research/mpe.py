@@ -32,7 +32,7 @@ from torch.nn import functional as F
 
 from rarebit.codes.packed import TakesParts, pack_bits
 from rarebit.methods.evidence_coding import STEP
-from rarebit.research._compressors import Compressor, StandaloneTable
+from rarebit.research._compressors import Compressor, StandaloneTable, within
 from rarebit.settings import check_types, require
 from rarebit.tables.table import (
     AnyTable,
@@ -54,7 +54,6 @@ TAU = 0.01
 """τ: how far apart logits are."""
 FRACTIONS = 16
 """A size is found in steps of so many parts of a bit."""
-HALVINGS = 60
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -175,13 +174,7 @@ class MPE(Compressor):
             likely.append((table.logits.detach().cpu().double() / TAU).log_softmax(-1))
             costs.append(self.sizes(rows).unsqueeze(1) * bytes_of_row(width).double())
             most += int(self.sizes(rows) @ bytes_of_row(width)[self.even(rows)])
-        scores, sizes = torch.cat(likely), torch.cat(costs)
-        low, high = -1e6, 1e6
-        for _ in range(HALVINGS):
-            middle = (low + high) / 2
-            chosen = (scores - middle * sizes).argmax(1, keepdim=True)
-            low, high = (low, middle) if sizes.gather(1, chosen).sum() <= most else (middle, high)
-        best = (scores - high * sizes).argmax(1)
+        best = within(torch.cat(likely), torch.cat(costs), most)
         return list(best.split([len(part) for part in likely]))
 
 
