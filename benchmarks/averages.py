@@ -9,8 +9,8 @@ So both are measured on one training, and differ in nothing else. Finished runs 
 
 import argparse
 import statistics
-from collections.abc import Mapping
-from concurrent.futures import ProcessPoolExecutor
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from contextlib import AbstractContextManager
 from itertools import product
 from pathlib import Path
@@ -41,23 +41,29 @@ def main() -> None:
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--out", type=Path, required=True)
     options = parser.parse_args()
+    torch.set_num_threads(1)  # of each run
     report = read_json(options.out) if options.out.exists() else {"machine": machine(), "runs": []}
     made = [(run["log"], run["precision"], run["seed"]) for run in report["runs"]]
     cases = product(range(options.seeds), PRECISIONS, options.data)
     missing = [case for case in cases if (Path(case[2]).name, case[1], case[0]) not in made]
     with ProcessPoolExecutor(options.workers) as pool:
-        for run in pool.map(measure, *zip(*missing, strict=True)) if missing else ():
+        for ended in as_completed([pool.submit(measure, *case) for case in missing]):
+            run = ended.result()
             report["runs"].append(run)
-            report["differences"] = differences(report["runs"])
             write_json(options.out, report, error=RarebitError)
             print(run, flush=True)
+    report["differences"] = differences(report["runs"])
+    write_json(options.out, report, error=RarebitError)
     header = ("log", "precision", "runs", "validation", "test", "spread", "rarest fifth")
     rows = [
         (
-            *(row["log"], row["precision"], str(row["n"]), f"{row['valid']:+.4f}"),
-            *(f"{row['test']:+.4f}", f"{row['spread'] or 0:.4f}", f"{row['rarest']:+.4f}"),
+            *(log, precision, str(len(gains["test"]))),
+            *(f"{statistics.mean(gains[name]):+.4f}" for name in ("valid", "test")),
+            "-" if len(gains["test"]) < 2 else f"{statistics.stdev(gains['test']):.4f}",
+            f"{statistics.mean(gains['rarest']):+.4f}",
         )
-        for row in report.get("differences", [])
+        for log, found in report["differences"].items()
+        for precision, gains in found.items()
     ]
     print(TextTable("AUC with own statistics minus AUC with those of the last step", header, rows))
 
@@ -115,20 +121,14 @@ def measure(seed: int, precision: str, folder: str) -> dict[str, Any]:
     return {"log": Path(folder).name, "precision": precision, "seed": seed, **found}
 
 
-def differences(runs: list[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Return the mean differences over seeds: own statistics minus those of the last step."""
-    rows = []
-    for log, precision in dict.fromkeys((run["log"], run["precision"]) for run in runs):
-        own = [run for run in runs if (run["log"], run["precision"]) == (log, precision)]
-        row: dict[str, Any] = {"log": log, "precision": precision, "n": len(own)}
+def differences(runs: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, dict[str, list[float]]]]:
+    """Return own statistics minus those of the last step, by log, precision and figure; one number per seed."""
+    found: dict[str, dict[str, dict[str, list[float]]]] = {}
+    for run in sorted(runs, key=lambda run: run["seed"]):
+        gains = found.setdefault(run["log"], {}).setdefault(run["precision"], {})
         for name in ("valid", "test", "rarest"):
-            values = [run["own"][name] - run["last step"][name] for run in own]
-            row[name] = statistics.mean(values)
-            if name == "test":
-                row["spread"] = statistics.stdev(values) if len(values) > 1 else None
-                row["auc"] = statistics.mean(run["own"]["test"] for run in own)
-        rows.append(row)
-    return rows
+            gains.setdefault(name, []).append(run["own"][name] - run["last step"][name])
+    return found
 
 
 if __name__ == "__main__":

@@ -500,6 +500,15 @@ BREAKS = (
         "(count - step).clamp(max=1).double()",
         ("test_ema.py::test_averages_are_those_of_the_definition",),
     ),
+    Break(
+        "averages-statistics",
+        "ema.py",
+        "norm.momentum = 1 / number  #",
+        "norm.momentum = 0.1  #",
+        (
+            "test_ema.py::test_averages_have_statistics_of_their_own_and_the_weights_get_theirs_back",
+        ),
+    ),
     # storage
     Break(
         "file-sync-of-tensor-folders",
