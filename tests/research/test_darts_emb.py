@@ -85,6 +85,16 @@ def test_choices_are_as_even_as_the_mean_width_allows():
     assert DartsEmb(width=6.8, group=8).even(10, 8).tolist() == [2, 1]
 
 
+def test_what_is_stored_is_never_more_than_is_said():
+    for width, rows, columns in ((1.0, 300, 16), (3.3, 300, 16), (1.0, 40, 4), (16.0, 300, 16)):
+        model = nn.Sequential(nn.Embedding(rows, columns))
+        method = DartsEmb(width=width, group=64)
+        model[0] = method.wrap(model[0]).served()
+        assert sum(p.numel() for p in model.parameters()) <= method.stored(rows, columns)
+    with pytest.raises(rb.errors.SettingsError, match=r"darts-emb cannot keep a share of 0.0625"):
+        DartsEmb.for_share([(10_000, 16)], share=1 / 16)  # two of sixteen columns are an eighth
+
+
 def test_the_likeliest_widths_within_the_numbers_are_picked():
     table = made(stage="search")[0]
     # the first group likes eight columns far better than the others like any

@@ -116,8 +116,8 @@ class DartsEmb(Compressor):
         return self.most(rows, width) + projections - (-groups // 4)
 
     def most(self, rows: int, width: int) -> int:
-        """Return how many numbers the rows of a table may have."""
-        return min(int(self.width * rows), rows * width)
+        """Return how many numbers the rows of a table may have; no row is below the narrowest width."""
+        return min(int(max(self.width, widths_of(width)[0]) * rows), rows * width)
 
     def sizes(self, rows: int) -> Tensor:
         """Return the number of ids of each group, `(G,)`."""
@@ -260,8 +260,8 @@ class ChosenTable(_Widths):
 
     def shares(self, groups: Tensor) -> Tensor:
         """Return 1 for the width of a group, and 0 for the others."""
-        chosen = F.one_hot(self.choice[groups], len(self.widths))
-        return chosen.to(self.projections.dtype)
+        places = torch.arange(len(self.widths), device=groups.device)
+        return (self.choice[groups].unsqueeze(-1) == places).to(self.projections.dtype)
 
     @torch.no_grad()
     def frozen(self) -> "MixedRows":
