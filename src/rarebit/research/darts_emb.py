@@ -110,14 +110,14 @@ class DartsEmb(Compressor):
         return cls.largest(lambda size: cls(width=size / SIZES_PER_COLUMN), sizes, shapes, share)
 
     def stored(self, rows: int, width: int) -> int:
-        """Return the most weights of a table at inference; four choices of a group take as much as one."""
+        """Return the weights of a table at inference; four choices of a group take as much as one."""
         projections = sum(widths_of(width)[:-1]) * width
         groups = -(-rows // self.group)
-        return self.most(rows, width) + projections - (-groups // 4)
+        return self.numbers(rows, width) + projections - (-groups // 4)
 
-    def most(self, rows: int, width: int) -> int:
-        """Return how many numbers the rows of a table may have; no row is below the narrowest width."""
-        return min(int(max(self.width, widths_of(width)[0]) * rows), rows * width)
+    def numbers(self, rows: int, width: int) -> int:
+        """Return how many numbers the rows of a table have."""
+        return int(self.sizes(rows) @ torch.tensor(widths_of(width))[self.even(rows, width)])
 
     def sizes(self, rows: int) -> Tensor:
         """Return the number of ids of each group, `(G,)`."""
@@ -130,7 +130,7 @@ class DartsEmb(Compressor):
         choice = torch.zeros(len(sizes), dtype=torch.int64)
         for place in range(1, len(widths)):
             # what the narrower rows leave pays for wider ones, from the first group on
-            left = self.most(rows, width) - int((sizes * torch.tensor(widths)[choice]).sum())
+            left = self.width * rows - int((sizes * torch.tensor(widths)[choice]).sum())
             choice += (sizes * (widths[place] - widths[place - 1])).cumsum(0) <= left
             if bool((choice < place).any()):
                 break
@@ -183,7 +183,7 @@ class DartsEmb(Compressor):
             sizes = self.sizes(table.num_embeddings)
             likely.append(table.logits.detach().cpu().double().log_softmax(-1))
             costs.append(sizes.unsqueeze(1) * widths.double())
-            most += self.most(table.num_embeddings, table.embedding_dim)
+            most += self.numbers(table.num_embeddings, table.embedding_dim)
         best = within(torch.cat(likely), torch.cat(costs), most)
         return list(best.split([len(part) for part in likely]))
 
